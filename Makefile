@@ -1,0 +1,61 @@
+# `make demo` and `make test` set everything up by themselves; `make help` lists the rest.
+# PYTHON=/path/to/python chooses the interpreter that .venv is made from.
+# PY=python3 skips the set-up and uses that interpreter as it is (no install, no network).
+
+SHELL := /bin/bash
+VENV := .venv
+JOBS ?= 2
+ARGS ?=
+
+ifeq ($(origin PY), undefined)
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
+else
+export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/inplace$(if $(PYTHONPATH),:$(PYTHONPATH))
+READY :=
+DOCS_READY :=
+endif
+
+# Ranks are simulated in one process and tests run side by side: one thread each, unless the caller says otherwise.
+test sweep: export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check sweep bench docs clean
+
+help:            ## this list
+	@grep -E '^[a-z]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(VENV)/.ready: pyproject.toml constraints.txt setup.py tools/setup_venv.py
+	@$(if $(PYTHON),"$(PYTHON)",python3) tools/setup_venv.py ".[dev,models]"
+	@touch $@
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]" -c $(VENV)/constraints.txt
+	@touch $@
+
+setup: $(READY)  ## the virtual environment only
+	@true
+
+demo: $(READY)   ## train a small GPT on a simulated 2x2 mesh
+	@$(PY) examples/train_gpt.py $(ARGS)
+
+test: $(READY)   ## the default tests (ARGS="-k name" to choose)
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+check: $(READY)  ## lint, strict types, import order
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest -q tests/test_layers.py
+
+sweep: $(READY)  ## the longer sweeps over models, operators and meshes
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m sweep $(ARGS)
+
+bench: $(READY)  ## the benchmark table
+	@$(PY) -m bench $(ARGS)
+
+docs: $(DOCS_READY)  ## the documentation as a site in site/
+	@$(PY) -m mkdocs build --strict
+
+clean:           ## remove .venv and everything built
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""What every test run shares: one thread per process, fixed seeds, and reasons for what is skipped."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Ranks are simulated in one process and test processes run side by side.
+torch.set_num_threads(1)
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # Fixed examples: a failing default run fails again. Sweeps draw new ones.
+    settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+    settings.register_profile("sweep", deadline=None, max_examples=1000)
+    settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "sweep" in config.option.markexpr and importlib.util.find_spec("hypothesis") is not None:
+        settings.load_profile("sweep")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for_sweep = "sweep" in config.option.markexpr
+    for item in items:
+        if item.get_closest_marker("sweep") and not asked_for_sweep:
+            item.add_marker(pytest.mark.skip(reason="a longer sweep: make sweep"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def subprocess_env() -> dict[str, str]:
+    """The environment for a child process (torchrun, a script) that must import what this process can."""
+    paths = [str(ROOT), str(ROOT / "tools" / "inplace"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
