@@ -1,0 +1,1 @@
+"""colofunc: write a step for one device, run it on many."""

@@ -1,0 +1,173 @@
+"""Layout: where every element of one global tensor lives, as frozen data.
+
+A dim of a tensor is an ordered product of *atoms* `(size, axis)`. An atom with a mesh axis is spread over that axis; an
+atom without one (axis None) stays in a rank's memory. `(dp b) s (tp d)` of a (8, 4, 6) tensor on dp=2, tp=3 is
+
+    dims = (((2, "dp"), (4, None)), ((4, None),), ((3, "tp"), (2, None)))
+
+and the part of rank (i, j) is `rearrange(x, "(dp b) s (tp d) -> dp tp b s d")[i, j]`. Striped, block-cyclic and
+composite layouts are other orders of atoms, nothing else. Mesh axes that appear nowhere hold copies. `pending` lists
+axes over which the parts still have to be reduced (+, max, min). Adjacent local atoms are merged and size-1 atoms are
+dropped, so that equal layouts are equal objects.
+
+Padding: the atoms of a dim may multiply to more than the dim's global size; the elements past the end are zeros.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+import attrs
+
+from colofunc.errors import SpecError
+
+Atom = tuple[int, str | None]
+Dim = tuple[Atom, ...]
+
+REDUCTIONS = ("sum", "max", "min")
+
+
+@lru_cache(maxsize=1 << 16)
+def canonical_dim(atoms: Dim) -> Dim:
+    """Merge adjacent local atoms and drop atoms of size 1: `((2,a),(1,b),(3,None),(4,None))` -> `((2,a),(12,None))`."""
+    out: list[Atom] = []
+    for size, axis in atoms:
+        if size == 1:
+            continue
+        if axis is None and out and out[-1][1] is None:
+            out[-1] = (out[-1][0] * size, None)
+        else:
+            out.append((size, axis))
+    return tuple(out)
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Layout:
+    """How one global tensor of `shape` is split. Build with `make_layout` (canonical, interned) or `Spec.bind`."""
+
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    pending: tuple[tuple[str, str], ...] = ()  # ((axis, "sum" | "max" | "min"), ...), sorted by axis
+    tier: str = "device"
+    scheme: str | None = None  # quantisation scheme, None: stored as computed
+
+    # Layouts are interned by `make_layout`, so identity is equality and hashing is free.
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's part."""
+        return self._local_shape
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Global shape with padding: what the atoms multiply to."""
+        return tuple(prod(s for s, _ in dim) for dim in self.dims)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padded_shape != self.shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split this tensor (not the pending ones), in order of appearance."""
+        return tuple(axis for dim in self.dims for _, axis in dim if axis is not None)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.axes and not self.pending
+
+    @property
+    def local_numel(self) -> int:
+        return prod(self._local_shape)
+
+    def __attrs_post_init__(self) -> None:
+        local = tuple(prod(s for s, a in dim if a is None) for dim in self.dims)
+        object.__setattr__(self, "_local_shape", local)
+
+    def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
+        return make_layout(self.dims, self.shape, pending, self.tier, self.scheme)
+
+    def with_tier(self, tier: str) -> Layout:
+        return make_layout(self.dims, self.shape, self.pending, tier, self.scheme)
+
+    def __repr__(self) -> str:
+        return f"Layout({self.text()!r}, shape={self.shape})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return make_layout, (self.dims, self.shape, self.pending, self.tier, self.scheme)
+
+    def text(self) -> str:
+        """The spec that binds to this layout, with letters for the local factors: `(dp a) b (tp c)`."""
+        return layout_text(self)
+
+
+_INTERNED: dict[tuple[object, ...], Layout] = {}
+
+
+def make_layout(
+    dims: tuple[Dim, ...],
+    shape: tuple[int, ...],
+    pending: tuple[tuple[str, str], ...] = (),
+    tier: str = "device",
+    scheme: str | None = None,
+) -> Layout:
+    """The canonical, interned layout; raises SpecError where an axis is used twice or sizes cannot fit."""
+    dims = tuple(canonical_dim(dim) for dim in dims)
+    pending = tuple(sorted(pending)) if len(pending) > 1 else tuple(pending)
+    key = (dims, shape, pending, tier, scheme)
+    found = _INTERNED.get(key)
+    if found is None:
+        _check(dims, shape, pending)
+        found = _INTERNED.setdefault(key, Layout(dims, shape, pending, tier, scheme))
+    return found
+
+
+def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[str, str], ...]) -> None:
+    if len(dims) != len(shape):
+        raise SpecError(f"layout has {len(dims)} dims but the tensor has {len(shape)} (shape {shape})")
+    used = [axis for dim in dims for _, axis in dim if axis is not None] + [axis for axis, _ in pending]
+    for axis in used:
+        if used.count(axis) > 1:
+            raise SpecError(f"mesh axis {axis!r} is used {used.count(axis)} times in one spec; use it once")
+    for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if prod(s for s, _ in dim) < size:
+            raise SpecError(f"dim {d} of size {size} does not fit its factors {dim}")
+    for axis, how in pending:
+        if how not in REDUCTIONS:
+            raise SpecError(f"pending reduction {how!r} over {axis!r} is none of {REDUCTIONS}")
+
+
+def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
+    """The layout in which every rank holds the whole tensor."""
+    return make_layout(tuple(((size, None),) for size in shape), shape, (), tier)
+
+
+def layout_text(layout: Layout) -> str:
+    """A spec string that binds back to `layout` on the same mesh."""
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    words: list[str] = []
+    padded = layout.padded_shape
+    for d, dim in enumerate(layout.dims):
+        locals_ = sum(axis is None for _, axis in dim)
+        parts: list[str] = []
+        for n, (size, axis) in enumerate(dim):
+            if axis is not None:
+                parts.append(axis)
+            elif locals_ > 1 and any(a is None for _, a in dim[:n]):
+                parts.append(str(size))  # a second local factor needs its size said
+            else:
+                parts.append(next(letters, "z"))
+        if not parts:
+            parts = ["1"] if layout.shape[d] == 1 else [next(letters, "z")]
+        if padded[d] != layout.shape[d]:
+            tail = max((i for i, (_, a) in enumerate(dim) if a is None), default=None)
+            if tail is None:
+                parts.append("1~")
+            else:
+                parts[tail] += "~"
+        words.append(parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")")
+    words += [f"+{a}" if how == "sum" else f"{how}:{a}" for a, how in layout.pending]
+    if layout.tier != "device":
+        words.append(f"@{layout.tier}")
+    return " ".join(words)

@@ -1,0 +1,68 @@
+"""The meaning of a layout, by definition: cut a global tensor into every rank's part and put the parts together again.
+
+This is the reference that everything else is tested against, and what the simulated mesh uses to place inputs. It is
+written for clarity: reshape each dim to its atoms, index the atoms that carry mesh axes with the rank's coordinates,
+merge the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from colofunc.dtensor.layout import Layout
+from colofunc.mesh import Mesh
+
+
+def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if not layout.is_padded:
+        return x
+    out = x.new_zeros(layout.padded_shape)
+    out[tuple(slice(0, n) for n in layout.shape)] = x
+    return out
+
+
+def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere."""
+    where = mesh.coordinates(rank)
+    atoms = [atom for dim in layout.dims for atom in dim]
+    if not atoms or layout.is_replicated and not layout.is_padded:
+        out = x
+    else:
+        split = _pad(x, layout).reshape([size for size, _ in atoms])
+        index = tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)
+        out = split[index].reshape(layout.local_shape)
+    if any(how == "sum" and where[axis] for axis, how in layout.pending):
+        out = torch.zeros_like(out)
+    return out
+
+
+def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """All ranks' parts in rank order."""
+    return [part(x, layout, mesh, rank) for rank in range(mesh.size)]
+
+
+def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The global tensor from all ranks' parts (inverse of `parts`; pending reductions are carried out)."""
+    atoms = [atom for dim in layout.dims for atom in dim]
+    kept = [size for size, axis in atoms if axis is None]
+    out = shards[0].new_empty([size for size, _ in atoms])
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    pending_axes = {axis for axis, _ in layout.pending}
+    for rank, shard in enumerate(shards):
+        where = mesh.coordinates(rank)
+        if any(where[a] for a in mesh.axis_names if a not in layout.axes and a not in pending_axes):
+            continue  # another copy of a part that is already there
+        key = tuple(where[axis] for _, axis in atoms if axis is not None)
+        local = shard.reshape(kept)
+        if key in done:
+            hows = {how for axis, how in layout.pending if where[axis]}
+            how = hows.pop() if len(hows) == 1 else "sum"
+            local = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](done[key], local)
+        done[key] = local
+        out[tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)] = local
+    padded = out.reshape(layout.padded_shape)
+    return padded[tuple(slice(0, n) for n in layout.shape)] if layout.is_padded else padded
+
+

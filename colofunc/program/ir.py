@@ -1,0 +1,131 @@
+"""Program: what is computed, as frozen data.
+
+One record serves two views. The *global* view comes from the tracer: every value has its global shape and no layout.
+The *local* view is what one rank does: every value also has a `Layout`, its `shape` is the rank's part, and
+collectives and copies are nodes like any other. Both are printed, checked, saved and executed by the same code.
+
+    Value   one tensor in single assignment: id, shape, dtype, name, role, layout
+    Node    one operator call: target name, args in which `Ref(id)` stands for a value, the ids it defines
+    Program inputs, nodes, outputs, and the trees that pack and unpack them
+
+Arguments other than tensors are plain Python data (int, float, bool, str, None, tuple, torch.dtype, torch.device,
+torch.memory_format, torch.layout). Nodes never mutate their inputs unless their target is registered as in place
+(`colofunc.update_` and friends), which only the last pass introduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Layout
+
+PHASES = ("forward", "backward", "update")
+
+
+@attrs.frozen(slots=True)
+class Ref:
+    """Stands for value `id` inside `Node.args` and `Node.kwargs`."""
+
+    id: int
+
+
+@attrs.frozen
+class Value:
+    """One tensor of a program. `shape` is global before lowering and local after it (then `layout` has both)."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""  # dotted name of an input leaf ("params.lm_head.weight"), else a readable hint
+    role: str = "activation"  # "param" | "frozen" | "buffer" | "state" | "grad" | "batch" | "constant" | "seed" | "activation"
+    layout: Layout | None = None
+    device_free: bool = False  # does not depend on any input (a mask, an arange)
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for s in self.shape:
+            n *= s
+        return n
+
+
+@attrs.frozen
+class Node:
+    """One operator call.
+
+    `target`: "aten.mm.default", "colofunc.linear", "colofunc.all_gather", ... `outs`: ids of the values it defines, in
+    the order of the operator's flat tensor results; None where a result is absent or not a tensor.
+    `phase`: forward, backward or update. `path`: the module path ("transformer.h.0.attn"). `line`: "file.py:12 in f".
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outs: tuple[int | None, ...]
+    phase: str = "forward"
+    path: str = ""
+    line: str = ""
+    note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
+
+    @property
+    def refs(self) -> tuple[int, ...]:
+        """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
+        return tuple(_refs((self.args, self.kwargs)))
+
+
+def _refs(tree: Any) -> Iterator[int]:
+    if type(tree) is Ref:
+        yield tree.id
+    elif type(tree) is tuple:
+        for item in tree:
+            yield from _refs(item)
+
+
+def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
+    """`tree` with every `Ref(i)` replaced by `fn(i)`; the other leaves stay."""
+    if type(tree) is Ref:
+        return fn(tree.id)
+    if type(tree) is tuple:
+        return tuple(map_refs(item, fn) for item in tree)
+    return tree
+
+
+@attrs.frozen
+class Program:
+    """A whole step. `inputs` and `outputs` are value ids; `outputs` may repeat ids and contain inputs.
+
+    `aliases`: pairs (position in outputs, position in inputs) of leaves that are updated in place (donated).
+    `constants`: input id -> tensor that the program carries itself; these ids are inputs too, after the user's.
+    """
+
+    inputs: tuple[int, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    values: Mapping[int, Value]
+    constants: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
+    aliases: tuple[tuple[int, int], ...] = ()
+    stage: str = "global"  # "global" | "local" | "inplace": what check_program allows
+
+    def value(self, id: int) -> Value:
+        return self.values[id]
+
+    def producers(self) -> dict[int, Node]:
+        """Value id -> the node that defines it (inputs have none)."""
+        return {o: node for node in self.nodes for o in node.outs if o is not None}
+
+    def last_uses(self) -> dict[int, int]:
+        """Value id -> index of the last node that reads it; len(nodes) for outputs; absent if never read."""
+        last: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            for ref in node.refs:
+                last[ref] = index
+        for out in self.outputs:
+            last[out] = len(self.nodes)
+        return last
+
+    def with_nodes(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
+        return attrs.evolve(self, nodes=tuple(nodes), values=self.values if values is None else values)
