@@ -1,0 +1,132 @@
+"""The environment: the only module that reads variables set by launchers, debugging switches and memory limits.
+
+Problem: an environment variable is an interface nobody can see. Idea: everything read from outside the program is
+named here, in one table, and the rest of the code asks functions.
+
+>>> switch("COLOFUNC_CHECK")        # not set
+''
+
+Variables set by `torchrun` (https://docs.pytorch.org/docs/stable/elastic/run.html): RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Memory limits: cgroup v2 `memory.max`, cgroup v1
+`memory.limit_in_bytes`, `/proc/meminfo` (Linux kernel documentation, admin-guide/cgroup-v2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from colofunc.errors import ColofuncError, near
+
+SWITCHES: dict[str, str] = {
+    "COLOFUNC_CHECK": "1: check the whole program after every pass, not only what changed",
+    "COLOFUNC_CACHE": "folder of cached plans; 'off' keeps no plans on disk",
+    "COLOFUNC_QUIET": "1: no live progress lines",
+    "COLOFUNC_TRACE": "1: log every operator that the simulated executor runs",
+}
+
+
+class SwitchError(ColofuncError, KeyError):
+    """A debugging switch that is not documented in `SWITCHES`."""
+
+
+@attrs.frozen
+class Launch:
+    """What a launcher says about this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def launched() -> Launch | None:
+    """This process's place under `torchrun` (or any launcher that sets RANK and WORLD_SIZE); None elsewhere."""
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer("LOCAL_RANK") or 0,
+        local_world_size=_integer("LOCAL_WORLD_SIZE") or 1,
+        master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_integer("MASTER_PORT") or 29500,
+    )
+
+
+def switch(name: str) -> str:
+    """The value of a documented debugging switch, '' when it is not set."""
+    if name not in SWITCHES:
+        raise SwitchError(f"{name!r} is no documented switch{near(name, SWITCHES)}")
+    return os.environ.get(name, "")
+
+
+def switched_on(name: str) -> bool:
+    """Whether a documented debugging switch is set to something other than '', '0', 'off', 'false' or 'no'."""
+    return switch(name).lower() not in ("", "0", "off", "false", "no")
+
+
+def memory_limit_bytes() -> int | None:
+    """The most memory this process may use: the least of its cgroup limits and the machine's memory."""
+    limits = [_number(folder / name) for folder in _cgroups() for name in ("memory.max", "memory.limit_in_bytes")]
+    limits.append(_meminfo_bytes("MemTotal"))
+    known = [limit for limit in limits if limit is not None and limit > 0]
+    return min(known, default=None)
+
+
+def memory_used_bytes() -> int | None:
+    """What the innermost cgroup of this process holds now, page cache included; None where there is no cgroup."""
+    for folder in _cgroups():
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            used = _number(folder / name)
+            if used is not None:
+                return used
+    return None
+
+
+def _integer(name: str) -> int | None:
+    text = os.environ.get(name)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def _cgroups() -> Iterator[Path]:
+    """Memory cgroups of this process, innermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        inner = root / path.lstrip("/")
+        while inner != root and root in inner.parents:
+            yield inner
+            inner = inner.parent
+        yield root
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # cgroup v2 writes "max" for no limit
+
+
+def _meminfo_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None

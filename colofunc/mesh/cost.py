@@ -1,0 +1,182 @@
+"""Seconds and bytes of collectives, copies and computation on a topology.
+
+Problem: a planner asks millions of times what a collective over some axes costs. Idea: the cost is alpha + beta·bytes,
+so the two numbers are worked out once per (kind, axes) from where the groups' ranks really sit.
+
+>>> wire_bytes("all_gather", 1024, 4)
+768
+
+Note [Levels]. A group of n ranks occupies d_k domains of level k (d_-1 = n devices, 1 domain at the outermost level it
+spans). Gathering from the outside in, a rank receives (d_(k-1) - d_k)/n of the buffer over links of level k: together
+(n-1)/n, the bytes of a ring, but each byte over the link it really crosses. A stage of p = d_(k-1)/d_k peers takes p-1
+messages. Stages do not overlap. An all-to-all reaches the peers outside its own domain directly, so its shares are the
+fractions of peers that are new at each level.
+
+Note [Contention]. SPMD: all groups of a collective run at once. A "device" link is each device's own. An "uplink"
+carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. A permute
+is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink.
+
+Source: alpha-beta model (Hockney 1994); Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, for the byte counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from colofunc.errors import MeshError, TopologyError, near
+from colofunc.mesh.topology import KINDS, Level, Topology
+
+Group = tuple[int, ...]
+
+# What to use when a device has no rate of its own for a dtype: the next in line that it has.
+_INSTEAD: dict[str, tuple[str, ...]] = {
+    "float64": ("float32",),
+    "bfloat16": ("float32",),
+    "float16": ("bfloat16", "float32"),
+    "tf32": ("float32",),
+    "float8": ("float16", "bfloat16", "float32"),
+    "int8": ("float16", "float32"),
+    "uint8": ("int8", "float16", "float32"),
+    "complex128": ("float64", "float32"),
+}
+
+
+def check_kind(kind: str) -> str:
+    """The kind of a collective, or an error with near names."""
+    if kind not in KINDS:
+        raise MeshError(f"no collective {kind!r}{near(kind, KINDS, 'collectives')}")
+    return kind
+
+
+def wire_bytes(kind: str, nbytes: int, n: int) -> int:
+    """Bytes that each of n devices receives (ring algorithms), rounded up.
+
+    nbytes: the group's full buffer for all_gather (its output), reduce_scatter (its input) and all_reduce; the local
+    buffer for all_to_all and permute.
+    """
+    check_kind(kind)
+    if n <= 1:
+        return 0
+    if kind == "permute":
+        return nbytes
+    times = 2 if kind == "all_reduce" else 1
+    return -(-times * (n - 1) * nbytes // n)
+
+
+def alpha_beta(topology: Topology, kind: str, groups: Sequence[Group], mesh_size: int) -> tuple[float, float]:
+    """(seconds, seconds per byte) of the slowest group of one collective; bytes as in `wire_bytes`."""
+    check_kind(kind)
+    shapes = {_domains(topology.levels, group): len(group) for group in groups if len(group) > 1}
+    costs = [_group_cost(topology.levels, kind, n, domains, mesh_size) for domains, n in shapes.items()]
+    return max((a for a, _ in costs), default=0.0), max((b for _, b in costs), default=0.0)
+
+
+def _domains(levels: Sequence[Level], group: Group) -> tuple[tuple[int, int], ...]:
+    """Per level: domains that the group occupies, and the most ranks of it in one domain. See Note [Levels]."""
+    out = []
+    for level in levels:
+        homes = [0 if level.size is None else rank // level.size for rank in group]
+        out.append((len(set(homes)), max(homes.count(home) for home in set(homes))))
+    return tuple(out)
+
+
+def _group_cost(
+    levels: Sequence[Level], kind: str, n: int, domains: tuple[tuple[int, int], ...], mesh_size: int
+) -> tuple[float, float]:
+    alpha_s = beta_s = 0.0
+    outside, near_ranks, inner_size = n, 1, 1  # domains one level further in, its ranks per domain, its size
+    for level, (d, ranks) in zip(levels, domains, strict=True):
+        if d < outside:
+            if kind == "permute":  # only the outermost crossing counts: the slowest rank decides
+                messages, share = 1, 1.0
+                alpha_s = beta_s = 0.0
+            elif kind == "all_to_all":
+                messages, share = math.ceil(outside / d) - 1, (ranks - near_ranks) / n
+            else:
+                messages, share = math.ceil(outside / d) - 1, (outside - d) / n
+            together = _together(level, inner_size, mesh_size)
+            if kind == "permute" and level.sharing == "uplink":
+                together = max(1, together // near_ranks)
+            alpha_s += messages * level.latency_s
+            beta_s += share * together / level.bandwidth_bytes_per_s
+        outside, near_ranks, inner_size = d, ranks, level.size or inner_size
+    times = 2 if kind == "all_reduce" else 1
+    return times * alpha_s, times * beta_s
+
+
+def _together(level: Level, inner_size: int, mesh_size: int) -> int:
+    """How many devices use one link of this level at once. See Note [Contention]."""
+    if level.sharing == "device":
+        return 1
+    return min(mesh_size, inner_size if level.sharing == "uplink" else level.size or mesh_size)
+
+
+def measured_alpha_beta(topology: Topology, kind: str, axes: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+    """The same from the profiler's figures, None unless every axis was measured at its size.
+
+    Several axes are priced as stages, one axis at a time, the slowest axis while the buffer is smallest.
+    """
+    found = {(m.axis, m.size, m.kind): (m.alpha_s, m.beta_s_per_byte) for m in topology.measured}
+
+    def stage(kind: str, axis: tuple[str, int]) -> tuple[float, float] | None:
+        return found.get((*axis, kind))
+
+    if len(axes) == 1:
+        return stage(kind, axes[0])
+    parts = [stage(kind, axis) for axis in axes]
+    if not axes or any(part is None for part in parts):
+        return None
+    if kind == "all_to_all":
+        return sum(p[0] for p in parts if p), sum(p[1] for p in parts if p)
+    if kind == "permute":
+        return max(p[0] for p in parts if p), max(p[1] for p in parts if p)
+    order = sorted(axes, key=lambda axis: -(stage(kind, axis) or (0.0, 0.0))[1])
+    # An all-reduce over several axes scatters over the fast ones, reduces over the slowest, and gathers again.
+    kinds = [(kind,)] * len(order) if kind != "all_reduce" else [(kind,)] + [("reduce_scatter", "all_gather")] * (
+        len(order) - 1
+    )
+    alpha_s = beta_s = 0.0
+    fraction = 1.0 / math.prod(size for _, size in order)  # of the full buffer that a stage's result (or input) is
+    for axis, names in zip(order, kinds, strict=True):
+        fraction *= axis[1]
+        for name in names:
+            part = stage(name, axis)
+            if part is None:
+                return None
+            alpha_s, beta_s = alpha_s + part[0], beta_s + part[1] * fraction
+    return alpha_s, beta_s
+
+
+def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str) -> float:
+    """Roofline: the longer of computing and moving `nbytes` through device memory, plus one launch."""
+    device = topology.device
+    return max(flops / rate(topology, dtype_name), nbytes / device.memory_bytes_per_s) + device.launch_s
+
+
+def rate(topology: Topology, dtype_name: str) -> float:
+    """Operations per second for a dtype ("float32" or "torch.float32"); a dtype without one uses the nearest that has."""
+    rates = {r.dtype: r.flops_per_s for r in topology.device.rates}
+    name = dtype_name.removeprefix("torch.")
+    name = "float8" if name.startswith("float8") else name
+    for candidate in (name, *_INSTEAD.get(name, ()), "float32"):
+        if candidate in rates:
+            return rates[candidate]
+    raise TopologyError(f"device {topology.device.name!r} has no rate for {dtype_name!r} nor float32; add a Rate for it")
+
+
+def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node_ranks: int) -> float:
+    """Seconds to move bytes between tiers while all `node_ranks` devices of a node do the same."""
+    topology.tier(src_tier), topology.tier(dst_tier)  # raise on unknown names
+    if src_tier == dst_tier or nbytes == 0:
+        return 0.0
+    links = {(link.src, link.dst): link for link in topology.links}
+    hops = [(src_tier, dst_tier)] if (src_tier, dst_tier) in links else [(src_tier, "host"), ("host", dst_tier)]
+    seconds = 0.0
+    for hop in hops:
+        link = links.get(hop)
+        if link is None:
+            raise TopologyError(f"topology {topology.name!r} has no link {hop[0]} -> {hop[1]}; add one to its links")
+        seconds += link.latency_s + nbytes * (node_ranks if link.shared else 1) / link.bandwidth_bytes_per_s
+    return seconds

@@ -1,0 +1,373 @@
+"""Mesh: named axes over ranks, and what things cost on them.
+
+Problem: parallel code speaks of ranks; people think in directions (data, tensor, pipeline). Idea: a mesh is a tuple of
+named axes over row-major ranks (the last axis is fastest), an immutable value that needs no processes. A *view* is
+another name for several axes, so that one part of a model can use the same ranks differently.
+
+>>> mesh = Mesh(dp=2, tp=2, views={"all": ("dp", "tp")})
+>>> mesh.groups(("dp",)), mesh.axis_size("all")
+(((0, 2), (1, 3)), 4)
+
+Source: named mesh axes as in GSPMD (2105.04663, section 3); costs in `colofunc.mesh.cost`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import os
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import product
+from types import MappingProxyType
+
+import attrs
+import torch.distributed as dist
+
+from colofunc import env
+from colofunc.errors import MeshError, near
+from colofunc.mesh import cost
+from colofunc.mesh.presets import DEFAULT_TOPOLOGY, resolve_topology
+from colofunc.mesh.topology import Topology
+
+RESERVED = frozenset({"views", "topology", "device", "max", "min", "host", "disk"})
+"""Words of specs (`max:tp`, `@host`) and arguments of Mesh, which no axis and no view may be called."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen(init=False, repr=False, eq=False)
+class Mesh:
+    """Named axes over ranks 0..size-1, row-major. Immutable, hashable, equal by value, picklable.
+
+    Keywords are axes in order, `name=size`; one size may be -1 where a launcher tells the number of ranks. views: name
+    -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file. device: "cpu",
+    "cuda", or None to let the executor choose.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    topology: Topology
+    device: str | None
+    _views: tuple[tuple[str, tuple[str, ...]], ...]
+    _sizes: Mapping[str, int]  # axes and views
+    _key: tuple[object, ...]
+    _hash: int
+    _costs: dict[tuple[str, tuple[str, ...]], tuple[float, float]]  # memo of `alpha_beta`
+
+    def __init__(
+        self,
+        /,
+        *,
+        views: Mapping[str, Iterable[str]] | None = None,
+        topology: str | os.PathLike[str] | Topology | None = None,
+        device: str | None = None,
+        **axes: int,
+    ) -> None:
+        for name in axes:
+            _check_name(name, "axis")
+        sizes = _infer(axes)
+        checked = _check_views(sizes, views or {})
+        resolved = resolve_topology(DEFAULT_TOPOLOGY if topology is None else topology)
+        size = math.prod(sizes.values())
+        if resolved.max_devices is not None and size > resolved.max_devices:
+            raise MeshError(
+                f"a mesh of {size} ranks ({_text(sizes)}) is larger than topology {resolved.name!r}, which joins "
+                f"{resolved.max_devices} devices; add an outer level to it or make the mesh smaller"
+            )
+        if device is not None and device not in ("cpu", "cuda"):
+            raise MeshError(f"device {device!r} is not 'cpu', 'cuda' or None{near(str(device), ('cpu', 'cuda'))}")
+        all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
+        key = (tuple(sizes.items()), checked, resolved, device)
+        self.__attrs_init__(  # type: ignore[attr-defined]
+            tuple(sizes.items()), resolved, device, checked, MappingProxyType(all_sizes), key, hash(key), {}
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or self._key == other._key
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Rebuilt on the other side: hashes of strings differ between processes.
+        return _rebuild, (self.axes, self._views, self.topology, self.device)
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={size}" for name, size in self.axes]
+        if self._views:
+            parts.append(f"views={dict(self._views)!r}")
+        if self.topology.name != DEFAULT_TOPOLOGY:
+            parts.append(f"topology={self.topology.name!r}")
+        if self.device is not None:
+            parts.append(f"device={self.device!r}")
+        return f"Mesh({', '.join(parts)})"
+
+    # --- axes and views
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the atomic axes, major first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def views(self) -> Mapping[str, tuple[str, ...]]:
+        """View name -> atomic axes."""
+        return MappingProxyType(dict(self._views))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Atomic axis name -> size, in order."""
+        return dict(self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sizes
+
+    def axis_size(self, name: str) -> int:
+        """Size of an axis, or the product of a view's axes."""
+        if name not in self._sizes:
+            raise self._unknown(name)
+        return self._sizes[name]
+
+    def expand(self, name: str) -> tuple[str, ...]:
+        """Atomic axes of a name: an axis gives itself, a view its axes."""
+        if name not in self._sizes:
+            raise self._unknown(name)
+        return dict(self._views).get(name, (name,))
+
+    def atoms(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Atomic axes of several axes and views, in the given order; raises MeshError where one is repeated."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        found = tuple(atom for name in names for atom in self.expand(name))
+        if len(set(found)) != len(found):
+            twice = next(atom for atom in found if found.count(atom) > 1)
+            raise MeshError(f"axis {twice!r} is used twice in {names} on {self!r}; name each axis once")
+        return found
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Atomic axes of names in the mesh's own order (major first)."""
+        chosen = set(self.atoms(names))
+        return tuple(name for name, _ in self.axes if name in chosen)
+
+    def rest(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Atomic axes that are not among the names, in the mesh's order."""
+        chosen = set(self.atoms(names))
+        return tuple(name for name, _ in self.axes if name not in chosen)
+
+    def stride(self, axis: str) -> int:
+        """How far apart in rank two neighbours along an atomic axis are."""
+        names = self.axis_names
+        if axis not in names:
+            raise self._unknown(axis, names)
+        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+
+    # --- ranks
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Atomic axis -> index of a rank."""
+        self._check_rank(rank)
+        out: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, out[name] = divmod(rank, size)
+        return dict(reversed(out.items()))
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank with these coordinates: every atomic axis once."""
+        for name in coordinates:
+            if name not in self.shape:
+                raise self._unknown(name, self.axis_names)
+        rank = 0
+        for name, size in self.axes:
+            if name not in coordinates:
+                raise MeshError(f"coordinates {dict(coordinates)} of {self!r} lack axis {name!r}; give every axis")
+            index = coordinates[name]
+            if not 0 <= index < size:
+                raise MeshError(f"index {index} of axis {name!r} is not in 0..{size - 1} on {self!r}")
+            rank = rank * size + index
+        return rank
+
+    def index(self, rank: int, names: str | Iterable[str]) -> int:
+        """Row-major index of a rank along axes and views (first is major): its place in its group."""
+        here, out = self.coordinates(rank), 0
+        for atom in self.atoms(names):
+            out = out * self._sizes[atom] + here[atom]
+        return out
+
+    def groups(self, axes: Iterable[str]) -> Groups:
+        """All groups of ranks that differ only in `axes` (axes or views).
+
+        Inside a group, row-major by the given order of axes (first is major); groups are ordered row-major by the
+        remaining axes.
+        """
+        return _groups(self.axes, self.atoms(axes))
+
+    def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The group of `groups(axes)` that holds a rank."""
+        self._check_rank(rank)
+        atoms = self.atoms(axes)
+        here = self.coordinates(rank)
+        base = self.rank_at({**here, **dict.fromkeys(atoms, 0)})
+        return tuple(base + offset for offset in _offsets(self.axes, atoms))
+
+    @property
+    def rank(self) -> int:
+        """This process's rank: of the process group, else of the launcher, else 0."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        launch = env.launched()
+        return 0 if launch is None else launch.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    # --- costs
+
+    def with_topology(self, topology: str | os.PathLike[str] | Topology) -> Mesh:
+        """The same mesh on another machine (or on measured figures)."""
+        return Mesh(views=dict(self._views), topology=topology, device=self.device, **self.shape)
+
+    def alpha_beta(self, kind: str, axes: Iterable[str]) -> tuple[float, float]:
+        """(seconds, seconds per byte) of a collective over axes or views; (0, 0) for groups of one."""
+        key = (kind, tuple(axes) if not isinstance(axes, str) else (axes,))
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = self._alpha_beta(*key)
+        return found
+
+    def collective_s(self, kind: str, nbytes: float, axes: Iterable[str]) -> float:
+        """Seconds of a collective that every group over `axes` runs at once.
+
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute. nbytes: of the group's full buffer for the
+        first three (output, input, either), of the local buffer for the last two.
+        """
+        alpha_s, beta_s = self.alpha_beta(kind, axes)
+        return alpha_s + beta_s * nbytes if nbytes else 0.0
+
+    def compute_s(self, flops: float, nbytes: float, dtype_name: str) -> float:
+        """Roofline seconds of one kernel that reads and writes `nbytes` of device memory."""
+        return cost.compute_s(self.topology, flops, nbytes, dtype_name)
+
+    def capacity_bytes(self, tier: str) -> int | None:
+        """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited."""
+        record = self.topology.tier(tier)
+        if record.capacity_bytes is None or not record.shared:
+            return record.capacity_bytes
+        return record.capacity_bytes // self.node_ranks
+
+    def copy_s(self, nbytes: float, src_tier: str, dst_tier: str) -> float:
+        """Seconds for every rank to copy `nbytes` between tiers at once; device to disk goes through host memory."""
+        return cost.copy_s(self.topology, nbytes, src_tier, dst_tier, self.node_ranks)
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks that share one node's host memory and disks."""
+        return min(self.topology.node_devices, self.size)
+
+    # --- internal
+
+    def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        cost.check_kind(kind)
+        sizes = self.shape
+        spanned = [(name, sizes[name]) for name in self.ordered(axes) if sizes[name] > 1]
+        if not spanned:
+            return 0.0, 0.0
+        measured = cost.measured_alpha_beta(self.topology, kind, spanned)
+        if measured is not None:
+            return measured
+        return cost.alpha_beta(self.topology, kind, self.groups(name for name, _ in spanned), self.size)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is not in 0..{self.size - 1} of {self!r}")
+
+    def _unknown(self, name: str, known: Iterable[str] | None = None) -> MeshError:
+        names = tuple(self._sizes) if known is None else tuple(known)
+        return MeshError(f"no axis {name!r} on {self!r}{near(str(name), names, 'axes')}")
+
+
+def _rebuild(
+    axes: tuple[tuple[str, int], ...], views: tuple[tuple[str, tuple[str, ...]], ...], topology: Topology,
+    device: str | None,
+) -> Mesh:  # fmt: skip
+    return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))
+
+
+@lru_cache(maxsize=1024)
+def _offsets(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> tuple[int, ...]:
+    """Rank offsets of all indices along the chosen axes, row-major by the chosen order."""
+    sizes, strides, stride = dict(axes), {}, 1
+    for name, size in reversed(axes):
+        strides[name], stride = stride, stride * size
+    steps = [range(0, sizes[name] * strides[name], strides[name]) for name in chosen]
+    return tuple(sum(offset) for offset in product(*steps))
+
+
+@lru_cache(maxsize=1024)
+def _groups(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> Groups:
+    rest = tuple(name for name, _ in axes if name not in chosen)
+    inside = _offsets(axes, chosen)
+    return tuple(tuple(base + offset for offset in inside) for base in _offsets(axes, rest))
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _check_name(name: object, what: str) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise MeshError(f"{what} name {name!r} is not an identifier; use letters, digits and _ such as 'dp'")
+    if name in RESERVED:
+        raise MeshError(f"{what} name {name!r} is reserved ({', '.join(sorted(RESERVED))}); choose another name")
+
+
+def _infer(axes: Mapping[str, int]) -> dict[str, int]:
+    """Checked sizes, with a -1 replaced by what the number of launched ranks leaves for it."""
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise MeshError(f"axis {name!r} has size {size!r}; give a whole number, 1 or more (-1 under torchrun)")
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if not open_axes:
+        return dict(axes)
+    if len(open_axes) > 1:
+        raise MeshError(f"axes {open_axes} are all -1; only one can be inferred, give the sizes of the others")
+    launch = env.launched()
+    if dist.is_available() and dist.is_initialized():
+        world = dist.get_world_size()
+    elif launch is not None:
+        world = launch.world_size
+    else:
+        raise MeshError(f"axis {open_axes[0]!r} is -1, but no launcher tells the number of ranks; use torchrun or a size")
+    known = math.prod(size for size in axes.values() if size != -1)
+    if world % known:
+        raise MeshError(
+            f"axis {open_axes[0]!r} cannot be inferred: {world} launched ranks are no multiple of {known} "
+            f"({_text(axes)}); change a size or --nproc-per-node"
+        )
+    return {name: world // known if size == -1 else size for name, size in axes.items()}
+
+
+def _check_views(
+    sizes: Mapping[str, int], views: Mapping[str, Iterable[str]]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    out = []
+    for name, members in views.items():
+        _check_name(name, "view")
+        if name in sizes:
+            raise MeshError(f"view {name!r} is also an axis; choose another name")
+        members = (members,) if isinstance(members, str) else tuple(members)
+        for member in members:
+            if member not in sizes:
+                hint = "; a view's axes must be atomic" if member in views else near(str(member), sizes, "axes")
+                raise MeshError(f"view {name!r} names {member!r}, which is no axis of the mesh{hint}")
+        if len(set(members)) != len(members) or not members:
+            raise MeshError(f"view {name!r} is {members}; name at least one axis, each once")
+        out.append((name, members))
+    return tuple(out)

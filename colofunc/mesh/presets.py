@@ -1,0 +1,219 @@
+"""Topologies of common machines, from published figures.
+
+Problem: a plan must be possible before anybody has logged in to the machine. Idea: three small tables (devices, boxes,
+which device sits in which box) and a resolver for names, files and records. `NxDEVICE` is a node of N devices.
+
+>>> resolve_topology("8xa100-80g").device.memory_bytes_per_s
+2039000000000.0
+
+Rates are dense (no structured sparsity) with 32-bit accumulation. Capacities are the printed decimal gigabytes: a few
+per cent under the physical size, which is what contexts and allocators take. Bandwidths of links are those of the
+standard; a profiled file (`colofunc.mesh.profile`) is better than any of them. Latencies and launch times are typical
+values, which no data sheet gives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+
+import attrs
+
+from colofunc.errors import TopologyError, near
+from colofunc.mesh.topology import Device, Level, Link, Rate, Tier, Topology
+
+DEFAULT_TOPOLOGY = "gloo-cpu"
+
+GB, TB, T = 10**9, 10**12, 1e12
+_US = 1e-6
+_LAUNCH_S = 5 * _US
+
+# PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
+_PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
+
+
+def _device(name: str, memory_bytes_per_s: float, **flops_per_s: float) -> Device:
+    return Device(name, tuple(Rate(d, f) for d, f in flops_per_s.items()), memory_bytes_per_s, _LAUNCH_S)
+
+
+# NVIDIA A100 data sheet (SXM; float64 and tf32 on tensor cores). 80 GB: 2,039 GB/s; 40 GB: 1,555 GB/s.
+_A100 = dict(float64=19.5 * T, float32=19.5 * T, tf32=156 * T, bfloat16=312 * T, float16=312 * T, int8=624 * T)
+# NVIDIA H100 and H200 data sheets (SXM), halved where the sheet counts sparsity. H100: 3.35 TB/s; H200: 4.8 TB/s.
+_H100 = dict(
+    float64=67 * T, float32=67 * T, tf32=494.5 * T, bfloat16=989.5 * T, float16=989.5 * T, float8=1979 * T,
+    int8=1979 * T,
+)  # fmt: skip
+# NVIDIA V100 data sheet (SXM2): 900 GB/s; no bfloat16 and no int8 tensor cores.
+_V100 = dict(float64=7.8 * T, float32=15.7 * T, float16=125 * T)
+
+DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in bytes
+    "a100-40g": (_device("a100-40g", 1555e9, **_A100), 40 * GB),
+    "a100-80g": (_device("a100-80g", 2039e9, **_A100), 80 * GB),
+    "h100": (_device("h100", 3350e9, **_H100), 80 * GB),
+    "h200": (_device("h200", 4800e9, **_H100), 141 * GB),
+    "v100-16g": (_device("v100-16g", 900e9, **_V100), 16 * GB),
+    "v100": (_device("v100", 900e9, **_V100), 32 * GB),
+    # NVIDIA GA102 white paper, GeForce RTX 3090: 936 GB/s; float64 is 1/64 of float32.
+    "rtx3090": (
+        _device(
+            "rtx3090", 936.2e9, float64=0.556 * T, float32=35.6 * T, tf32=35.6 * T, bfloat16=71 * T, float16=71 * T,
+            int8=284 * T,
+        ),
+        24 * GB,
+    ),
+    # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2060: 336 GB/s; float64 is 1/32 of float32; float16 with
+    # 32-bit accumulation is half of the 51.6 T with 16-bit.
+    "rtx2060": (_device("rtx2060", 336e9, float64=0.2 * T, float32=6.45 * T, float16=25.8 * T, int8=103.2 * T), 6 * GB),
+}  # fmt: skip
+
+
+@attrs.frozen
+class Box:
+    """What devices sit in: links in the box, links between boxes, host memory, disks."""
+
+    inner: Level  # its size is set by the number of devices
+    outer: Level
+    host_bytes: int
+    disk_bytes: int
+    pcie_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+
+
+def _level(name: str, bytes_per_s: float, latency_us: float, sharing: str = "device") -> Level:
+    return Level(name, None, bytes_per_s, latency_us * _US, sharing)  # type: ignore[arg-type]
+
+
+# Data-centre U.2 drives: about 7.0 GB/s read and 3.8 GB/s write each (PCIe 4.0 x4, vendors' sheets).
+_DGX_A100 = Box(  # DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 x HDR 200 Gb/s; 2 TB; 8 x 3.84 TB
+    _level("nvlink", 300e9, 3), _level("infiniband", 25e9, 6), 2 * TB, 30 * TB, _PCIE4, 56e9, 30.4e9
+)
+_DGX_H100 = Box(  # DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB
+    _level("nvlink", 450e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9
+)
+_DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA
+    _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9
+)
+_PC_PCIE4 = Box(  # a desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive
+    _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9
+)
+_PC_PCIE3 = Box(
+    _level("pcie", _PCIE3, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE3, 3.5e9, 3e9
+)
+
+_BOXES: dict[str, Box] = {
+    "a100-40g": attrs.evolve(_DGX_A100, host_bytes=TB, disk_bytes=15 * TB, disk_read_bytes_per_s=28e9,
+                             disk_write_bytes_per_s=15.2e9),
+    "a100-80g": _DGX_A100,
+    "h100": _DGX_H100,
+    "h200": _DGX_H100,
+    "v100-16g": _DGX_1,
+    "v100": _DGX_1,
+    "rtx3090": _PC_PCIE4,
+    "rtx2060": _PC_PCIE3,
+}  # fmt: skip
+
+# One device of these is one desktop: a mesh of several uses several slots of the same one.
+_SLOTS = {"rtx3090": 8, "rtx2060": 8}
+_ALIASES = {"v100-32g": "v100", "h100-80g": "h100", "h200-141g": "h200"}
+
+
+def node(name: str, device_name: str, devices: int) -> Topology:
+    """Nodes of `devices` devices each, joined by the outer level of the device's usual box."""
+    device, capacity_bytes = DEVICES[device_name]
+    box = _BOXES[device_name]
+    inner = (attrs.evolve(box.inner, size=devices),) if devices > 1 else ()
+    pcie, read, write = box.pcie_bytes_per_s, box.disk_read_bytes_per_s, box.disk_write_bytes_per_s
+    return Topology(
+        name=name,
+        device=device,
+        node_devices=devices,
+        levels=(*inner, box.outer),
+        tiers=(
+            Tier("device", capacity_bytes, shared=False),
+            Tier("host", box.host_bytes, shared=True),
+            Tier("disk", box.disk_bytes, shared=True),
+        ),
+        links=(
+            Link("device", "host", pcie, 10 * _US, shared=False),
+            Link("host", "device", pcie, 10 * _US, shared=False),
+            Link("host", "disk", write, 100 * _US, shared=True),
+            Link("disk", "host", read, 100 * _US, shared=True),
+        ),
+    )
+
+
+def _gloo_cpu() -> Topology:
+    """One CPU box running a process per rank. Figures of the size that `profile_mesh` finds on two to eight cores.
+
+    Capacities are unlimited on purpose: reading the box's memory here would make plans differ between machines.
+    """
+    rates = (
+        Rate("float64", 25e9), Rate("float32", 50e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 20e9)
+    )  # fmt: skip
+    return Topology(
+        name="gloo-cpu",
+        device=Device("cpu", rates, 10e9, _LAUNCH_S),
+        node_devices=8,
+        levels=(_level("loopback", 4e9, 60, "medium"),),
+        tiers=tuple(Tier(name, None, shared=name != "device") for name in ("device", "host", "disk")),
+        links=(
+            Link("device", "host", 5e9, 2 * _US, shared=True),
+            Link("host", "device", 5e9, 2 * _US, shared=True),
+            Link("host", "disk", 1e9, 100 * _US, shared=True),
+            Link("disk", "host", 2e9, 100 * _US, shared=True),
+        ),
+    )
+
+
+def _ideal() -> Topology:
+    """Free communication and unlimited memory; computing still takes time, so that splitting work pays."""
+    return Topology(
+        name="ideal",
+        device=attrs.evolve(DEVICES["a100-80g"][0], name="ideal", launch_s=0.0),
+        node_devices=1,
+        levels=(_level("ideal", math.inf, 0),),
+        tiers=tuple(Tier(name, None, shared=False) for name in ("device", "host", "disk")),
+        links=tuple(
+            Link(src, dst, math.inf, 0.0, shared=False)
+            for src, dst in (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
+        ),
+    )
+
+
+_NODES = ("8xa100-40g", "8xa100-80g", "8xh100", "8xh200", "8xv100", "8xv100-16g")
+PRESETS: dict[str, Topology] = {
+    "gloo-cpu": _gloo_cpu(),
+    "ideal": _ideal(),
+    **{name: node(name, name, _SLOTS.get(name, 1)) for name in DEVICES},
+    **{name: node(name, name.removeprefix("8x"), 8) for name in _NODES},
+}
+
+
+def resolve_topology(
+    topology: str | os.PathLike[str] | Topology, extra: Mapping[str, Topology] | None = None
+) -> Topology:
+    """A topology from a record, a name of `extra` (plugins) or `PRESETS`, `NxDEVICE`, or the path of a saved file."""
+    if isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, os.PathLike):
+        return Topology.load(topology)
+    if not isinstance(topology, str):
+        raise TopologyError(f"topology is {topology!r}; give a name, a path or a Topology")
+    known = {**PRESETS, **(extra or {})}
+    if topology in known:
+        return known[topology]
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", topology)
+    assert match is not None or not topology
+    device = match.group(2) if match else ""
+    device = _ALIASES.get(device, device)
+    if match and device in DEVICES and match.group(1) != "0":
+        return node(topology, device, int(match.group(1) or 1))
+    if topology.endswith(".json") or os.sep in topology:
+        return Topology.load(topology)
+    raise TopologyError(
+        f"no topology {topology!r}{near(topology, [*known, *_ALIASES], 'topologies')} (or NxDEVICE such as "
+        "'4xa100-80g', or the path of a .json file)"
+    )
