@@ -10,6 +10,7 @@ file (this works for a plain interpreter and for a virtual environment alike) an
 Runs on the standard library of any Python >= 3.8, so that an old one still gets a readable message.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -56,6 +57,10 @@ def probe(command):
     return found
 
 
+def dotted(version):
+    return ".".join(map(str, version))
+
+
 def new_enough(python):
     return tuple(python["python"]) >= OLDEST_PYTHON and python["can_make_venv"]
 
@@ -71,14 +76,14 @@ def has_torch(python):
 def choose_python():
     """The first interpreter with a usable torch, else the first that is new enough."""
     asked = os.environ.get("PYTHON")
-    commands = [asked] if asked else ["python3", "python"] + ["python3.%d" % minor for minor in range(11, 16)]
+    commands = [asked] if asked else ["python3", "python"] + [f"python3.{minor}" for minor in range(11, 16)]
     found = [python for python in map(probe, commands) if python is not None]
     usable = [python for python in found if new_enough(python)]
     if not usable:
-        seen = ", ".join("%s (%s)" % (p["executable"], ".".join(map(str, p["python"]))) for p in found) or "none"
+        seen = ", ".join(f"{p['executable']} ({dotted(p['python'])})" for p in found) or "none"
         sys.exit(
-            "colofunc needs Python >= 3.11 with the modules venv and ensurepip; found: %s.\n"
-            "Try: apt-get install python3.11 python3.11-venv, or make PYTHON=/path/to/python3.11 ..." % seen
+            f"colofunc needs Python >= 3.11 with the modules venv and ensurepip; found: {seen}.\n"
+            "Try: apt-get install python3.11 python3.11-venv, or make PYTHON=/path/to/python3.11 ..."
         )
     return next(((python, True) for python in usable if has_torch(python)), (usable[0], False))
 
@@ -89,7 +94,7 @@ def write_constraints(python, reuse):
     if reuse:
         have = python["installed"]
         lines = [line for line in lines if canonical(line.split("==")[0]) not in have]
-        lines += ["%s==%s" % (name, have[name]) for name in ("torch", "torchvision") if name in have]
+        lines += [f"{name}=={have[name]}" for name in ("torch", "torchvision") if name in have]
     path = VENV / "constraints.txt"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -124,7 +129,8 @@ def run_shown(command, log):
     live, start, doing, shown_at = sys.stdout.isatty(), time.time(), "starting pip", 0.0
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     lines = queue.Queue()
-    threading.Thread(target=lambda: [lines.put(line) for line in process.stdout] + [lines.put(None)], daemon=True).start()
+    output = itertools.chain(process.stdout, [None])
+    threading.Thread(target=lambda: [lines.put(line) for line in output], daemon=True).start()
     with open(log, "w") as file:
         while True:
             try:
@@ -134,14 +140,14 @@ def run_shown(command, log):
                 file.write(line)
                 file.flush()
                 if re.match(r"\s*(Collecting|Downloading|Using cached|Processing|Building|Installing|Obtaining)", line):
-                    doing = line.strip().split(": ")[0][:90]
+                    doing = line.strip().split(": ")[0][:90].replace("Installing collected", "Unpacking all")
             except queue.Empty:
                 pass
             if time.time() - shown_at > (0.2 if live else 15):
                 shown_at = time.time()
-                show("  [%3d s] %s" % (shown_at - start, doing), live)
+                show(f"  [{shown_at - start:3.0f} s] {doing}", live)
     status = process.wait()
-    show("  [%3d s] %s" % (time.time() - start, "done" if status == 0 else "pip failed"), live)
+    show(f"  [{time.time() - start:3.0f} s] {'done' if status == 0 else 'pip failed'}", live)
     if live:
         print()
     return status
@@ -150,9 +156,9 @@ def run_shown(command, log):
 def main():
     wanted = sys.argv[1]
     python, reuse = choose_python()
-    print("colofunc: setting up .venv with Python %s" % ".".join(map(str, python["python"])), end=", ")
+    print(f"colofunc: setting up .venv with Python {dotted(python['python'])}", end=", ")
     if reuse:
-        print("keeping torch %s of %s" % (python["installed"]["torch"], python["executable"]), flush=True)
+        print(f"keeping torch {python['installed']['torch']} of {python['executable']}", flush=True)
     else:
         print("downloading torch (once: some minutes, about 6 GB on disk)", flush=True)
     make_venv(python, reuse)
@@ -161,7 +167,7 @@ def main():
     status = run_shown([*pip, "-e", wanted, "-c", str(write_constraints(python, reuse))], log)
     if status != 0:
         print("\n".join(log.read_text().splitlines()[-25:]))
-        sys.exit("colofunc: the installation failed; the whole output is in %s" % log.relative_to(ROOT))
+        sys.exit(f"colofunc: the installation failed; the whole output is in {log.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

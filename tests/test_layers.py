@@ -1,0 +1,386 @@
+"""The import order is the architecture: this file parses every import and holds it.
+
+Problem: a lower layer that reaches up once makes everything depend on everything.
+Idea: `LAYERS` below is the whole rule, lowest first; a module may import its own layer and the ones above it in the
+list. The checks are functions of (module name, source), so that each is tried on a line it must refuse.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Lowest first. A module is where its own name stands, else where its nearest package does (`p.*`: only below p).
+LAYERS: list[tuple[str, list[str]]] = [
+    ("errors", ["colofunc.errors"]),
+    ("compat", ["colofunc.compat"]),
+    ("env", ["colofunc.env"]),
+    ("mesh", ["colofunc.mesh"]),
+    ("ops", ["colofunc.ops"]),
+    ("specs", ["colofunc.dtensor.*"]),  # spec, layout, convert*, rules/, strategies: all but the DTensor itself
+    ("program", ["colofunc.program"]),
+    ("plugins", ["colofunc.plugins"]),
+    ("planner", ["colofunc.planner"]),
+    ("executors", ["colofunc.executors"]),
+    ("DTensor", ["colofunc.dtensor", "colofunc.dtensor.tensor"]),
+    ("transforms", ["colofunc.transforms"]),
+    ("functional", ["colofunc.functional"]),
+    ("testing", ["colofunc.testing"]),
+    ("public", ["colofunc"]),  # colofunc/__init__.py
+]
+
+# Not dependencies of the core: imported inside the function that needs them, and only there.
+OPTIONAL_EXTRAS = {
+    "transformers", "timm", "torchvision", "PIL", "matplotlib", "peft", "diffusers", "hypothesis", "pytest",
+}  # fmt: skip
+
+# Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.
+ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._functional_collectives")
+
+
+# ---- reading the tree ----
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts[0] = {"plugins": "colofunc_plugins"}.get(parts[0], parts[0])
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def sources(folder: str) -> dict[str, str]:
+    return {module_name(path): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+@cache
+def packages() -> frozenset[str]:
+    return frozenset(module_name(p) for f in ("colofunc", "plugins") for p in (ROOT / f).rglob("__init__.py"))
+
+
+def imports(module: str, source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, imported module, name taken from it or "") with relative imports made absolute."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + (module in packages())]
+                base = ".".join([*parts, *([base] if base else [])])
+            yield from ((node.lineno, base, alias.name) for alias in node.names)
+
+
+def targets(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, module) for each colofunc module imported: `from a import b` is a.b where that is a module."""
+    known = sources("colofunc") | sources("plugins")
+    for line, base, name in imports(module, source):
+        if base.split(".")[0] in ("colofunc", "colofunc_plugins"):
+            yield line, f"{base}.{name}" if f"{base}.{name}" in known else base
+
+
+def layer_of(module: str) -> int | None:
+    """Position in LAYERS: the module's own entry, else its nearest package's; None if there is none."""
+    entries = {name: position for position, (_, names) in enumerate(LAYERS) for name in names}
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        name = ".".join(parts[:length])
+        below = f"{name}.*" if length < len(parts) and f"{name}.*" in entries else name
+        if below in entries:
+            return entries[below]
+    return entries["colofunc"] if module == "colofunc" else None
+
+
+# ---- the checks: (module, source) -> messages ----
+
+
+def check_order(module: str, source: str) -> list[str]:
+    mine = layer_of(module)
+    if mine is None:
+        return [f"{module} is in no layer. Try: a package that has one, or name it in LAYERS of tests/test_layers.py"]
+    found = []
+    for line, target in targets(module, source):
+        theirs = layer_of(target)
+        if target.startswith("colofunc_plugins"):
+            found.append(f"{module}:{line} imports {target}: the core knows no plugin")
+        elif theirs is not None and theirs > mine:
+            why = "import the module that defines the name" if target == "colofunc" else "move what is needed down"
+            places = f"{module}:{line} ({LAYERS[mine][0]}) imports {target} ({LAYERS[theirs][0]})"
+            found.append(f"{places}, which is higher. Try: {why}")
+    return found
+
+
+def check_transform(module: str, source: str) -> list[str]:
+    """A transform imports no other transform; what they share is transforms/staged.py."""
+    parts = module.split(".")
+    if parts[:2] != ["colofunc", "transforms"] or len(parts) < 3:
+        return []
+    return [
+        f"{module}:{line} imports another transform, {target}. Try: transforms/staged.py, or a pass"
+        for line, target in targets(module, source)
+        if target.startswith("colofunc.transforms") and target.split(".")[2:3] not in ([parts[2]], ["staged"])
+    ]
+
+
+def check_plugin(module: str, source: str, public: frozenset[str]) -> list[str]:
+    """A plugin takes public names of colofunc (`cf.X`, `from colofunc import X`) and nothing of another plugin."""
+    found, aliases = [], set()
+    mine = module.split(".")[:2]
+    for line, base, name in imports(module, source):
+        if base.startswith("colofunc."):
+            found.append(f"{module}:{line} imports {base}. Try: a public name, `from colofunc import {name or '...'}`")
+        elif base == "colofunc" and name and name not in public:
+            found.append(f"{module}:{line} takes colofunc.{name}, which is not public. Try: make it public")
+    for line, target in targets(module, source):
+        if target.startswith("colofunc_plugins") and target.split(".")[:2] != mine and len(mine) > 1:
+            found.append(f"{module}:{line} imports another plugin, {target}. Try: a public name of colofunc")
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "colofunc"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            if node.attr not in public:
+                found.append(f"{module}:{node.lineno} uses colofunc.{node.attr}, which is not public")
+    return found
+
+
+def check_private_torch(module: str, source: str) -> list[str]:
+    """torch names with a leading underscore stand in compat.py only, where each has a fallback and a test."""
+    if module == "colofunc.compat" or module.startswith("colofunc.compat."):
+        return []
+    tree, alias, used = ast.parse(source), {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                used.append((node.lineno, name.name))
+                alias[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for name in node.names:
+                used.append((node.lineno, f"{node.module}.{name.name}"))
+                alias[name.asname or name.name] = f"{node.module}.{name.name}"
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            alias.setdefault(node.targets[0].id, dotted(node.value, alias))  # aten = torch.ops.aten
+    used += [(node.lineno, dotted(node, alias)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bad = dict(sorted((line, name) for line, name in used if name.startswith("torch.") and is_private(name)))
+    return [f"{module}:{line} uses {name}. Try: colofunc/compat.py, with a fallback" for line, name in bad.items()]
+
+
+def dotted(node: ast.expr, alias: dict[str, str]) -> str:
+    """`F.linear` -> torch.nn.functional.linear; "" for what is not a dotted name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts, node = [node.attr, *parts], node.value
+    return ".".join([alias.get(node.id, node.id), *parts]) if isinstance(node, ast.Name) else ""
+
+
+def is_private(name: str) -> bool:
+    for allowed in ALLOWED_PRIVATE:
+        if name.startswith(allowed):
+            name = "" if allowed.endswith(".") else name.removeprefix(allowed)
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def check_environment(module: str, source: str) -> list[str]:
+    if module == "colofunc.env":
+        return []
+    names = {"environ", "getenv", "putenv", "unsetenv", "environb"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+        taken = isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in names for a in node.names)
+        if taken or (attribute and node.attr in names):
+            found.append(f"{module}:{node.lineno} reads the environment. Try: a function of colofunc/env.py")
+    return found
+
+
+def check_habits(module: str, source: str) -> list[str]:
+    """No `global`, no star imports, no imports inside functions but of optional extras, and those nowhere else."""
+    tree, found = ast.parse(source), []
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"{module}:{node.lineno} has a global statement. Try: pass the value, or a frozen record")
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        origin = [] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
+        names = origin or [alias.name for alias in node.names]
+        optional = all(name.split(".")[0] in OPTIONAL_EXTRAS for name in names)
+        if any(alias.name == "*" for alias in node.names):
+            found.append(f"{module}:{node.lineno} imports *. Try: the names")
+        if id(node) in inside and not optional:
+            found.append(f"{module}:{node.lineno} imports {names[0]} inside a function. Try: the top of the file")
+        if id(node) not in inside and optional and not guarded(tree, node):
+            found.append(f"{module}:{node.lineno} needs the extra {names[0]}. Try: inside the function that uses it")
+    return found
+
+
+def guarded(tree: ast.Module, node: ast.stmt) -> bool:
+    """Under `if TYPE_CHECKING:` or in a `try:` whose failure is handled."""
+    blocks = [block for block in ast.walk(tree) if isinstance(block, ast.Try) or for_types_only(block)]
+    return any(node in ast.walk(block) for block in blocks)
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One import cycle, as the modules on it, or nothing."""
+    state: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        state[module] = 1
+        path.append(module)
+        for target in sorted(graph.get(module, ())):
+            if state.get(target) == 1:
+                return [*path[path.index(target) :], target]
+            if target not in state and (cycle := visit(target)):
+                return cycle
+        path.pop()
+        state[module] = 2
+        return []
+
+    return next((cycle for module in sorted(graph) if module not in state and (cycle := visit(module))), [])
+
+
+def runtime_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Who runs whom when first imported: importing a.b.c also runs the __init__ of a.b, unless one is inside a.b."""
+    graph: dict[str, set[str]] = {}
+    for module, source in files.items():
+        tree = ast.parse(source)
+        for node in ast.walk(tree):  # what only the type checker sees does not run
+            if isinstance(node, ast.If) and for_types_only(node):
+                node.body = [ast.Pass()]
+        edges = set()
+        for _, target in targets(module, ast.unparse(ast.fix_missing_locations(tree))):
+            parents = [target.rsplit(".", k)[0] for k in range(target.count("."))]
+            edges |= {p for p in parents if p in files and not (module + ".").startswith(p + ".")}
+        graph[module] = edges - {"colofunc", module}
+    return graph
+
+
+@cache
+def public_names() -> frozenset[str]:
+    """What colofunc/__init__.py binds: a plugin may use this and no more."""
+    tree = ast.parse(sources("colofunc").get("colofunc", ""))
+    names: set[str] = {"__version__"}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+            if any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+                names |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
+    return frozenset(name for name in names if not name.startswith("_") or name == "__version__")
+
+
+# ---- the tree as it is ----
+
+CORE_CHECKS = [check_order, check_transform, check_private_torch, check_environment, check_habits]
+
+
+@pytest.mark.parametrize("check", CORE_CHECKS, ids=lambda check: check.__name__)
+def test_core(check) -> None:
+    found = [message for module, source in sources("colofunc").items() for message in check(module, source)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_plugins() -> None:
+    found: list[str] = []
+    for module, source in sources("plugins").items():
+        found += check_plugin(module, source, public_names())
+        found += check_private_torch(module, source) + check_environment(module, source) + check_habits(module, source)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_import_cycles() -> None:
+    cycle = find_cycle(runtime_graph(sources("colofunc")))
+    hint = "Try: keep a package's __init__.py free of what its own lower modules are imported by"
+    assert not cycle, f"{' -> '.join(cycle)}. {hint}"
+
+
+# ---- each check refuses what it is for ----
+
+REFUSED = [
+    (check_order, "colofunc.mesh.mesh", "from colofunc.program import Program"),
+    (check_order, "colofunc.mesh.mesh", "from ..planner.plan import Plan"),
+    (check_order, "colofunc.dtensor.spec", "import colofunc.program.check"),
+    (check_order, "colofunc.dtensor.rules.matmul", "from colofunc.dtensor.tensor import DTensor"),
+    (check_order, "colofunc.planner.search", "import colofunc as cf"),
+    (check_order, "colofunc.executors.simulated", "from colofunc_plugins import zero"),
+    (check_order, "colofunc.helpers", "x = 1"),
+    (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.offload import offload"),
+    (check_transform, "colofunc.transforms.shard", "from .offload import offload"),
+    (check_private_torch, "colofunc.mesh.mesh", "from torch._subclasses import FakeTensorMode"),
+    (check_private_torch, "colofunc.mesh.mesh", "import torch\nx = torch._C.foo"),
+    (check_private_torch, "colofunc.mesh.mesh", "from torch import fx\nfx._symbolic_trace"),
+    (check_private_torch, "colofunc.mesh.mesh", "from torch.utils import _pytree as tree\ntree._private"),
+    (check_environment, "colofunc.mesh.mesh", "import os\nos.environ['RANK']"),
+    (check_environment, "colofunc.mesh.mesh", "from os import getenv"),
+    (check_habits, "colofunc.mesh.mesh", "def f():\n    global x\n    x = 1"),
+    (check_habits, "colofunc.mesh.mesh", "def f():\n    import scipy"),
+    (check_habits, "colofunc.mesh.mesh", "import transformers"),
+    (check_habits, "colofunc.mesh.mesh", "from torch import *"),
+]
+
+ALLOWED = [
+    (check_order, "colofunc.planner.search", "from colofunc.dtensor.spec import Spec\nfrom colofunc import errors"),
+    (check_order, "colofunc.dtensor.tensor", "from colofunc.program.trace import trace\nfrom .spec import Spec"),
+    (check_order, "colofunc", "from colofunc.testing import check"),
+    (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.staged import Staged"),
+    (check_private_torch, "colofunc.compat", "import torch._C"),
+    (check_private_torch, "colofunc.ops.linear", "import torch\naten = torch.ops.aten\naten._softmax.default"),
+    (check_private_torch, "colofunc.ops.linear", "import torch.utils._pytree as pytree\npytree.tree_map"),
+    (check_private_torch, "colofunc.ops.linear", "import torch\ntorch.__version__"),
+    (check_environment, "colofunc.env", "import os\nos.environ['RANK']"),
+    (check_habits, "colofunc.functional.modules", "def f():\n    from transformers import AutoModel"),
+]
+
+
+@pytest.mark.parametrize(("check", "module", "source"), REFUSED)
+def test_refused(check, module: str, source: str) -> None:
+    assert len(check(module, source)) == 1
+
+
+@pytest.mark.parametrize(("check", "module", "source"), ALLOWED)
+def test_allowed(check, module: str, source: str) -> None:
+    assert check(module, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from colofunc.planner import search",
+        "from colofunc import planner",
+        "import colofunc as cf\ncf.planner",
+        "from colofunc_plugins.gemini import chunks",
+        "from colofunc_plugins import gemini",
+    ],
+)
+def test_plugin_refused(source: str) -> None:
+    assert check_plugin("colofunc_plugins.zero.plan", source, frozenset({"Spec"}))
+
+
+def test_plugin_allowed() -> None:
+    source = "import colofunc as cf\nfrom colofunc import Spec\nfrom colofunc_plugins.zero import states\ncf.Spec"
+    assert check_plugin("colofunc_plugins.zero.plan", source, frozenset({"Spec"})) == []
+
+
+def test_cycle_is_found() -> None:
+    chain = {"a.b": {"a.b.high"}, "a.b.high": {"a.c"}}
+    assert find_cycle(chain | {"a.c": {"a.b"}}) == ["a.b", "a.b.high", "a.c", "a.b"]
+    assert find_cycle(chain) == []
+
+
+def test_importing_a_module_runs_its_package_too() -> None:
+    files = {"colofunc.mesh": "", "colofunc.mesh.topology": "", "colofunc.ops": "import colofunc.mesh.topology"}
+    assert "colofunc.mesh" in runtime_graph(files)["colofunc.ops"]
