@@ -44,9 +44,8 @@ test: $(READY)   ## the default tests (ARGS="-k name" to choose)
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(READY)  ## lint, strict types, import order
-	@$(PY) -m ruff check .
-	@$(PY) -m mypy
-	@$(PY) -m pytest -q tests/test_layers.py
+	@status=0; $(PY) -m ruff check . || status=1; $(PY) -m mypy || status=1; \
+	$(PY) -m pytest -q tests/test_layers.py || status=1; exit $$status
 
 sweep: $(READY)  ## the longer sweeps over models, operators and meshes
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m sweep $(ARGS)

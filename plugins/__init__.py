@@ -1,1 +1,4 @@
-"""The plugins that ship with colofunc, imported as `colofunc_plugins`; each enters by the same door as a third party's and uses public names only."""
+"""The plugins that ship with colofunc, imported as `colofunc_plugins`.
+
+Each enters by the same door as a third party's plugin, uses public names of colofunc only, and knows no other plugin.
+"""
