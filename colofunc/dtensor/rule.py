@@ -27,6 +27,13 @@ Factors = tuple[str, ...]  # the factors of one dim, major first; () is a dim of
 Operand = tuple[Factors, ...]  # one tensor: its dims
 
 
+@attrs.frozen(slots=True)
+class Ref:
+    """Stands for a tensor among arguments: operand `id` of a `Call`, value `id` of a program's `Node`."""
+
+    id: int
+
+
 @attrs.frozen
 class TensorType:
     """Global shape and dtype of an operand or result."""
@@ -63,6 +70,9 @@ class Rule:
     `reduce`: factor -> "sum" | "max" | "min", for factors missing on the right that may be split.
     `whole`: factors that may not be split. `linear`: sets of operand positions through which pending sums pass
     jointly; `monotone`: sets through which pending max / min pass.
+    `addends`: operands that are added once, a bias: pending over every axis that is placed on a reduced factor.
+    `copied`: (result, factor) pairs: the result does not depend on the factor, so every rank of an axis placed on it
+    computes all of it (the bias gradient of a convolution and its input channels).
     `localize`: (call, in layouts, out layouts) -> (args, kwargs) with local sizes, for operators that have sizes among
     their arguments; None if the arguments hold for local shapes as they are.
     """
@@ -74,6 +84,8 @@ class Rule:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     monotone: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    copied: frozenset[tuple[int, str]] = frozenset()
     localize: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]] | None = None
     flops: int | None = None  # of the whole call; None: one per output element
 

@@ -101,12 +101,12 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[tuple[
         lay_out(op, typ, rule, placement, tuple(pend_in[k])) for k, (op, typ) in enumerate(zip(rule.ins, call.ins, strict=True))
     )
     outs: list[Layout | None] = []
-    for op, out_type in zip(rule.outs, call.outs, strict=True):
+    for n, (op, out_type) in enumerate(zip(rule.outs, call.outs, strict=True)):
         if op is None or out_type is None:
             outs.append(None)
             continue
         have = {f for dim in op for f in dim}
-        pending = tuple(pend_out) + tuple((a, rule.reduce[f]) for a, f in axes if f not in have)
+        pending = tuple(pend_out) + tuple((a, rule.reduce[f]) for a, f in axes if f not in have and (n, f) not in rule.copied)
         outs.append(lay_out(op, out_type, rule, placement, pending))
     words = [f"{a}: {f}" for a, f in axes] + [f"{a}: +" if how == "sum" else f"{a}: {how}" for a, _, how in passing]
     name = "{" + ", ".join(words) + "}"
@@ -116,10 +116,10 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[tuple[
 def _reduced(rule: Rule) -> frozenset[str]:
     """Factors that are missing from at least one result."""
     out: set[str] = set()
-    for op in rule.outs:
+    for n, op in enumerate(rule.outs):
         if op is not None:
             have = {f for dim in op for f in dim}
-            out |= {f for f in rule.sizes if f not in have}
+            out |= {f for f in rule.sizes if f not in have and (n, f) not in rule.copied}
     return frozenset(out)
 
 
@@ -148,7 +148,10 @@ def usable(rule: Rule) -> tuple[str, ...]:
     """Factors an axis can be placed on: every result either has the factor or reduces it."""
     out = []
     for f in rule.shardable():
-        if all(op is None or f in rule.reduce or any(f in dim for dim in op) for op in rule.outs):
+        if all(
+            op is None or f in rule.reduce or (n, f) in rule.copied or any(f in dim for dim in op)
+            for n, op in enumerate(rule.outs)
+        ):
             out.append(f)
     return tuple(out)
 

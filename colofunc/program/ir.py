@@ -22,15 +22,9 @@ import attrs
 import torch
 
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Ref as Ref
 
 PHASES = ("forward", "backward", "update")
-
-
-@attrs.frozen(slots=True)
-class Ref:
-    """Stands for value `id` inside `Node.args` and `Node.kwargs`."""
-
-    id: int
 
 
 @attrs.frozen
