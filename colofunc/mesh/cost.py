@@ -23,6 +23,7 @@ Operations in MPICH", 2005, for the byte counts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from colofunc.errors import MeshError, TopologyError, near
@@ -74,11 +75,14 @@ def alpha_beta(topology: Topology, kind: str, groups: Sequence[Group], mesh_size
 
 
 def _domains(levels: Sequence[Level], group: Group) -> tuple[tuple[int, int], ...]:
-    """Per level: domains that the group occupies, and the most ranks of it in one domain. See Note [Levels]."""
+    """Per level: domains that the group occupies, and the fewest ranks of it in one of them. See Note [Levels].
+
+    The fewest, because the rank with the most peers outside its domain is the slowest.
+    """
     out = []
     for level in levels:
-        homes = [0 if level.size is None else rank // level.size for rank in group]
-        out.append((len(set(homes)), max(homes.count(home) for home in set(homes))))
+        homes = Counter(0 if level.size is None else rank // level.size for rank in group)
+        out.append((len(homes), min(homes.values())))
     return tuple(out)
 
 
@@ -156,14 +160,14 @@ def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str) 
 
 
 def rate(topology: Topology, dtype_name: str) -> float:
-    """Operations per second for a dtype ("float32" or "torch.float32"); a dtype without one uses the nearest that has."""
+    """Operations per second for a dtype ("float32" or "torch.float32"); a dtype without a rate uses the nearest."""
     rates = {r.dtype: r.flops_per_s for r in topology.device.rates}
     name = dtype_name.removeprefix("torch.")
     name = "float8" if name.startswith("float8") else name
     for candidate in (name, *_INSTEAD.get(name, ()), "float32"):
         if candidate in rates:
             return rates[candidate]
-    raise TopologyError(f"device {topology.device.name!r} has no rate for {dtype_name!r} nor float32; add a Rate for it")
+    raise TopologyError(f"device {topology.device.name!r} has no rate for {dtype_name!r} or float32; add a Rate")
 
 
 def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node_ranks: int) -> float:

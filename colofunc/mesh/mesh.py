@@ -78,7 +78,7 @@ class Mesh:
             raise MeshError(f"device {device!r} is not 'cpu', 'cuda' or None{near(str(device), ('cpu', 'cuda'))}")
         all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
         key = (tuple(sizes.items()), checked, resolved, device)
-        self.__attrs_init__(  # type: ignore[attr-defined]
+        self.__attrs_init__(
             tuple(sizes.items()), resolved, device, checked, MappingProxyType(all_sizes), key, hash(key), {}
         )
 
@@ -296,7 +296,7 @@ class Mesh:
 def _rebuild(
     axes: tuple[tuple[str, int], ...], views: tuple[tuple[str, tuple[str, ...]], ...], topology: Topology,
     device: str | None,
-) -> Mesh:  # fmt: skip
+) -> Mesh:
     return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))
 
 
@@ -344,7 +344,7 @@ def _infer(axes: Mapping[str, int]) -> dict[str, int]:
     elif launch is not None:
         world = launch.world_size
     else:
-        raise MeshError(f"axis {open_axes[0]!r} is -1, but no launcher tells the number of ranks; use torchrun or a size")
+        raise MeshError(f"axis {open_axes[0]!r} is -1, but no launcher tells the rank count; use torchrun or a size")
     known = math.prod(size for size in axes.values() if size != -1)
     if world % known:
         raise MeshError(

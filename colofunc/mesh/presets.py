@@ -44,7 +44,7 @@ _A100 = dict(float64=19.5 * T, float32=19.5 * T, tf32=156 * T, bfloat16=312 * T,
 _H100 = dict(
     float64=67 * T, float32=67 * T, tf32=494.5 * T, bfloat16=989.5 * T, float16=989.5 * T, float8=1979 * T,
     int8=1979 * T,
-)  # fmt: skip
+)
 # NVIDIA V100 data sheet (SXM2): 900 GB/s; no bfloat16 and no int8 tensor cores.
 _V100 = dict(float64=7.8 * T, float32=15.7 * T, float16=125 * T)
 
@@ -66,7 +66,7 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2060: 336 GB/s; float64 is 1/32 of float32; float16 with
     # 32-bit accumulation is half of the 51.6 T with 16-bit.
     "rtx2060": (_device("rtx2060", 336e9, float64=0.2 * T, float32=6.45 * T, float16=25.8 * T, int8=103.2 * T), 6 * GB),
-}  # fmt: skip
+}
 
 
 @attrs.frozen
@@ -113,7 +113,7 @@ _BOXES: dict[str, Box] = {
     "v100": _DGX_1,
     "rtx3090": _PC_PCIE4,
     "rtx2060": _PC_PCIE3,
-}  # fmt: skip
+}
 
 # One device of these is one desktop: a mesh of several uses several slots of the same one.
 _SLOTS = {"rtx3090": 8, "rtx2060": 8}
@@ -146,18 +146,18 @@ def node(name: str, device_name: str, devices: int) -> Topology:
 
 
 def _gloo_cpu() -> Topology:
-    """One CPU box running a process per rank. Figures of the size that `profile_mesh` finds on two to eight cores.
+    """One CPU box running a process with one thread per rank; rounded figures of `profile_mesh` on a two-core box.
 
     Capacities are unlimited on purpose: reading the box's memory here would make plans differ between machines.
     """
     rates = (
-        Rate("float64", 25e9), Rate("float32", 50e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 20e9)
-    )  # fmt: skip
+        Rate("float64", 40e9), Rate("float32", 80e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 20e9)
+    )
     return Topology(
         name="gloo-cpu",
         device=Device("cpu", rates, 10e9, _LAUNCH_S),
         node_devices=8,
-        levels=(_level("loopback", 4e9, 60, "medium"),),
+        levels=(_level("loopback", 2e9, 100, "medium"),),
         tiers=tuple(Tier(name, None, shared=name != "device") for name in ("device", "host", "disk")),
         links=(
             Link("device", "host", 5e9, 2 * _US, shared=True),

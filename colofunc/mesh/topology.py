@@ -132,7 +132,7 @@ class Topology:
     measured: tuple[Measured, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        size = 1
+        size: int | None = 1
         for level in self.levels:
             if size is None or (level.size is not None and (level.size < size or level.size % size)):
                 raise TopologyError(

@@ -1,0 +1,256 @@
+"""Profiler: measure the running mesh in seconds and give the figures back as a Topology.
+
+Problem: data sheets are optimistic and the box at hand is in none. Idea: time every collective along every axis at a
+few sizes, fit alpha + beta·bytes, time matrix products and copies, and put the figures in place of the mesh's own. All
+ranks end with the figures of rank 0; the caller saves them.
+
+>>> profile_mesh(mesh, seconds=5).save("mybox.json")        # then Mesh(dp=2, tp=4, topology="mybox.json")
+
+The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares
+would let the largest size decide alone, and a negative latency would break the planner.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from scipy.optimize import nnls
+
+from colofunc import env
+from colofunc.errors import MeshError
+from colofunc.mesh.mesh import Mesh
+from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, Topology
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_REPEATS = 3
+_ITEM_BYTES = 4  # collectives are timed on float32
+_SAYS = " (measured)"
+
+Samples = dict[tuple[str, str], list[tuple[int, float]]]  # (axis, kind) -> (bytes, seconds)
+
+
+def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0) -> Topology:
+    """The mesh's topology with measured figures in place of its own.
+
+    With a process group (every rank must call), times each collective along each axis at `sizes` (bytes of the full
+    buffer, at least two different ones) and the device; without one, the device only. The two smallest sizes are always
+    measured, everything else stays inside `seconds`. Rates of dtypes that cannot be timed, disk figures and links
+    between other levels stay as they are.
+    """
+    wanted = sorted(set(sizes))
+    if len(wanted) < 2 or wanted[0] < 1:
+        raise MeshError(f"profile sizes {tuple(sizes)} do not fix a line; give two or more different numbers of bytes")
+    distributed = dist.is_available() and dist.is_initialized()
+    if distributed and dist.get_world_size() != mesh.size:
+        raise MeshError(
+            f"{mesh!r} has {mesh.size} ranks, the process group {dist.get_world_size()}; profile a mesh of its size"
+        )
+    device = _device(mesh)
+    start = time.perf_counter()
+    measured = mesh.topology.measured
+    if distributed:
+        samples = _time_collectives(mesh, device, wanted, start + 0.7 * seconds)
+        measured = tuple(fit(axis, mesh.axis_size(axis), kind, points) for (axis, kind), points in samples.items())
+    topology = _time_device(mesh, device, start + seconds)
+    topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured)
+    if distributed:
+        box = [topology]
+        dist.broadcast_object_list(box, src=0, device=device)
+        topology = box[0]
+    return topology
+
+
+def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) -> Measured:
+    """Least relative squares of seconds = alpha + beta·bytes with alpha, beta >= 0."""
+    rows = torch.tensor([[1.0 / s, n / s] for n, s in points], dtype=torch.float64)
+    # Columns of very different sizes upset NNLS, so both are scaled to 1 and the answer scaled back.
+    scale = rows.abs().amax(0)
+    alpha, beta = nnls((rows / scale).numpy(), [1.0] * len(points))[0]
+    return Measured(axis, size, kind, float(alpha / scale[0]), float(beta / scale[1]))
+
+
+def _device(mesh: Mesh) -> torch.device:
+    """Where this rank measures: what the mesh says, else CUDA when it is there and the backend uses it."""
+    cuda = torch.cuda.is_available()
+    if dist.is_available() and dist.is_initialized():
+        cuda = cuda and "nccl" in dist.get_backend()
+    if mesh.device == "cpu" or not cuda:
+        return torch.device("cpu")
+    launch = env.launched()
+    return torch.device("cuda", launch.local_rank if launch else torch.cuda.current_device())
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+    """Median seconds of one run, after one to warm up."""
+    run()
+    taken = []
+    for _ in range(repeats):
+        _sync(device)
+        start = time.perf_counter()
+        run()
+        _sync(device)
+        taken.append(time.perf_counter() - start)
+    return max(statistics.median(taken), 1e-9)
+
+
+# --- collectives
+
+
+def _time_collectives(mesh: Mesh, device: torch.device, sizes: Sequence[int], deadline: float) -> Samples:
+    """Seconds of the slowest rank, the same on all ranks."""
+    groups = {axis: _subgroup(mesh, axis) for axis, size in mesh.axes if size > 1}
+    samples: Samples = {(axis, kind): [] for axis in groups for kind in KINDS}
+    # Sizes outermost: when time is up, every axis and kind has the same sizes.
+    for place, size in enumerate(sizes):
+        for (axis, kind), points in samples.items():
+            expected_s = points[-1][1] * max(1.0, size / points[-1][0]) * (_REPEATS + 1) if points else 0.0
+            if place >= 2 and not _agreed(time.perf_counter() + expected_s < deadline, device):
+                continue
+            nbytes, run = _collective(kind, mesh.group_of(dist.get_rank(), (axis,)), groups[axis], size, device)
+            dist.barrier()
+            slowest = torch.tensor([_seconds(run, device)], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            points.append((nbytes, float(slowest)))
+    for group in groups.values():
+        if group is not None:
+            dist.destroy_process_group(group)
+    return samples
+
+
+def _subgroup(mesh: Mesh, axis: str) -> dist.ProcessGroup | None:
+    """This rank's group along an axis; None is the whole world."""
+    groups = mesh.groups((axis,))
+    if len(groups) == 1:
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+    assert isinstance(mine, dist.ProcessGroup), "the groups along an axis hold every rank"
+    return mine
+
+
+def _agreed(yes: bool, device: torch.device) -> bool:
+    """Rank 0's answer on every rank: clocks differ, and a rank that skips a collective leaves the others waiting."""
+    answer = torch.tensor([int(yes)], device=device)
+    dist.broadcast(answer, src=0)
+    return bool(answer.item())
+
+
+def _collective(
+    kind: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int, device: torch.device
+) -> tuple[int, Callable[[], object]]:
+    """(bytes as the cost model counts them, a call that runs it once), near `size` bytes."""
+    n, here = len(ranks), ranks.index(dist.get_rank())
+    part = max(1, size // _ITEM_BYTES // n)
+    full = torch.zeros(part * n, device=device)
+    if kind == "all_gather":
+        mine = torch.zeros(part, device=device)
+        return full.nbytes, lambda: dist.all_gather_into_tensor(full, mine, group=group)
+    if kind == "reduce_scatter":
+        mine = torch.zeros(part, device=device)
+        return full.nbytes, lambda: dist.reduce_scatter_tensor(mine, full, group=group)
+    if kind == "all_reduce":
+        return full.nbytes, lambda: dist.all_reduce(full, group=group)
+    other = torch.zeros_like(full)
+    if kind == "all_to_all":
+        return full.nbytes, lambda: dist.all_to_all_single(other, full, group=group)
+    succ, pred = ranks[(here + 1) % n], ranks[here - 1]
+
+    def shift() -> None:
+        ops = [dist.P2POp(dist.isend, full, succ, group), dist.P2POp(dist.irecv, other, pred, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return full.nbytes, shift
+
+
+# --- one device
+
+
+def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
+    """The mesh's topology with this device's rates, bandwidths and capacities."""
+    base = mesh.topology
+    rates = {rate.dtype: rate.flops_per_s for rate in base.device.rates}
+    rates.update(_matmul_rates(device, deadline))
+    tiny = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(100):
+            tiny.add_(1)
+
+    big = torch.ones(1 << (26 if device.type == "cuda" else 23))  # float32: 256 or 32 MiB
+    here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
+    record = Device(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        rates=tuple(Rate(name, flops) for name, flops in rates.items()),
+        memory_bytes_per_s=2 * big.nbytes / _seconds(lambda: here.copy_(there), device),  # read and written
+        launch_s=_seconds(launches, device) / 100,
+    )
+    pinned = big.pin_memory() if device.type == "cuda" else big
+    seconds = {
+        ("host", "device"): _seconds(lambda: here.copy_(pinned), device),
+        ("device", "host"): _seconds(lambda: pinned.copy_(there), device),
+    }
+    # All ranks copy at once, so contention is already in the figures: they count per device.
+    links = tuple(
+        attrs.evolve(link, bandwidth_bytes_per_s=big.nbytes / seconds[link.src, link.dst], shared=False)
+        if (link.src, link.dst) in seconds
+        else link
+        for link in base.links
+    )
+    launch = env.launched()
+    node_devices = launch.local_world_size if launch else base.node_devices
+    tiers = tuple(_capacities(base, device, min(node_devices, mesh.size)))
+    return attrs.evolve(base, device=record, links=_with_both(links, seconds, big.nbytes), tiers=tiers,
+                        node_devices=node_devices)
+
+
+def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], nbytes: int) -> tuple[Link, ...]:
+    have = {(link.src, link.dst) for link in links}
+    new = (Link(*ends, nbytes / s, 0.0, shared=False) for ends, s in seconds.items() if ends not in have)
+    return (*links, *new)
+
+
+def _matmul_rates(device: torch.device, deadline: float) -> Iterator[tuple[str, float]]:
+    """(dtype, operations per second) of square matrix products, grown until one takes 20 ms or time is up."""
+    for place, dtype in enumerate(DTYPES):
+        n, flops_per_s = 128, 0.0
+        # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
+        until = time.perf_counter() + max(0.0, deadline - time.perf_counter()) / (len(DTYPES) - place + 1)
+        while n <= 8192:
+            try:
+                a = torch.ones(n, n, dtype=dtype, device=device)
+                taken_s = _seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
+            except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
+                break
+            flops_per_s = max(flops_per_s, 2.0 * n**3 / taken_s)
+            # The next size takes eight times as long, four runs of it.
+            if taken_s > 0.02 or time.perf_counter() + 32 * taken_s > until:
+                break
+            n *= 2
+        if flops_per_s:
+            yield str(dtype).removeprefix("torch."), flops_per_s
+
+
+def _capacities(base: Topology, device: torch.device, node_ranks: int) -> Iterator[Tier]:
+    """Device and host memory as they are; on a CPU box the ranks share the memory that their cgroup allows."""
+    host_bytes = env.memory_limit_bytes()
+    for tier in base.tiers:
+        if tier.name == "device" and device.type == "cuda":
+            yield Tier("device", torch.cuda.get_device_properties(device).total_memory, shared=False)
+        elif tier.name == "device" and host_bytes is not None:
+            yield Tier("device", host_bytes // node_ranks, shared=False)
+        elif tier.name == "host" and host_bytes is not None:
+            yield Tier("host", host_bytes, shared=True)
+        else:
+            yield tier

@@ -1,0 +1,255 @@
+"""Topologies: presets, names, files, and the profiler with and without processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colofunc import env
+from colofunc.errors import MeshError, TopologyError
+from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, resolve_topology
+from colofunc.mesh.profile import fit, profile_mesh
+
+ROOT = Path(__file__).parents[1]
+
+
+# --- presets and names
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_are_whole(name: str) -> None:
+    topology = PRESETS[name]
+    assert topology.name == name and resolve_topology(name) is topology
+    assert {"float64", "float32", "float16"} <= {rate.dtype for rate in topology.device.rates}
+    assert topology.max_devices is None, "further nodes are joined by the outer level"
+    ends = {(link.src, link.dst) for link in topology.links}
+    assert ends == {("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host")}
+    capacities = [topology.tier(tier).capacity_bytes for tier in TIERS]
+    if name in ("ideal", "gloo-cpu"):
+        assert capacities == [None] * 3
+    else:
+        device, host, disk = (capacity or 0 for capacity in capacities)
+        assert 6 * 10**9 <= device <= 141 * 10**9 and device < host < disk
+        inner = [level.bandwidth_bytes_per_s for level in topology.levels]
+        assert inner == sorted(inner, reverse=True) and topology.device.memory_bytes_per_s > inner[0]
+
+
+def test_published_figures() -> None:
+    known = {
+        "8xa100-80g": (312e12, 2039e9, 80), "8xa100-40g": (312e12, 1555e9, 40), "8xh100": (989.5e12, 3350e9, 80),
+        "8xh200": (989.5e12, 4800e9, 141), "8xv100": (125e12, 900e9, 32), "8xv100-16g": (125e12, 900e9, 16),
+        "rtx3090": (71e12, 936.2e9, 24), "rtx2060": (25.8e12, 336e9, 6),
+    }  # fmt: skip
+    for name, (half, memory, gigabytes) in known.items():
+        device = PRESETS[name].device
+        assert {rate.dtype: rate.flops_per_s for rate in device.rates}["float16"] == half
+        assert (device.memory_bytes_per_s, PRESETS[name].tier("device").capacity_bytes) == (memory, gigabytes * 10**9)
+
+
+def test_a_node_of_any_size() -> None:
+    four = resolve_topology("4xa100-80g")
+    assert (four.node_devices, four.levels[0].size, four.levels[1].size) == (4, 4, None)
+    assert attrs.evolve(resolve_topology("8xv100-32g"), name="8xv100") == PRESETS["8xv100"]
+    assert resolve_topology("a100-40g").levels[0].name == "infiniband"
+
+
+def test_ideal_is_free_but_computing_is_not() -> None:
+    mesh = Mesh(dp=2, tp=2, topology="ideal")
+    assert all(mesh.collective_s(kind, 1e12, ("dp", "tp")) == 0.0 for kind in KINDS)
+    assert mesh.copy_s(1e12, "device", "disk") == 0.0
+    assert mesh.compute_s(2e9, 0, "float32") == 2 * mesh.compute_s(1e9, 0, "float32") > 0.0
+
+
+def test_names_of_plugins_come_first() -> None:
+    mine = attrs.evolve(PRESETS["ideal"], name="mine")
+    assert resolve_topology("mine", {"mine": mine}) is mine
+    assert resolve_topology(mine) is mine
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("8xa100-80gb", "no topology '8xa100-80gb'; did you mean '8xa100-80g'"),
+        ("0xh100", "no topology '0xh100'"),
+        ("", "no topology ''"),
+        (3, "topology is 3; give a name, a path or a Topology"),
+        ("nowhere/box.json", "cannot read topology file 'nowhere/box.json': No such file or directory"),
+    ],
+)
+def test_unknown_names_say_what_is_near(name: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        resolve_topology(name)
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_files_give_back_what_was_saved(name: str, tmp_path: Path) -> None:
+    measured = tuple(fit("dp", 2, kind, [(1000, 1e-3), (10**6, 3e-3)]) for kind in KINDS)
+    topology = attrs.evolve(PRESETS[name], measured=measured)
+    topology.save(tmp_path / "t.json")
+    assert Topology.load(tmp_path / "t.json") == topology
+
+
+def broken(tmp_path: Path, *where: str | int, value: object) -> Path:
+    """A saved topology with one value replaced (or added)."""
+    path = tmp_path / "t.json"
+    PRESETS["8xh100"].save(path)
+    data = json.loads(path.read_text())
+    at = data
+    for key in where[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[where[-1]]
+    else:
+        at[where[-1]] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("level",), [], "topology has an unknown field 'level'; did you mean 'levels'"),
+        (("levels", 0, "bandwith"), 1, r"levels\[0\] has an unknown field 'bandwith'; did you mean 'bandwidth_bytes_per_s'"),
+        (("device", "launch_s"), ..., "device lacks the field 'launch_s'"),
+        (("device", "rates", 0, "flops_per_s"), "fast", r"device.rates\[0\].flops_per_s is 'fast'"),
+        (("levels", 0, "size"), 8.5, r"levels\[0\].size is 8.5; it must be of type int"),
+        (("levels", 0, "latency_s"), -1, "Level.latency_s is -1.0; give a finite number, 0 or more"),
+        (("levels", 0, "sharing"), "devices", "Level.sharing is 'devices'; did you mean 'device'"),
+        (("tiers", 0, "name"), "vram", "Tier.name is 'vram'"),
+        (("tiers",), [], "has tiers \\[\\]; give exactly device, host, disk"),
+        (("links", 0, "shared"), 1, r"links\[0\].shared is 1; it must be of type bool"),
+        (("node_devices",), True, "topology.node_devices is True; it must be of type int"),
+        (("colofunc_topology",), 99, "has version 99, this colofunc reads 1"),
+    ],
+)  # fmt: skip
+def test_bad_files_name_the_field(where: tuple[str | int, ...], value: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=message):
+        Topology.load(broken(tmp_path, *where, value=value))
+
+
+def test_a_file_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(TopologyError, match="is not JSON"):
+        Topology.load(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (8, 12), (None, 8), (None, None)])
+def test_levels_must_nest(sizes: tuple[int | None, ...]) -> None:
+    levels = tuple(Level(f"l{i}", size, 1e9, 0.0) for i, size in enumerate(sizes))
+    with pytest.raises(TopologyError, match="list levels from the inside out"):
+        attrs.evolve(PRESETS["ideal"], levels=levels)
+
+
+# --- profiling
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-12, 1e-6))
+def test_the_fit_finds_an_exact_line(alpha_s: float, beta: float) -> None:
+    points = [(n, alpha_s + beta * n) for n in (1 << 12, 1 << 16, 1 << 20, 1 << 24)]
+    found = fit("dp", 2, "all_reduce", points)
+    for n, seconds in points:
+        assert found.alpha_s + found.beta_s_per_byte * n == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_fit_is_never_negative() -> None:
+    found = fit("dp", 2, "permute", [(1000, 1e-3), (2000, 1e-3), (4000, 9e-4)])
+    assert found.alpha_s > 0.0 and found.beta_s_per_byte == 0.0
+    found = fit("dp", 2, "permute", [(1000, 1e-6), (2000, 1e-5), (4000, 1e-4)])
+    assert found.alpha_s == 0.0 and found.beta_s_per_byte > 0.0
+
+
+def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
+    mesh = Mesh(dp=2, tp=2, device="cpu")
+    found = profile_mesh(mesh, seconds=0.2)
+    assert (found.name, found.levels, found.measured) == ("gloo-cpu (measured)", mesh.topology.levels, ())
+    assert found.device != mesh.topology.device
+    # Figures of a machine, not of a bug: above a megaflop and a megabyte, below what any CPU reaches.
+    for rate in found.device.rates:
+        assert 1e6 < rate.flops_per_s < 1e15
+    speeds = [found.device.memory_bytes_per_s, *(link.bandwidth_bytes_per_s for link in found.links)]
+    assert all(1e6 < speed < 2e12 for speed in speeds)
+    assert 0.0 < found.device.launch_s < 0.1
+    assert found.tier("host").capacity_bytes == env.memory_limit_bytes()
+    found.save(tmp_path / "t.json")
+    assert Mesh(dp=2, tp=2, topology=tmp_path / "t.json", device="cpu") == mesh.with_topology(found)
+
+
+def test_profile_needs_two_sizes() -> None:
+    with pytest.raises(MeshError, match="do not fix a line"):
+        profile_mesh(Mesh(), sizes=(1024, 1024))
+
+
+def test_memory_limit_is_within_the_machine() -> None:
+    limit = env.memory_limit_bytes()
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert limit is not None and 0 < limit <= machine
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_profile_of_a_gpu() -> None:
+    found = profile_mesh(Mesh(topology="8xh100"), seconds=3)
+    rates = {rate.dtype: rate.flops_per_s for rate in found.device.rates}
+    assert rates["bfloat16"] > rates["float32"] > 1e12
+    assert found.device.memory_bytes_per_s > found.links[0].bandwidth_bytes_per_s
+    assert math.isclose(found.tier("device").capacity_bytes or 0, torch.cuda.mem_get_info()[1], rel_tol=0.05)
+
+
+_TWO_RANKS = """
+import sys, time
+import torch, torch.distributed as dist
+from colofunc.errors import MeshError
+from colofunc.mesh import Mesh
+from colofunc.mesh.profile import profile_mesh
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+mesh = Mesh(dp=-1, one=1)
+assert mesh.size == 2 and mesh.rank == dist.get_rank() and mesh.is_main == (mesh.rank == 0)
+start = time.perf_counter()
+found = profile_mesh(mesh, sizes=(4096, 65536, 1 << 20, 1 << 33), seconds=2.0)
+took_s = time.perf_counter() - start
+every = [None, None]
+dist.all_gather_object(every, found)
+assert every[0] == every[1]
+try:
+    profile_mesh(Mesh(dp=4))
+except MeshError as error:
+    assert "has 4 ranks, the process group 2" in str(error)
+else:
+    raise AssertionError("a mesh larger than the process group was profiled")
+if mesh.is_main:
+    found.save(sys.argv[1])
+    print("took", took_s)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.dist
+def test_two_processes_measure_the_same_figures(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(_TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "run.py"), str(tmp_path / "t.json")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = Topology.load(tmp_path / "t.json")
+    assert [(m.axis, m.size, m.kind) for m in found.measured] == [("dp", 2, kind) for kind in KINDS]
+    mesh = Mesh(dp=2, topology=found)
+    for kind in KINDS:
+        # The buffer of 8 GiB was never made: a line through the smaller sizes tells its price.
+        assert 1e-6 < mesh.collective_s(kind, 1 << 20, ("dp",)) < 1.0
