@@ -75,6 +75,8 @@ class Rule:
     computes all of it (the bias gradient of a convolution and its input channels).
     `localize`: (call, in layouts, out layouts) -> (args, kwargs) with local sizes, for operators that have sizes among
     their arguments; None if the arguments hold for local shapes as they are.
+    `local`: (call, in layouts, out layouts) -> local code without collectives, `f(*shards, mesh)`, or None where the
+    operator itself does it. For operators that need other code once split, such as mean (local sum / global count).
     """
 
     ins: tuple[Operand, ...]
@@ -87,6 +89,7 @@ class Rule:
     addends: frozenset[int] = frozenset()
     copied: frozenset[tuple[int, str]] = frozenset()
     localize: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]] | None = None
+    local: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None] | None = None
     flops: int | None = None  # of the whole call; None: one per output element
 
     def shardable(self) -> tuple[str, ...]:

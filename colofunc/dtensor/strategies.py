@@ -110,7 +110,8 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[tuple[
         outs.append(lay_out(op, out_type, rule, placement, pending))
     words = [f"{a}: {f}" for a, f in axes] + [f"{a}: +" if how == "sum" else f"{a}: {how}" for a, _, how in passing]
     name = "{" + ", ".join(words) + "}"
-    return Strategy(name, ins, tuple(outs), cost_of(call, rule, ins, tuple(outs), axes), None, tuple(axes))
+    local = None if rule.local is None else rule.local(call, ins, tuple(outs))
+    return Strategy(name, ins, tuple(outs), cost_of(call, rule, ins, tuple(outs), axes), local, tuple(axes))
 
 
 def _reduced(rule: Rule) -> frozenset[str]:
