@@ -184,7 +184,7 @@ def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...]) -> 
     if rule is None:
         return (replicated_strategy(call),)
     found: dict[tuple[object, ...], Strategy] = {}
-    for placement, passing in _placements(rule, mesh, axes):
+    for placement, passing in placements(rule, mesh, axes):
         strategy = build(call, rule, placement, passing)
         found.setdefault((strategy.ins, strategy.outs), strategy)
     return tuple(found.values())
@@ -197,7 +197,7 @@ def replicated_strategy(call: Call) -> Strategy:
     return Strategy("{}", ins, outs, cost_of(call, None, ins, outs, ()))
 
 
-def _placements(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
+def placements(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
     factors = usable(rule)
     passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
@@ -232,7 +232,7 @@ def enumerate_layouts(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str] | 
     rule = Rule((), (tuple((n,) for n in names),), dict(zip(names, shape, strict=True)))
     typ = TensorType(shape, _ANY)
     open_axes = tuple(a for a in (mesh.axis_names if axes is None else axes) if mesh.axis_size(a) > 1)
-    found = {lay_out(rule.outs[0] or (), typ, rule, placement): None for placement, _ in _placements(rule, mesh, open_axes)}
+    found = {lay_out(rule.outs[0] or (), typ, rule, placement): None for placement, _ in placements(rule, mesh, open_axes)}
     return tuple(found)
 
 
