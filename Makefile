@@ -27,7 +27,7 @@ help:            ## this list
 	@grep -E '^[a-z]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py tools/setup_venv.py
-	@$(if $(PYTHON),"$(PYTHON)",python3) tools/setup_venv.py ".[dev,models]"
+	@$(or $(shell command -v python3),$(PYTHON),python3) tools/setup_venv.py ".[dev,models]"
 	@touch $@
 
 $(VENV)/.docs-ready: $(VENV)/.ready

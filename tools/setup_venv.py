@@ -100,9 +100,18 @@ def write_constraints(python, reuse):
     return path
 
 
+def fits(python):
+    """Whether .venv works and has this interpreter's version: not left half-made, its interpreter not gone."""
+    if not VENV_PYTHON.exists():
+        return False
+    code = "import pip, sys; print(*sys.version_info[:2])"
+    done = subprocess.run([VENV_PYTHON, "-c", code], capture_output=True, text=True)
+    return done.returncode == 0 and done.stdout.split() == [str(part) for part in python["python"][:2]]
+
+
 def make_venv(python, reuse):
-    if VENV_PYTHON.exists() and subprocess.run([VENV_PYTHON, "-c", "import pip"], capture_output=True).returncode != 0:
-        shutil.rmtree(VENV)  # left half-made, or its interpreter has gone
+    if VENV.exists() and not fits(python):
+        shutil.rmtree(VENV)
     if not VENV_PYTHON.exists():
         subprocess.run([python["executable"], "-m", "venv", str(VENV)], check=True)
     purelib = subprocess.run(
