@@ -49,7 +49,7 @@ def test_published_figures() -> None:
         "8xa100-80g": (312e12, 2039e9, 80), "8xa100-40g": (312e12, 1555e9, 40), "8xh100": (989.5e12, 3350e9, 80),
         "8xh200": (989.5e12, 4800e9, 141), "8xv100": (125e12, 900e9, 32), "8xv100-16g": (125e12, 900e9, 16),
         "rtx3090": (71e12, 936.2e9, 24), "rtx2060": (25.8e12, 336e9, 6),
-    }  # fmt: skip
+    }
     for name, (half, memory, gigabytes) in known.items():
         device = PRESETS[name].device
         assert {rate.dtype: rate.flops_per_s for rate in device.rates}["float16"] == half
@@ -122,7 +122,7 @@ def broken(tmp_path: Path, *where: str | int, value: object) -> Path:
     ("where", "value", "message"),
     [
         (("level",), [], "topology has an unknown field 'level'; did you mean 'levels'"),
-        (("levels", 0, "bandwith"), 1, r"levels\[0\] has an unknown field 'bandwith'; did you mean 'bandwidth_bytes_per_s'"),
+        (("levels", 0, "bandwith"), 1, r"levels\[0\] has an unknown field 'bandwith'; did you mean 'bandwidth_byte"),
         (("device", "launch_s"), ..., "device lacks the field 'launch_s'"),
         (("device", "rates", 0, "flops_per_s"), "fast", r"device.rates\[0\].flops_per_s is 'fast'"),
         (("levels", 0, "size"), 8.5, r"levels\[0\].size is 8.5; it must be of type int"),
@@ -132,9 +132,9 @@ def broken(tmp_path: Path, *where: str | int, value: object) -> Path:
         (("tiers",), [], "has tiers \\[\\]; give exactly device, host, disk"),
         (("links", 0, "shared"), 1, r"links\[0\].shared is 1; it must be of type bool"),
         (("node_devices",), True, "topology.node_devices is True; it must be of type int"),
-        (("colofunc_topology",), 99, "has version 99, this colofunc reads 1"),
+        (("colofunc_topology",), 99, "has format version 99, this colofunc reads 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_name_the_field(where: tuple[str | int, ...], value: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=message):
         Topology.load(broken(tmp_path, *where, value=value))
@@ -245,7 +245,7 @@ def test_two_processes_measure_the_same_figures(tmp_path: Path) -> None:
         [*command, str(tmp_path / "run.py"), str(tmp_path / "t.json")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = Topology.load(tmp_path / "t.json")
     assert [(m.axis, m.size, m.kind) for m in found.measured] == [("dp", 2, kind) for kind in KINDS]

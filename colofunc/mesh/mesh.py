@@ -13,13 +13,16 @@ Source: named mesh axes as in GSPMD (2105.04663, section 3); costs in `colofunc.
 
 from __future__ import annotations
 
-import keyword
+import hashlib
+import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch.distributed as dist
@@ -27,11 +30,9 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import MeshError, near
 from colofunc.mesh import cost
+from colofunc.mesh.arguments import check_name, check_views, infer_sizes, sizes_text
 from colofunc.mesh.presets import DEFAULT_TOPOLOGY, resolve_topology
 from colofunc.mesh.topology import Topology
-
-RESERVED = frozenset({"views", "topology", "device", "max", "min", "host", "disk"})
-"""Words of specs (`max:tp`, `@host`) and arguments of Mesh, which no axis and no view may be called."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -64,14 +65,14 @@ class Mesh:
         **axes: int,
     ) -> None:
         for name in axes:
-            _check_name(name, "axis")
-        sizes = _infer(axes)
-        checked = _check_views(sizes, views or {})
+            check_name(name, "axis")
+        sizes = infer_sizes(axes)
+        checked = check_views(sizes, views or {})
         resolved = resolve_topology(DEFAULT_TOPOLOGY if topology is None else topology)
         size = math.prod(sizes.values())
         if resolved.max_devices is not None and size > resolved.max_devices:
             raise MeshError(
-                f"a mesh of {size} ranks ({_text(sizes)}) is larger than topology {resolved.name!r}, which joins "
+                f"a mesh of {size} ranks ({sizes_text(sizes)}) is larger than topology {resolved.name!r}, which joins "
                 f"{resolved.max_devices} devices; add an outer level to it or make the mesh smaller"
             )
         if device is not None and device not in ("cpu", "cuda"):
@@ -142,9 +143,14 @@ class Mesh:
         return dict(self._views).get(name, (name,))
 
     def atoms(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Atomic axes of several axes and views, in the given order; raises MeshError where one is repeated."""
+        """Atomic axes of several axes and views, in the given order; raises MeshError where one is repeated.
+
+        A part of an axis, "dp[2:2]", stays as it is; see Note [Parts of axes].
+        """
         names = (names,) if isinstance(names, str) else tuple(names)
-        found = tuple(atom for name in names for atom in self.expand(name))
+        found = tuple(atom for name in names for atom in ((name,) if "[" in name else self.expand(name)))
+        for name in found:
+            self._check_part(name)
         if len(set(found)) != len(found):
             twice = next(atom for atom in found if found.count(atom) > 1)
             raise MeshError(f"axis {twice!r} is used twice in {names} on {self!r}; name each axis once")
@@ -152,8 +158,8 @@ class Mesh:
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Atomic axes of names in the mesh's own order (major first)."""
-        chosen = set(self.atoms(names))
-        return tuple(name for name, _ in self.axes if name in chosen)
+        order = {name: k for k, name in enumerate(self.axis_names)}
+        return tuple(sorted(self.atoms(names), key=lambda name: (order[axis_part(name)[0]], -axis_part(name)[1])))
 
     def rest(self, names: Iterable[str]) -> tuple[str, ...]:
         """Atomic axes that are not among the names, in the mesh's order."""
@@ -196,8 +202,14 @@ class Mesh:
         """Row-major index of a rank along axes and views (first is major): its place in its group."""
         here, out = self.coordinates(rank), 0
         for atom in self.atoms(names):
-            out = out * self._sizes[atom] + here[atom]
+            axis, stride, _ = axis_part(atom)
+            size = self.part_size(atom)
+            out = out * size + here[axis] // stride % size
         return out
+
+    def part_size(self, name: str) -> int:
+        """Size of an axis, a view or a part of an axis."""
+        return axis_part(name)[2] or self.axis_size(name)
 
     def groups(self, axes: Iterable[str]) -> Groups:
         """All groups of ranks that differ only in `axes` (axes or views).
@@ -212,7 +224,9 @@ class Mesh:
         self._check_rank(rank)
         atoms = self.atoms(axes)
         here = self.coordinates(rank)
-        base = self.rank_at({**here, **dict.fromkeys(atoms, 0)})
+        for axis, stride, size in map(axis_part, atoms):
+            here[axis] -= here[axis] // stride % (size or self._sizes[axis]) * stride
+        base = self.rank_at(here)
         return tuple(base + offset for offset in _offsets(self.axes, atoms))
 
     @property
@@ -227,6 +241,28 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this process is rank 0."""
         return self.rank == 0
+
+    # --- files
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values that `from_dict` turns back into an equal mesh, the topology's figures included."""
+        return {
+            "axes": [list(axis) for axis in self.axes],
+            "views": {name: list(axes) for name, axes in self._views},
+            "topology": self.topology.to_dict(),
+            "device": self.device,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Mesh:
+        """A mesh from what `to_dict` gave."""
+        topology = Topology.from_dict(data["topology"])
+        return Mesh(views=data["views"], topology=topology, device=data["device"], **dict(data["axes"]))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal in every process and run, for caches on disk; `hash` is not."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
 
     # --- costs
 
@@ -275,8 +311,7 @@ class Mesh:
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
         cost.check_kind(kind)
-        sizes = self.shape
-        spanned = [(name, sizes[name]) for name in self.ordered(axes) if sizes[name] > 1]
+        spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
         if not spanned:
             return 0.0, 0.0
         measured = cost.measured_alpha_beta(self.topology, kind, spanned)
@@ -287,6 +322,11 @@ class Mesh:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is not in 0..{self.size - 1} of {self!r}")
+
+    def _check_part(self, name: str) -> None:
+        axis, stride, size = axis_part(name)
+        if size and (axis not in self.shape or self.shape[axis] % (stride * size)):
+            raise MeshError(f"{name!r} is no part of an axis of {self!r}; write axis[stride:size], stride * size divides it")
 
     def _unknown(self, name: str, known: Iterable[str] | None = None) -> MeshError:
         names = tuple(self._sizes) if known is None else tuple(known)
@@ -300,74 +340,55 @@ def _rebuild(
     return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))
 
 
+_PART = re.compile(r"(\w+)\[(\d+):(\d+)\]\Z")
+
+
+@lru_cache(maxsize=4096)
+def axis_part(name: str) -> tuple[str, int, int]:
+    """(axis, stride, size) of a name; size 0 stands for a whole axis.
+
+    Note [Parts of axes]. "dp[stride:size]" is the part of axis dp with index (i // stride) % size at index i of dp: an
+    axis of 4 is "dp[2:2]" (major) by "dp[1:2]" (minor). Conversions use parts where two layouts cut an axis in
+    different places.
+    """
+    if "[" not in name:
+        return name, 1, 0
+    found = _PART.match(name)
+    if found is None or not int(found[2]) or not int(found[3]):
+        raise MeshError(f"{name!r} is no axis and no part of one; write axis[stride:size] such as 'dp[2:2]'")
+    return found[1], int(found[2]), int(found[3])
+
+
+def _other_parts(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """What of each axis the chosen names leave, in the mesh's order, major first."""
+    rest: list[str] = []
+    for name, axis_size in axes:
+        taken = sorted((stride, size or axis_size) for axis, stride, size in map(axis_part, chosen) if axis == name)
+        left, done = [], 1
+        for stride, size in [*taken, (axis_size, 1)]:
+            if stride % done:
+                raise MeshError(f"parts of axis {name!r} overlap in {chosen}; cut it in nested parts")
+            if stride > done:
+                left.append(name if (done, stride) == (1, axis_size) else f"{name}[{done}:{stride // done}]")
+            done = stride * size
+        rest += reversed(left)
+    return tuple(rest)
+
+
 @lru_cache(maxsize=1024)
 def _offsets(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> tuple[int, ...]:
-    """Rank offsets of all indices along the chosen axes, row-major by the chosen order."""
+    """Rank offsets of all indices along the chosen axes (or parts), row-major by the chosen order."""
     sizes, strides, stride = dict(axes), {}, 1
     for name, size in reversed(axes):
         strides[name], stride = stride, stride * size
-    steps = [range(0, sizes[name] * strides[name], strides[name]) for name in chosen]
+    steps = []
+    for axis, inner, size in map(axis_part, chosen):
+        step = strides[axis] * inner
+        steps.append(range(0, (size or sizes[axis]) * step, step))
     return tuple(sum(offset) for offset in product(*steps))
 
 
 @lru_cache(maxsize=1024)
 def _groups(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> Groups:
-    rest = tuple(name for name, _ in axes if name not in chosen)
     inside = _offsets(axes, chosen)
-    return tuple(tuple(base + offset for offset in inside) for base in _offsets(axes, rest))
-
-
-def _text(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _check_name(name: object, what: str) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise MeshError(f"{what} name {name!r} is not an identifier; use letters, digits and _ such as 'dp'")
-    if name in RESERVED:
-        raise MeshError(f"{what} name {name!r} is reserved ({', '.join(sorted(RESERVED))}); choose another name")
-
-
-def _infer(axes: Mapping[str, int]) -> dict[str, int]:
-    """Checked sizes, with a -1 replaced by what the number of launched ranks leaves for it."""
-    for name, size in axes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise MeshError(f"axis {name!r} has size {size!r}; give a whole number, 1 or more (-1 under torchrun)")
-    open_axes = [name for name, size in axes.items() if size == -1]
-    if not open_axes:
-        return dict(axes)
-    if len(open_axes) > 1:
-        raise MeshError(f"axes {open_axes} are all -1; only one can be inferred, give the sizes of the others")
-    launch = env.launched()
-    if dist.is_available() and dist.is_initialized():
-        world = dist.get_world_size()
-    elif launch is not None:
-        world = launch.world_size
-    else:
-        raise MeshError(f"axis {open_axes[0]!r} is -1, but no launcher tells the rank count; use torchrun or a size")
-    known = math.prod(size for size in axes.values() if size != -1)
-    if world % known:
-        raise MeshError(
-            f"axis {open_axes[0]!r} cannot be inferred: {world} launched ranks are no multiple of {known} "
-            f"({_text(axes)}); change a size or --nproc-per-node"
-        )
-    return {name: world // known if size == -1 else size for name, size in axes.items()}
-
-
-def _check_views(
-    sizes: Mapping[str, int], views: Mapping[str, Iterable[str]]
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    out = []
-    for name, members in views.items():
-        _check_name(name, "view")
-        if name in sizes:
-            raise MeshError(f"view {name!r} is also an axis; choose another name")
-        members = (members,) if isinstance(members, str) else tuple(members)
-        for member in members:
-            if member not in sizes:
-                hint = "; a view's axes must be atomic" if member in views else near(str(member), sizes, "axes")
-                raise MeshError(f"view {name!r} names {member!r}, which is no axis of the mesh{hint}")
-        if len(set(members)) != len(members) or not members:
-            raise MeshError(f"view {name!r} is {members}; name at least one axis, each once")
-        out.append((name, members))
-    return tuple(out)
+    return tuple(tuple(base + offset for offset in inside) for base in _offsets(axes, _other_parts(axes, chosen)))

@@ -162,27 +162,34 @@ class Topology:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a readable, versioned JSON file."""
-        data = {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
-        Path(path).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The versioned JSON values of the file format."""
+        return {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Topology:
+        """A topology from the values of the file format; raises TopologyError on unknown, missing, ill-typed fields."""
+        version = data.get("colofunc_topology") if isinstance(data, Mapping) else None
+        if version != FORMAT_VERSION:
+            raise TopologyError(
+                f"the topology has format version {version!r}, this colofunc reads {FORMAT_VERSION}; "
+                "write it again with Topology.save"
+            )
+        return _topology({key: value for key, value in data.items() if key != "colofunc_topology"})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
-        """Read what `save` wrote; raises TopologyError on unknown, missing or ill-typed fields."""
+        """Read what `save` wrote; raises TopologyError as `from_dict` does, and on files that cannot be read."""
         try:
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise TopologyError(f"cannot read topology file {str(path)!r}: {error.strerror or error}") from error
         except ValueError as error:
             raise TopologyError(f"topology file {str(path)!r} is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("colofunc_topology") != FORMAT_VERSION:
-            version = data.get("colofunc_topology") if isinstance(data, dict) else None
-            raise TopologyError(
-                f"topology file {str(path)!r} has version {version!r}, this colofunc reads {FORMAT_VERSION}; "
-                "write it again with Topology.save"
-            )
-        body = {key: value for key, value in data.items() if key != "colofunc_topology"}
         try:
-            return _topology(body)
+            return Topology.from_dict(data)
         except TopologyError as error:
             error.add_note(f"in topology file {str(path)!r}")
             raise
