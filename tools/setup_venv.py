@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
+MADE_FROM = VENV / "made_from.txt"
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 
@@ -34,7 +35,7 @@ names = {}
 for d in md.distributions():
     if d.metadata and d.metadata["Name"]: names.setdefault(d.metadata["Name"], d.version)
 print(json.dumps(dict(
-    python=sys.version_info[:3], executable=sys.executable, installed=names,
+    python=sys.version_info[:3], executable=sys.executable, prefix=sys.prefix, installed=names,
     can_make_venv=bool(iu.find_spec("ensurepip") and iu.find_spec("venv")),
     site=[p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))])))
 """
@@ -76,8 +77,9 @@ def has_torch(python):
 def choose_python():
     """The first interpreter with a usable torch, else the first that is new enough."""
     asked = os.environ.get("PYTHON")
-    commands = [asked] if asked else ["python3", "python"] + [f"python3.{minor}" for minor in range(11, 16)]
-    found = [python for python in map(probe, commands) if python is not None]
+    earlier = [MADE_FROM.read_text().strip()] if MADE_FROM.exists() else []  # an update stays with its interpreter
+    commands = [asked] if asked else [*earlier, "python3", "python", *(f"python3.{minor}" for minor in range(11, 16))]
+    found = [python for python in map(probe, commands) if python is not None and python["prefix"] != str(VENV)]
     usable = [python for python in found if new_enough(python)]
     if not usable:
         seen = ", ".join(f"{p['executable']} ({dotted(p['python'])})" for p in found) or "none"
@@ -114,6 +116,7 @@ def make_venv(python, reuse):
         shutil.rmtree(VENV)
     if not VENV_PYTHON.exists():
         subprocess.run([python["executable"], "-m", "venv", str(VENV)], check=True)
+    MADE_FROM.write_text(python["executable"] + "\n")
     purelib = subprocess.run(
         [VENV_PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
@@ -168,6 +171,8 @@ def main():
     print(f"colofunc: setting up .venv with Python {dotted(python['python'])}", end=", ")
     if reuse:
         print(f"keeping torch {python['installed']['torch']} of {python['executable']}", flush=True)
+    elif MADE_FROM.exists():
+        print("bringing it up to date", flush=True)
     else:
         print("downloading torch (once: some minutes, about 6 GB on disk)", flush=True)
     make_venv(python, reuse)
