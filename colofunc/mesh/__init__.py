@@ -2,6 +2,7 @@
 
 from colofunc.mesh.cost import wire_bytes
 from colofunc.mesh.mesh import Mesh
+from colofunc.mesh.parts import axis_part
 from colofunc.mesh.presets import PRESETS, resolve_topology
 from colofunc.mesh.topology import KINDS, TIERS, Device, Level, Link, Measured, Rate, Tier, Topology
 
@@ -17,6 +18,7 @@ __all__ = [
     "Rate",
     "Tier",
     "Topology",
+    "axis_part",
     "resolve_topology",
     "wire_bytes",
 ]

@@ -17,10 +17,7 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -31,10 +28,9 @@ from colofunc import env
 from colofunc.errors import MeshError, near
 from colofunc.mesh import cost
 from colofunc.mesh.arguments import check_name, check_views, infer_sizes, sizes_text
+from colofunc.mesh.parts import Groups, axis_part, groups, offsets, other_parts
 from colofunc.mesh.presets import DEFAULT_TOPOLOGY, resolve_topology
 from colofunc.mesh.topology import Topology
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 @attrs.frozen(init=False, repr=False, eq=False)
@@ -162,8 +158,10 @@ class Mesh:
         return tuple(sorted(self.atoms(names), key=lambda name: (order[axis_part(name)[0]], -axis_part(name)[1])))
 
     def rest(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Atomic axes that are not among the names, in the mesh's order."""
-        chosen = set(self.atoms(names))
+        """Atomic axes that are not among the names, in the mesh's order; of an axis used in part, the other parts."""
+        chosen = self.atoms(names)
+        if any("[" in name for name in chosen):
+            return other_parts(self.axes, chosen)
         return tuple(name for name, _ in self.axes if name not in chosen)
 
     def stride(self, axis: str) -> int:
@@ -217,7 +215,7 @@ class Mesh:
         Inside a group, row-major by the given order of axes (first is major); groups are ordered row-major by the
         remaining axes.
         """
-        return _groups(self.axes, self.atoms(axes))
+        return groups(self.axes, self.atoms(axes))
 
     def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The group of `groups(axes)` that holds a rank."""
@@ -227,7 +225,7 @@ class Mesh:
         for axis, stride, size in map(axis_part, atoms):
             here[axis] -= here[axis] // stride % (size or self._sizes[axis]) * stride
         base = self.rank_at(here)
-        return tuple(base + offset for offset in _offsets(self.axes, atoms))
+        return tuple(base + offset for offset in offsets(self.axes, atoms))
 
     @property
     def rank(self) -> int:
@@ -326,7 +324,7 @@ class Mesh:
     def _check_part(self, name: str) -> None:
         axis, stride, size = axis_part(name)
         if size and (axis not in self.shape or self.shape[axis] % (stride * size)):
-            raise MeshError(f"{name!r} is no part of an axis of {self!r}; write axis[stride:size], stride * size divides it")
+            raise MeshError(f"{name!r} is no part of an axis of {self!r}; stride * size must divide the axis")
 
     def _unknown(self, name: str, known: Iterable[str] | None = None) -> MeshError:
         names = tuple(self._sizes) if known is None else tuple(known)
@@ -338,57 +336,3 @@ def _rebuild(
     device: str | None,
 ) -> Mesh:
     return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))
-
-
-_PART = re.compile(r"(\w+)\[(\d+):(\d+)\]\Z")
-
-
-@lru_cache(maxsize=4096)
-def axis_part(name: str) -> tuple[str, int, int]:
-    """(axis, stride, size) of a name; size 0 stands for a whole axis.
-
-    Note [Parts of axes]. "dp[stride:size]" is the part of axis dp with index (i // stride) % size at index i of dp: an
-    axis of 4 is "dp[2:2]" (major) by "dp[1:2]" (minor). Conversions use parts where two layouts cut an axis in
-    different places.
-    """
-    if "[" not in name:
-        return name, 1, 0
-    found = _PART.match(name)
-    if found is None or not int(found[2]) or not int(found[3]):
-        raise MeshError(f"{name!r} is no axis and no part of one; write axis[stride:size] such as 'dp[2:2]'")
-    return found[1], int(found[2]), int(found[3])
-
-
-def _other_parts(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """What of each axis the chosen names leave, in the mesh's order, major first."""
-    rest: list[str] = []
-    for name, axis_size in axes:
-        taken = sorted((stride, size or axis_size) for axis, stride, size in map(axis_part, chosen) if axis == name)
-        left, done = [], 1
-        for stride, size in [*taken, (axis_size, 1)]:
-            if stride % done:
-                raise MeshError(f"parts of axis {name!r} overlap in {chosen}; cut it in nested parts")
-            if stride > done:
-                left.append(name if (done, stride) == (1, axis_size) else f"{name}[{done}:{stride // done}]")
-            done = stride * size
-        rest += reversed(left)
-    return tuple(rest)
-
-
-@lru_cache(maxsize=1024)
-def _offsets(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> tuple[int, ...]:
-    """Rank offsets of all indices along the chosen axes (or parts), row-major by the chosen order."""
-    sizes, strides, stride = dict(axes), {}, 1
-    for name, size in reversed(axes):
-        strides[name], stride = stride, stride * size
-    steps = []
-    for axis, inner, size in map(axis_part, chosen):
-        step = strides[axis] * inner
-        steps.append(range(0, (size or sizes[axis]) * step, step))
-    return tuple(sum(offset) for offset in product(*steps))
-
-
-@lru_cache(maxsize=1024)
-def _groups(axes: tuple[tuple[str, int], ...], chosen: tuple[str, ...]) -> Groups:
-    inside = _offsets(axes, chosen)
-    return tuple(tuple(base + offset for offset in inside) for base in _offsets(axes, _other_parts(axes, chosen)))
