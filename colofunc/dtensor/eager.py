@@ -1,0 +1,175 @@
+"""Eager operators on DTensors: each call is a program of one node.
+
+The operator's global call is typed on meta tensors, the cheapest strategy for the layouts at hand is chosen (what the
+operands already have is preferred), lowered like any program, run on the backend, and cached by call and layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from colofunc.dtensor.convert import conversion, conversion_s
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
+from colofunc.dtensor.rules import STRATEGIES, rule_for
+from colofunc.dtensor.strategies import enumerate_strategies, follow, replicated_strategy
+from colofunc.errors import InputError, RuleError
+from colofunc.executors.backend import Backend
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.lower import Choice, lower
+from colofunc.program.trace import record_local
+
+Shards = list[torch.Tensor]
+
+
+@lru_cache(maxsize=1 << 14)
+def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype) -> Program:
+    values = {0: Value(0, src.local_shape, dtype, layout=src)}
+    nodes = []
+    for move in conversion(src, dst, mesh, dtype.itemsize).moves:
+        id = len(values)
+        values[id] = Value(id, move.local_shape, dtype, layout=move.layout)
+        nodes.append(Node(f"colofunc.{move.target}", (Ref(id - 1), *move.args), (), (id,), note=f"{src.text()} -> {dst.text()}"))
+    return Program((0,), tuple(nodes), (len(values) - 1,), values, stage="local")
+
+
+def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend) -> Shards:
+    """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective."""
+    if src is dst:
+        return list(shards)
+    return backend.run(_conversion_program(src, dst, mesh, shards[0].dtype), mesh, [shards])[0]
+
+
+@attrs.frozen
+class _Eager:
+    """A lowered operator: its program, and what its flat results are (a layout, or a constant that is no tensor)."""
+
+    program: Program
+    layouts: tuple[Layout | None, ...]
+    tree: Any
+
+
+def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: type) -> tuple[list[Any], Any, int | None]:
+    """Run `func` on flat arguments in which operands are DTensors (`cls`).
+
+    Returns (results, tree, mutated): a result is (shards, layout) or plain data; `mutated` is the position of the
+    argument that an in-place operator wrote to (its parts have been replaced), else None.
+    """
+    mutated = _mutated_leaf(func)
+    plain = _functional(func) if mutated is not None else func
+    operands = [x for x in leaves if isinstance(x, cls)]
+    key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
+    eager = _lowered(plain, _Leaves(key), tree, tuple(x.layout for x in operands), mesh)
+    outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
+    results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
+    if mutated is not None:
+        target = leaves[mutated]
+        shards, layout = results[0]
+        for old, new in zip(target.parts, convert_shards(shards, layout, target.layout, mesh, backend), strict=True):
+            old.copy_(new)
+    return results, eager.tree, mutated
+
+
+class _Leaves:
+    """Flat arguments as a cache key (some, like lists, are unhashable by themselves: compared by their repr)."""
+
+    __slots__ = ("key", "leaves")
+
+    def __init__(self, leaves: tuple[Any, ...]) -> None:
+        self.leaves = leaves
+        self.key = tuple(x if isinstance(x, tuple) else (type(x), repr(x)) for x in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Leaves) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _mutated_leaf(func: Any) -> int | None:
+    """0 for operators such as `add_` that write to their first argument; refuses other mutation."""
+    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if not written:
+        return None
+    if written != [0]:
+        raise InputError(f"{func} writes to argument {written[0]}; use the operator that returns a new tensor")
+    return 0
+
+
+def _functional(func: Any) -> Any:
+    """`aten.add_.Tensor` -> `aten.add.Tensor`."""
+    name = func.overloadpacket._qualified_op_name.split("::")[1].rstrip("_")
+    packet = getattr(torch.ops.aten, name, None)
+    overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    if overload is None:
+        raise InputError(f"{func} has no form that returns a new tensor; write x = f(x) instead of the in-place call")
+    return overload
+
+
+@lru_cache(maxsize=4096)
+def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> _Eager:
+    metas, ids, values = [], [], {}
+    for leaf in keyed.leaves:
+        if isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == "T":
+            id = len(values)
+            values[id] = Value(id, leaf[1], leaf[2])
+            metas.append(torch.empty(leaf[1], dtype=leaf[2], device="meta"))
+            ids.append(Ref(id))
+        else:
+            metas.append(torch.device("meta") if isinstance(leaf, torch.device) else leaf)
+            ids.append(leaf)
+    meta_args, meta_kwargs = pytree.tree_unflatten(metas, tree)
+    flat, out_tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
+    args, kwargs = pytree.tree_unflatten(ids, tree)
+    outs: list[int | None] = []
+    n_inputs = len(values)
+    for result in flat:
+        if isinstance(result, torch.Tensor):
+            outs.append(len(values))
+            values[len(values)] = Value(len(values), tuple(result.shape), result.dtype)
+        else:
+            outs.append(None)
+    name = f"{func.namespace}.{func.overloadpacket.__name__}" + (f".{func._overloadname}" if func.namespace == "aten" else "")
+    node = Node(name, _tuples(args), tuple((k, _tuples(v)) for k, v in kwargs.items()), tuple(outs))
+    ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in range(n_inputs))
+    types = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in outs)
+    call = Call(name, node.args, node.kwargs, ins, types)
+    choice = _choose(call, func, layouts, mesh)
+    program = Program(tuple(range(n_inputs)), (node,), tuple(o for o in outs if o is not None), values)
+    out_layouts = [lay for lay in choice.strategy.outs if lay is not None]
+    local = lower(program, [choice], dict(enumerate(layouts)), out_layouts, mesh, record_local)
+    return _Eager(local, choice.strategy.outs, out_tree)
+
+
+def _tuples(tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return tuple(_tuples(x) for x in tree)
+    return tree
+
+
+def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> Choice:
+    """The cheapest strategy for operands that lie as `layouts` say; following an operand wins a tie."""
+    rule: Rule | None = rule_for(call)
+    if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
+        raise RuleError(f"{call.target} draws random numbers and has no rule; use it inside a staged step, where random operators are keyed by position")
+    options: list[Strategy] = []
+    if rule is not None:
+        options += [s for k, lay in enumerate(layouts) if (s := follow(call, rule, k, lay)) is not None]
+    options += enumerate_strategies(call, rule, mesh)
+    if call.target in STRATEGIES:
+        options += STRATEGIES[call.target](call, mesh)
+    options.append(replicated_strategy(call))
+
+    def seconds(s: Strategy) -> float:
+        moved = sum(conversion_s(a, b, mesh, t.dtype.itemsize) for a, b, t in zip(layouts, s.ins, call.ins, strict=True))
+        dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")
+        return moved + s.cost.extra_s + mesh.compute_s(s.cost.flops, s.cost.nbytes, dtype)
+
+    return Choice(min(options, key=seconds), rule)

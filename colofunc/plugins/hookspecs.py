@@ -1,0 +1,105 @@
+"""The plugin manual: every hook a plugin can implement.
+
+A plugin is a module (or object) with functions marked `@cf.hookimpl` whose names are those below. It is found through
+the entry-point group `colofunc`, or given by hand: `cf.shard(step, mesh, plugins=[my_module])`.
+
+    # my_plugin.py
+    import colofunc as cf
+
+    @cf.hookimpl
+    def colofunc_strategies():
+        return {"aten.mm.default": my_strategies}
+
+    def my_strategies(call, mesh):          # called while planning, once per distinct operator call
+        yield cf.Strategy("{tp: k, mine}", ins=(...), outs=(...), local=my_local_code, cost=cf.Cost(flops=...))
+
+Hooks take no arguments, return data, and are called once, when a registry is built (never at import). What they return
+is merged to one frozen `Registry`. Two plugins that give the same key, a hook that does not exist and a value of the
+wrong type are `PluginError`s that name the plugin. Plugins import public names only (`import colofunc as cf`), never
+each other. `cf.testing.check_strategies(plugin, op)` proves strategies right on small meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pluggy
+
+hookspec = pluggy.HookspecMarker("colofunc")
+hookimpl = pluggy.HookimplMarker("colofunc")
+
+
+@hookspec
+def colofunc_rules() -> Mapping[str, Callable[..., Any]]:
+    """Operator name ("aten.mm.default", "mylib.op") -> `rule(call) -> cf.Rule | None`.
+
+    A rule is an einops pattern bound to one call; build it with `cf.pattern("m k, k n -> m n", reduce={"k": "sum"})`,
+    which is such a function, or from the call's shapes. None: this call runs replicated. A rule for an operator that
+    has one already is a clash: add strategies to that operator instead.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
+    """Operator name -> `strategies(call, mesh) -> iterable of cf.Strategy`, added to those of the operator's rule.
+
+    A strategy with `local=` carries its own local code, written with torch and `cf.collectives`. Several plugins may
+    add strategies to the same operator: they are alternatives, and cost decides.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
+    """Plan name ("zero", "tensor", ...) -> constructor. The plan is what `cf.shard(step, mesh, plan)` takes."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_memory_policies() -> Mapping[str, Any]:
+    """Policy name -> residency policy, for `cf.offload(step, policy=name)`."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_schedules() -> Mapping[str, Callable[..., Any]]:
+    """Schedule name -> `schedule(stages, microbatches) -> action table`, for `cf.pipeline(schedule=name)`."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_quantizers() -> Mapping[str, Any]:
+    """Quantizer name -> quantizer, for `cf.quantize(step, name)`."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_kernels() -> Mapping[tuple[str, str], Any]:
+    """(operator name, device type) -> kernel, with guard and cost."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_passes() -> Mapping[str, Callable[..., Any]]:
+    """Pass name -> `pass(program, mesh) -> Program`, run on the local program in the order of their names."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_transforms() -> Mapping[str, Any]:
+    """Transform name -> a whole transform (intent, contract, pass)."""
+    raise NotImplementedError
+
+
+@hookspec
+def colofunc_topologies() -> Mapping[str, Any]:
+    """Topology name -> `cf.Topology`, for `cf.Mesh(topology=name)`."""
+    raise NotImplementedError
+
+
+HOOKS = (
+    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules "
+    "colofunc_quantizers colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
+).split()

@@ -1,0 +1,134 @@
+"""Registry: everything that plugins added, merged once and frozen.
+
+`build_registry(plugins)` asks the installed plugins (entry-point group `colofunc`) and those given by hand; the
+built-in rules and strategies enter as a plugin like any other, first. Nothing here runs at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import pluggy
+
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.rules import RULES, STRATEGIES, rule_for
+from colofunc.errors import PluginError, near
+from colofunc.mesh import Mesh
+from colofunc.plugins import hookspecs
+
+ENTRY_POINTS = "colofunc"
+
+StrategyFn = Callable[[Call, Mesh], Any]
+
+
+def _frozen(table: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(table))
+
+
+@attrs.frozen
+class Registry:
+    """What is known: one table per hook, and the names of the plugins asked."""
+
+    rules: Mapping[str, Callable[[Call], Rule | None]]
+    strategies: Mapping[str, tuple[StrategyFn, ...]]
+    plans: Mapping[str, Callable[..., Any]]
+    memory_policies: Mapping[str, Any]
+    schedules: Mapping[str, Callable[..., Any]]
+    quantizers: Mapping[str, Any]
+    kernels: Mapping[Any, Any]
+    passes: Mapping[str, Callable[..., Any]]
+    transforms: Mapping[str, Any]
+    topologies: Mapping[str, Any]
+    plugins: tuple[str, ...] = ()
+
+    def rule(self, call: Call) -> Rule | None:
+        """The rule of a call: a plugin's, else the built-in one; None where there is none."""
+        fn = self.rules.get(call.target)
+        return fn(call) if fn is not None else rule_for(call)
+
+    def extra_strategies(self, call: Call, mesh: Mesh) -> tuple[Strategy, ...]:
+        """Strategies with local code of their own, beyond the rule's."""
+        found: list[Strategy] = []
+        for fn in self.strategies.get(call.target, ()):
+            for strategy in fn(call, mesh):
+                if not isinstance(strategy, Strategy):
+                    raise PluginError(
+                        f"strategies of {call.target} from {fn.__module__}.{fn.__name__} gave {strategy!r}; yield cf.Strategy records"
+                    )
+                found.append(strategy)
+        return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
+    """Ask all installed plugins and those in `plugins` (modules or objects). Raises PluginError naming the plugin."""
+    manager = pluggy.PluginManager("colofunc")
+    manager.add_hookspecs(hookspecs)
+    manager.load_setuptools_entrypoints(ENTRY_POINTS)
+    for plugin in plugins:
+        if not manager.is_registered(plugin):
+            manager.register(plugin)
+    _check_names(manager)
+    tables = {hook: _merge(manager, hook) for hook in hookspecs.HOOKS}
+    strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
+    for op, fns in tables.pop("colofunc_strategies").items():
+        strategies[op] = strategies.get(op, ()) + tuple(fns)
+    names = tuple(sorted(str(name) for name, _ in manager.list_name_plugin()))
+    fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
+    return Registry(strategies=_frozen(strategies), plugins=names, **fields)
+
+
+def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
+    return str(getattr(plugin, "__name__", None) or manager.get_name(plugin) or plugin)
+
+
+def _check_names(manager: pluggy.PluginManager) -> None:
+    """Every function marked @hookimpl must be a hook we know."""
+    for plugin in manager.get_plugins():
+        for attribute in dir(plugin):
+            marked = manager.parse_hookimpl_opts(plugin, attribute) is not None
+            if marked and attribute not in hookspecs.HOOKS:
+                raise PluginError(
+                    f"plugin {_name(manager, plugin)!r} implements {attribute!r}, which is no hook"
+                    f"{near(attribute, hookspecs.HOOKS, 'hooks')}"
+                )
+
+
+def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
+    """One table from all plugins; clashes name both plugins. Strategies of one operator add up."""
+    merged: dict[Any, Any] = {}
+    owner: dict[Any, str] = {key: "colofunc" for key in RULES} if hook == "colofunc_rules" else {}
+    impls: Sequence[Any] = getattr(manager.hook, hook).get_hookimpls()
+    for impl in sorted(impls, key=lambda i: _name(manager, i.plugin)):
+        who = _name(manager, impl.plugin)
+        table = impl.function()
+        if not isinstance(table, Mapping):
+            raise PluginError(f"{hook} of plugin {who!r} returned {type(table).__name__}; return a dict")
+        for key, value in table.items():
+            _check_entry(hook, who, key, value)
+            if hook == "colofunc_strategies":
+                merged.setdefault(key, []).append(value)
+                continue
+            if key in owner:
+                raise PluginError(f"{hook}: {key!r} comes from both {owner[key]!r} and {who!r}; rename it in one of them")
+            owner[key] = who
+            merged[key] = value
+    return merged
+
+
+_CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_schedules", "colofunc_passes"})
+
+
+def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
+    if hook == "colofunc_kernels":
+        good = isinstance(key, tuple) and len(key) == 2
+    else:
+        good = isinstance(key, str)
+    if not good:
+        raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
+    if hook in _CALLABLE and not callable(value):
+        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")

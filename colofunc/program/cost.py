@@ -1,0 +1,104 @@
+"""What a local program costs one rank: seconds, operations, and bytes on the wire per collective and axis.
+
+Bytes are those that a ring algorithm receives per device (`wire_bytes`); seconds are roofline compute plus the
+topology's alpha-beta communication, added up without overlap. Collectives are counted as nodes say, so what the
+planner promised and what the program does can be compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import prod
+
+import attrs
+import torch
+
+from colofunc.dtensor.rule import Call, Rule
+from colofunc.dtensor.strategies import FREE
+from colofunc.mesh import Mesh, wire_bytes
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lower import call_of
+
+WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
+LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait"})
+
+RuleOf = Callable[[Call], Rule | None]
+
+
+@attrs.frozen
+class CostReport:
+    """Per rank. `bytes` and `calls` are keyed by (collective, axes), axes as "dp" or "dp,tp"."""
+
+    compute_s: float
+    communication_s: float
+    flops: float
+    memory_bytes: float
+    bytes: Mapping[tuple[str, str], int]
+    calls: Mapping[tuple[str, str], int]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.seconds:.3g} s ({self.compute_s:.3g} compute, {self.communication_s:.3g} communication), {self.flops:.3g} flops"]
+        for (kind, axes), nbytes in sorted(self.bytes.items()):
+            lines.append(f"  {kind:<15} {axes:<8} {self.calls[kind, axes]:>5} calls {nbytes:>14,} B")
+        return "\n".join(lines)
+
+
+def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[str, ...], int, int] | None:
+    """(kind, axes, group size, bytes as `wire_bytes` wants them) of a collective node, else None."""
+    kind = node.target.removeprefix("colofunc.").removesuffix("_start")
+    if kind not in WIRE:
+        return None
+    axes = tuple(node.args[1])
+    n = int(node.args[2])
+    nbytes = values[node.refs[0]].nbytes
+    return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
+
+
+def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
+    """Add up the nodes of a local program (or of a global one: then for one device)."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    compute_s = communication_s = flops = memory = 0.0
+    for node in program.nodes:
+        collective = collective_of(node, program.values)
+        if collective is not None:
+            kind, axes, n, full = collective
+            key = (kind, ",".join(axes))
+            nbytes[key] += wire_bytes(kind, full, n)
+            calls[key] += 1
+            communication_s += mesh.collective_s(kind, full, axes)
+            continue
+        work, moved, dtype = node_work(node, program.values, rule_of)
+        flops += work
+        memory += moved
+        if work or moved:
+            compute_s += mesh.compute_s(work, moved, dtype)
+    return CostReport(compute_s, communication_s, flops, memory, dict(nbytes), dict(calls))
+
+
+def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> tuple[float, float, str]:
+    """(flops, bytes read and written, dtype name) of one compute node from its own shapes."""
+    call, _ = call_of(node, values)
+    return _work(call, rule_of)
+
+
+@lru_cache(maxsize=1 << 14)
+def _work(call: Call, rule_of: RuleOf) -> tuple[float, float, str]:
+    types = [t for t in (*call.ins, *call.outs) if t is not None]
+    dtype = str(types[0].dtype if types else torch.float32).removeprefix("torch.")
+    if call.target.rsplit(".", 1)[0] in FREE or call.target.removeprefix("colofunc.") in LOCAL_ONLY:
+        return 0.0, 0.0, dtype
+    rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
+    biggest = max((prod(t.shape) for t in types), default=0)
+    work = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
+    return work, float(sum(t.nbytes for t in types)), dtype

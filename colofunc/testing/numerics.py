@@ -1,0 +1,39 @@
+"""float64: a mode in which unmodified models really compute in float64.
+
+Models upcast losses, norms and rotary tables to float32 by name, so `.double()` alone leaves float32 islands whose
+rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every `.float()`
+and every default dtype becomes float64; a sharded step and the single device then agree to 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_DOUBLE: dict[Any, Callable[..., Any]] = {torch.Tensor.float: torch.Tensor.double}
+
+
+class _Double(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = _DOUBLE.get(func, func)
+        return func(*(_double(a) for a in args), **{k: _double(v) for k, v in (kwargs or {}).items()})
+
+
+def _double(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Turn every float32 cast and factory inside the block to float64 (models still need `.double()` weights)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)

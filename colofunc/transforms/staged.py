@@ -1,0 +1,95 @@
+"""Staged: a function and what is wished of it.
+
+A transform does not run anything. It returns a `Staged`: the original function and a tuple of `Intent` records, one
+per transform, in the order of application. Tracing, planning and lowering happen once per signature, at the first
+call, when all intents are known and can be decided together.
+
+    step = offload(shard(step_fn, mesh), budget="6GiB")      # Staged(step_fn, (Intent("shard"), Intent("offload")))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from colofunc.errors import PlanError, near
+
+EXECUTORS = ("simulated", "distributed", "compiled")
+
+
+@attrs.frozen
+class Intent:
+    """What one transform wishes. `options` are the transform's own arguments."""
+
+    transform: str
+    options: Mapping[str, Any]
+
+
+class Compiler(Protocol):
+    """Turns a function and its intents into something that runs; `colofunc.transforms.build` implements it."""
+
+    def call(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
+    def init(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
+    def lower(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
+
+
+@attrs.frozen(eq=False)
+class Staged:
+    """A step function with intents. Call it like the function it wraps."""
+
+    fn: Callable[..., Any]
+    intents: tuple[Intent, ...]
+    compiler: Compiler
+    executor: str | None = None
+    plan: Any = None  # a Plan whose decisions are constraints
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step: DTensors (or plain global tensors) in, DTensors out."""
+        return self.compiler.call(self, args)
+
+    def init(self, *args: Any) -> Any:
+        """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
+        return self.compiler.init(self, args)
+
+    def eager(self, *args: Any) -> Any:
+        """The original function: breakpoints and prints work."""
+        return self.fn(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
+        return self.compiler.lower(self, args)
+
+    def on(self, executor: str) -> Staged:
+        """The same step on another executor: "simulated", "distributed" or "compiled"."""
+        if executor not in EXECUTORS:
+            raise PlanError(f"unknown executor {executor!r}{near(executor, EXECUTORS, 'executors')}")
+        return attrs.evolve(self, executor=executor, compiler=fresh(self.compiler))
+
+    def with_plan(self, plan: Any) -> Staged:
+        """The same step, deciding as `plan` did wherever it speaks."""
+        return attrs.evolve(self, plan=plan, compiler=fresh(self.compiler))
+
+    def intent(self, transform: str) -> Intent | None:
+        """The intent of one transform, if it is in the chain."""
+        return next((i for i in self.intents if i.transform == transform), None)
+
+
+def fresh(compiler: Compiler) -> Compiler:
+    """A compiler of the same kind with an empty cache."""
+    return type(compiler)()
+
+
+def stage(fn: Callable[..., Any] | Staged, intent: Intent, compiler: Callable[[], Compiler]) -> Staged:
+    """`fn` with one more intent. Raises PlanError where the same transform was applied before."""
+    if isinstance(fn, Staged):
+        if fn.intent(intent.transform) is not None:
+            raise PlanError(
+                f"{intent.transform} is applied twice to {getattr(fn.fn, '__name__', fn.fn)}; "
+                f"give all its plans in one call: cf.{intent.transform}(fn, ...)"
+            )
+        return attrs.evolve(fn, intents=(*fn.intents, intent), compiler=fresh(fn.compiler))
+    if not callable(fn):
+        raise PlanError(f"cf.{intent.transform} wants a step function, not {type(fn).__name__}")
+    return Staged(fn, (intent,), compiler())
