@@ -1,0 +1,76 @@
+"""Defining a canonical operator: schema, kernel, fake kernel and gradient in one place.
+
+Problem: an operator that stays whole in a trace needs a schema, a real kernel, a shape function and a derivative, and
+each must agree with the others. Idea: `define` takes the four as plain functions and registers them.
+
+    linear = define("linear(Tensor x, Tensor w, Tensor? b) -> Tensor", kernel, fake, (save, backward))
+    linear(x, w, b)                        # torch.ops.colofunc.linear with its gradient
+    KERNELS["colofunc.linear"](x, w, b)    # the kernel alone: no dispatcher, no gradient, for executors
+
+`Operator.apply` is the same operator as a `torch.autograd.Function`. It exists because `torch.func.grad` cannot see
+through gradients that are registered with the dispatcher; canonical replacements in a trace use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+NAMESPACE = "colofunc"
+# Fragments live as long as this object: it is the registration itself.
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+# "colofunc.linear" -> the plain Python kernel.
+KERNELS: dict[str, Callable[..., Any]] = {}
+
+Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
+
+
+@attrs.frozen(eq=False)
+class Operator:
+    """A registered operator: calling it goes through torch's dispatcher."""
+
+    name: str  # "colofunc.linear"
+    op: Any  # the OpOverload
+    kernel: Callable[..., Any]
+    function: type[torch.autograd.Function] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+    def apply(self, *args: Any) -> Any:
+        """The same call as an autograd function; all arguments positional, none left out."""
+        if self.function is None:
+            return self.op(*args)
+        return self.function.apply(*args)
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], gradient: Gradient | None = None) -> Operator:
+    """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward)."""
+    name = schema.split("(", 1)[0].strip()
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    function = None
+    if gradient is not None:
+        save, backward = gradient
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=save, lib=LIBRARY)
+        function = _function(name, op, save, backward)
+    KERNELS[f"{NAMESPACE}.{name}"] = kernel
+    return Operator(f"{NAMESPACE}.{name}", op, kernel, function)
+
+
+def _function(name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    def forward(*args: Any) -> Any:
+        return op(*args)
+
+    body = {
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(save),
+        "backward": staticmethod(backward),
+        "generate_vmap_rule": True,
+    }
+    return type(f"Colofunc_{name}", (torch.autograd.Function,), body)
