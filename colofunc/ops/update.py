@@ -1,0 +1,155 @@
+"""Optimizer updates, one operator per parameter, each with an in-place twin.
+
+Problem: an optimizer written in aten is a dozen nodes per parameter that hold five times its memory and cannot be
+grouped by chunk later. Idea: `adamw` and `sgd` are single functional operators, elementwise over the parameter, so any
+layout of it is fine as long as all operands share it. The last pass replaces one by its twin where the old values have
+no later reader; `IN_PLACE` says which result then lives in which argument.
+
+    param, m, v, _ = adamw(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)
+    adamw_(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)            # same numbers, no allocation
+
+`step` (already incremented) and `lr` are 0-dim tensors, so that a schedule needs no retrace. A result that does not
+exist (the maximum without amsgrad, the buffer without momentum) is an empty tensor.
+Source: Kingma and Ba, Adam (2015), algorithm 1; Loshchilov and Hutter, Decoupled weight decay (2019), algorithm 2;
+Sutskever et al. (2013) for momentum as `torch.optim.SGD` has it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colofunc.ops.define import define
+
+aten = torch.ops.aten
+FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# target -> (in-place twin with the same arguments, ((result index, argument index), ...)).
+IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
+    "colofunc.adamw": ("colofunc.adamw_", ((0, 0), (1, 2), (2, 3), (3, 12))),
+    "colofunc.sgd": ("colofunc.sgd_", ((0, 0), (1, 2))),
+}
+
+
+def _fusable(param: Tensor, *others: Tensor) -> bool:
+    """torch's fused kernels walk all operands in memory order, so they must lie alike."""
+    dense = param.dtype in FUSED_DTYPES and param.stride() == torch.empty_like(param, device="meta").stride()
+    return dense and all(t.dtype == param.dtype and t.stride() == param.stride() for t in others)
+
+
+def _aligned(grad: Tensor, param: Tensor) -> Tensor:
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+# ---- Adam and AdamW ----
+
+
+def _adamw_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
+    maximize: bool = False,
+) -> None:  # fmt: skip
+    maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
+    # On CUDA the fused kernel reads lr as float32, which is too coarse for float64 parameters.
+    exact = param.device.type == "cpu" or param.dtype != torch.float64
+    if exact and _fusable(param, exp_avg, exp_avg_sq, *maxima):
+        fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
+        fused(
+            [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, [step.to(torch.float32)],
+            lr=lr if param.device.type == "cpu" else lr.to(param.device, torch.float32), beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize,
+        )  # fmt: skip
+        return
+    wide = torch.promote_types(param.dtype, torch.float32)
+    p, g, lr, count = param.to(wide), grad.to(wide), lr.to(wide), step.to(torch.float64)
+    g = -g if maximize else g
+    if weight_decay != 0.0:
+        p, g = (p * (1 - lr * weight_decay), g) if decoupled else (p, g + weight_decay * p)
+    exp_avg.copy_(exp_avg.to(wide).lerp(g, 1 - beta1))
+    exp_avg_sq.copy_(exp_avg_sq.to(wide) * beta2 + (1 - beta2) * g * g)
+    second = exp_avg_sq
+    if maxima:
+        second = maxima[0].copy_(torch.maximum(maxima[0], exp_avg_sq))
+    first_scale, second_scale = 1 - beta1**count, (1 - beta2**count).sqrt()
+    denominator = second.to(wide).sqrt() / second_scale.to(wide) + eps
+    param.copy_(p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator)
+
+
+def _adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    maximum = max_exp_avg_sq.clone() if amsgrad and max_exp_avg_sq is not None else None
+    out = (param.clone(), exp_avg.clone(), exp_avg_sq.clone())
+    _adamw_(out[0], grad, *out[1:], step, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximum, maximize)
+    return *out, param.new_empty(0) if maximum is None else maximum
+
+
+def _adamw_fake(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    none = not amsgrad or max_exp_avg_sq is None
+    maximum = param.new_empty(0) if none else torch.empty_like(max_exp_avg_sq)
+    return torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq), maximum
+
+
+# ---- SGD ----
+
+
+def _sgd_(
+    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
+    weight_decay: float, nesterov: bool, maximize: bool = False,
+) -> None:  # fmt: skip
+    g = grad.neg() if maximize else grad
+    if weight_decay != 0.0:
+        g = g.add(param, alpha=weight_decay)
+    if momentum != 0.0 and buffer is not None:
+        # The first gradient enters the buffer undamped, as torch.optim.SGD has it.
+        fresh = 1.0 - dampening * (step > 1).to(buffer.dtype) if dampening != 0.0 else 1.0
+        buffer.mul_(momentum).add_(g * fresh)
+        g = g.add(buffer, alpha=momentum) if nesterov else buffer
+    param.sub_(lr.to(param.dtype) * g)
+
+
+def _sgd(
+    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
+    weight_decay: float, nesterov: bool, maximize: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new, kept = param.clone(), None if buffer is None else buffer.clone()
+    _sgd_(new, grad, kept, step, lr, momentum, dampening, weight_decay, nesterov, maximize)
+    return new, param.new_empty(0) if kept is None else kept
+
+
+def _sgd_fake(
+    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
+    weight_decay: float, nesterov: bool, maximize: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(param), param.new_empty(0) if buffer is None else torch.empty_like(buffer)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
+    return (
+        f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor lr, float beta1, float beta2, "
+        f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? max_exp_avg_sq=None, bool maximize=False)"
+    )
+
+
+def _sgd_schema(p: str = "", m: str = "") -> str:
+    return (
+        f"(Tensor{p} param, Tensor grad, Tensor{m}? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
+        "float weight_decay, bool nesterov, bool maximize=False)"
+    )
+
+
+adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake)
+adamw_ = define(f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing)
+sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake)
+sgd_ = define(f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing)
