@@ -1,0 +1,97 @@
+"""The rules of all operators, merged from one table per family.
+
+`rule_for(call)` looks for the operator with its overload ("aten.mm.default"), then without ("aten.add"), then asks
+torch whether it is pointwise. None: the call cannot be expressed and runs replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+
+import attrs
+
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.rules.pattern import RuleFn
+from colofunc.dtensor.rules.pointwise import is_pointwise, pointwise
+from colofunc.errors import RuleError
+from colofunc.mesh import Mesh
+
+StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
+
+# One module per family; later ones may not redefine an operator of earlier ones.
+FAMILIES = (
+    "pointwise",
+    "views",
+    "factories",
+    "reduce",
+    "matmul",
+    "norms",
+    "softmax",
+    "losses",
+    "conv",
+    "pool",
+    "index",
+    "embedding",
+    "sort_scan",
+    "fft",
+    "random",
+    "attention",
+    "resize",
+    "linalg",
+    "sequence_ops",
+)
+
+
+def _merge() -> tuple[dict[str, RuleFn], dict[str, StrategyFn]]:
+    rules: dict[str, RuleFn] = {}
+    strategies: dict[str, StrategyFn] = {}
+    for family in FAMILIES:
+        name = f"{__name__}.{family}"
+        try:
+            module = import_module(name)
+        except ModuleNotFoundError as missing:
+            if not (missing.name or "").startswith("colofunc."):
+                raise
+            continue
+        _add(rules, getattr(module, "RULES", {}), family)
+        _add(strategies, getattr(module, "STRATEGIES", {}), family)
+    return rules, strategies
+
+
+def _add(table: dict[str, RuleFn] | dict[str, StrategyFn], more: Mapping[str, Callable[..., object]], family: str) -> None:
+    twice = sorted(set(table) & set(more))
+    if twice:
+        raise RuleError(f"family {family!r} defines {', '.join(twice)} again; keep an operator in one family")
+    table.update(more)  # type: ignore[arg-type]
+
+
+RULES, STRATEGIES = _merge()
+
+
+def base_of(target: str) -> str:
+    """`aten.add.Tensor` -> `aten.add`; our own operators have no overloads."""
+    return ".".join(target.split(".")[:2])
+
+
+def rule_for(call: Call) -> Rule | None:
+    """The call's rule, or None where it runs replicated."""
+    fn = RULES.get(call.target) or RULES.get(base_of(call.target))
+    if fn is None:
+        if not is_pointwise(call):
+            return None
+        fn = pointwise
+    rule = fn(call)
+    return None if rule is None else _guarded(rule)
+
+
+def _guarded(rule: Rule) -> Rule:
+    """Dims of size 0 are never split: every size divides 0, and nothing would be gained."""
+    empty = frozenset(f for f, n in rule.sizes.items() if n == 0)
+    return attrs.evolve(rule, whole=rule.whole | empty) if empty else rule
+
+
+def strategies_for(call: Call, mesh: Mesh) -> tuple[Strategy, ...]:
+    """Strategies beyond the rule: local code with collectives of its own."""
+    fn = STRATEGIES.get(call.target) or STRATEGIES.get(base_of(call.target))
+    return () if fn is None else tuple(fn(call, mesh))

@@ -1,0 +1,90 @@
+"""Rules of the plain families, each tried by brute force on real parts (see rule_oracle)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rule_oracle import check_op, make_call
+
+from colofunc.dtensor.rules import rule_for
+from colofunc.dtensor.rules.pattern import bind
+
+f64 = torch.float64
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=f64)
+
+
+CASES = {
+    "add": (("aten.add.Tensor", r(6, 10), r(10)), {"d0", "d1"}),
+    "add alpha": (("aten.add.Tensor", r(6, 1), r(1, 10)), {"d0", "d1"}),
+    "add scalar": (("aten.add.Scalar", r(6), 1.5), {"d0"}),
+    "mul": (("aten.mul.Tensor", r(6, 10), r(6, 1)), {"d0", "d1"}),
+    "where": (("aten.where.self", r(6, 4) > 0, r(6, 4), r(4)), {"d0", "d1"}),
+    "masked_fill": (("aten.masked_fill.Scalar", r(6, 4), r(6, 4) > 0, 0.0), {"d0", "d1"}),
+    "masked_fill inf": (("aten.masked_fill.Scalar", r(6, 4), r(6, 4) > 0, -1e9), {"d0", "d1"}),
+    "gelu_backward": (("aten.gelu_backward.default", r(6), r(6)), {"d0"}),
+    "view": (("aten.view.default", r(2, 12), (2, 3, 4)), {"f0", "f1", "f2"}),
+    "view merge": (("aten.view.default", r(2, 3, 4), (6, 4)), {"f0", "f1", "f2"}),
+    "view crossing": (("aten.view.default", r(4, 6), (6, 4)), {"f0", "f1"}),
+    "view minus one": (("aten.view.default", r(4, 6), (-1,)), {"f0", "f1"}),
+    "squeeze": (("aten.squeeze.default", r(2, 1, 3)), {"f0", "f1"}),
+    "squeeze dim": (("aten.squeeze.dim", r(2, 1, 3), 0), {"f0", "f1"}),
+    "expand": (("aten.expand.default", r(4, 1), (6, 4, 10)), {"d0", "d1", "d2"}),
+    "permute": (("aten.permute.default", r(2, 3, 4), (2, 0, 1)), {"d0", "d1", "d2"}),
+    "slice blocks": (("aten.slice.Tensor", r(12, 6), 0, 4, 12), {"c", "d1"}),
+    "slice odd": (("aten.slice.Tensor", r(12, 6), 0, 1, 12), {"d1"}),
+    "slice step": (("aten.slice.Tensor", r(12, 6), 0, 0, 12, 2), {"d1"}),
+    "slice_backward": (("aten.slice_backward.default", r(8, 6), (12, 6), 0, 4, 12, 1), {"c", "d1"}),
+    "slice_scatter": (("aten.slice_scatter.default", r(12, 6), r(8, 6), 0, 4, 12), {"c", "d1"}),
+    "split qkv": (("aten.split.Tensor", r(4, 18), 6, 1), {"d0", "c"}),
+    "split uneven": (("aten.split_with_sizes.default", r(4, 20), (12, 4, 4), 1), {"d0", "c"}),
+    "cat": (("aten.cat.default", [r(4, 6), r(4, 12)], 1), {"d0", "c"}),
+    "stack": (("aten.stack.default", [r(4, 6), r(4, 6)], 1), {"d0", "d2"}),
+    "repeat": (("aten.repeat.default", r(4), (6, 2)), {"r0", "r1", "d0"}),
+    "pad": (("aten.constant_pad_nd.default", r(4, 6), (1, 2)), {"d0"}),
+    "select": (("aten.select.int", r(4, 6), 0, 1), {"d1"}),
+    "select_backward": (("aten.select_backward.default", r(6), (4, 6), 0, 1), {"d1"}),
+    "unbind": (("aten.unbind.int", r(2, 6)), {"d1"}),
+    "sum": (("aten.sum.dim_IntList", r(4, 6), [1]), {"d0", "d1"}),
+    "sum all": (("aten.sum.default", r(4, 6)), {"d0", "d1"}),
+    "mean": (("aten.mean.dim", r(4, 6, 10), [0, 2]), {"d0", "d1", "d2"}),
+    "mean all": (("aten.mean.default", r(4, 6)), {"d0", "d1"}),
+    "amax": (("aten.amax.default", r(4, 6), [1], True), {"d0", "d1"}),
+    "max dim": (("aten.max.dim", r(4, 6), 1), {"d0"}),
+    "var": (("aten.var.correction", r(4, 6), [1]), {"d0"}),
+    "mm": (("aten.mm.default", r(4, 6), r(6, 10)), {"m", "k", "n"}),
+    "bmm": (("aten.bmm.default", r(2, 4, 6), r(2, 6, 10)), {"b", "m", "k", "n"}),
+    "matmul": (("aten.matmul.default", r(2, 3, 4, 6), r(3, 6, 10)), {"b0", "b1", "m", "k", "n"}),
+    "addmm": (("aten.addmm.default", r(10), r(4, 6), r(6, 10)), {"m", "k", "n"}),
+    "baddbmm": (("aten.baddbmm.default", r(2, 1, 10), r(2, 4, 6), r(2, 6, 10)), {"b", "m", "k", "n"}),
+    "full": (("aten.full.default", (6, 4), 2.0), {"d0", "d1"}),
+    "new_zeros": (("aten.new_zeros.default", r(3), (6, 4)), {"d0", "d1"}),
+    "zeros_like": (("aten.zeros_like.default", r(6, 4)), {"d0", "d1"}),
+    "arange": (("aten.arange.default", 6), set()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_holds_and_splits(name: str) -> None:
+    (target, *args), factors = CASES[name]
+    split = {f for f in check_op(target, *args) if " " not in f and not f.startswith(("sum", "max"))}
+    assert split == factors
+
+
+def test_a_pending_sum_does_not_pass_a_constant() -> None:
+    call, _ = make_call("aten.add.Tensor", (r(4), 1.0), {})
+    assert rule_for(call).linear == ()
+
+
+def test_a_pending_sum_does_not_pass_a_narrowing_cast() -> None:
+    narrow, _ = make_call("aten._to_copy.default", (r(4),), {"dtype": torch.float32})
+    wide, _ = make_call("aten._to_copy.default", (r(4).float(),), {"dtype": f64})
+    assert rule_for(narrow).linear == () and rule_for(wide).linear == (frozenset({0}),)
+
+
+def test_pattern_with_any_number_of_dims() -> None:
+    call, _ = make_call("aten.mm.default", (r(4, 6), r(6, 10)), {})
+    assert bind("b* i, i o -> b* o", call, reduce={"i": "sum"}).text() == "b0 i, i o -> b0 o"
+    assert bind("b i, o i -> b o", call) is None
