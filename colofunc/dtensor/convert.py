@@ -1,0 +1,223 @@
+"""Conversions: the cheapest collectives that take a tensor from one layout to another.
+
+>>> mesh = Mesh(dp=2, tp=2)
+>>> src, dst = Spec("(dp b) (tp d)").bind(mesh, (8, 8)), Spec("(tp b) (dp d)").bind(mesh, (8, 8))
+>>> [move.target for move in conversion(src, dst, mesh, itemsize=4).moves]
+['permute']
+
+Idea: refine both layouts to common slots (`convert_refine`), search over moves of parts of axes between slots
+(`convert_search`), write the result as operators on one local tensor (`convert_lower`). Equal puzzles are solved once:
+the 30,976 pairs of major-only layouts of three dims on 2x2x2 are a few hundred puzzles. Local slices and rearranges
+are free. Where topology makes communication free, bytes decide, then the number of moves.
+
+Dims that have no common refinement, or are padded to different sizes, are made whole on the way (`fit` pads or cuts).
+Tier and quantisation scheme are not a conversion's business: a copy or a quantizer is another node.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import permutations
+from math import prod
+
+import attrs
+
+from colofunc.dtensor.convert_lower import Move, fuse_steps, lower
+from colofunc.dtensor.convert_refine import COPY, PENDING, Puzzle, local_numel, refine
+from colofunc.dtensor.convert_search import Piece, Question, Step, answer
+from colofunc.dtensor.layout import Layout, make_layout
+from colofunc.errors import SpecError
+from colofunc.mesh import KINDS, Mesh, wire_bytes
+
+__all__ = ["Conversion", "Move", "conversion", "conversion_s"]
+
+
+@attrs.frozen
+class Conversion:
+    """`moves` in sequence on one value. Per rank: seconds, bytes received, largest sum of a move's input and output."""
+
+    moves: tuple[Move, ...]
+    cost_s: float
+    wire_bytes: int
+    peak_bytes: int
+
+
+@attrs.frozen
+class _Leg:
+    """One puzzle and its solution, or (puzzle None) a change of padding of dims that are whole."""
+
+    src: Layout
+    dst: Layout
+    puzzle: Puzzle | None
+    steps: tuple[Step, ...]
+
+
+@attrs.frozen
+class _Route:
+    legs: tuple[_Leg, ...]
+    cost_s: float
+    wire_bytes: int
+    count: int
+
+    @property
+    def key(self) -> tuple[float, int, int]:
+        return self.cost_s, self.wire_bytes, self.count
+
+    def then(self, other: _Route) -> _Route:
+        return _Route(
+            self.legs + other.legs,
+            self.cost_s + other.cost_s,
+            self.wire_bytes + other.wire_bytes,
+            self.count + other.count,
+        )
+
+
+_NOTHING = _Route((), 0.0, 0, 0)
+_SECONDS: dict[tuple[Layout, Layout, Mesh, int], float] = {}
+
+
+def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
+    """Seconds of `conversion`; one dict lookup when asked again."""
+    found = _SECONDS.get((src, dst, mesh, itemsize))
+    if found is None:
+        found = _SECONDS[src, dst, mesh, itemsize] = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
+    return found
+
+
+@lru_cache(maxsize=1 << 16)
+def conversion(
+    src: Layout, dst: Layout, mesh: Mesh, itemsize: int, peak_limit_bytes: int | None = None
+) -> Conversion:
+    """The cheapest moves from `src` to `dst`; SpecError where shapes differ or no sequence stays under the limit."""
+    if src.shape != dst.shape:
+        raise SpecError(f"no conversion from {src} to {dst}: the global shapes differ")
+    if src is dst:
+        return Conversion((), 0.0, 0, prod(src.local_shape) * itemsize)
+    route = _route(src, dst, mesh, itemsize, peak_limit_bytes)
+    axis_sizes = mesh.shape
+    moves: list[Move] = []
+    for leg in route.legs:
+        if leg.puzzle is None:
+            moves.append(Move("fit", (leg.dst.local_shape,), leg.src.local_shape, leg.dst.local_shape, leg.dst))
+        else:
+            moves += lower(leg.puzzle, leg.steps, leg.src, axis_sizes)
+    peak = max((prod(m.in_shape) + prod(m.local_shape) for m in moves), default=prod(src.local_shape)) * itemsize
+    return Conversion(tuple(moves), route.cost_s, route.wire_bytes, peak)
+
+
+@lru_cache(maxsize=1 << 18)
+def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
+    """Legs of the cheapest way. Tiers are ignored."""
+    src, dst = src.with_tier("device"), dst.with_tier("device")
+    if (src.dims, src.pending) == (dst.dims, dst.pending):
+        return _NOTHING
+    if 0 in src.shape:
+        # Nothing moves; only the shape of nothing may change.
+        same = src.local_shape == dst.local_shape
+        return _NOTHING if same else _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
+    found = refine(src, dst, mesh)
+    if isinstance(found, Puzzle):
+        return _solve(found, src, dst, mesh, itemsize, limit)
+    routes = []
+    for leave, enter in _between(src, dst, found):
+        first = _route(src, leave, mesh, itemsize, limit)
+        fit = _NOTHING if leave is enter else _Route((_Leg(leave, enter, None, ()),), 0.0, 0, 1)
+        routes.append(first.then(fit).then(_route(enter, dst, mesh, itemsize, limit)))
+    return min(routes, key=lambda route: route.key)
+
+
+def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layout, Layout]]:
+    """Layouts on the way in which the dims `whole` are whole: with the source's padding, with the target's."""
+
+    def pair(layout: Layout, pending: tuple[tuple[str, str], ...]) -> tuple[Layout, Layout]:
+        ends = []
+        for end in (src, dst):
+            dims = tuple(
+                ((end.padded_shape[d], None),) if d in whole else layout.dims[d] for d in range(len(src.dims))
+            )
+            split = {axis for dim in dims for _, axis in dim}
+            kept = tuple((axis, how) for axis, how in pending if axis not in split)
+            ends.append(make_layout(dims, src.shape, kept))
+        return ends[0], ends[1]
+
+    options = [pair(src, src.pending), pair(dst, dst.pending), pair(dst, src.pending)]
+    # A way that starts or ends where it came from would not end.
+    lawful = [(a, b) for a, b in options if a is not dst and b is not src]
+    return list(dict.fromkeys(lawful or options))
+
+
+@lru_cache(maxsize=256)
+def _is_free(mesh: Mesh) -> bool:
+    return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind in KINDS for axis in mesh.axis_names)
+
+
+def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
+    question, back, slots = _normal(puzzle, mesh, itemsize, limit)
+    abstract = answer(question)
+    if abstract is None:
+        raise SpecError(
+            f"no conversion from {src} to {dst} on {mesh!r} stays within {limit} bytes per rank; raise the limit"
+        )
+    steps: list[Step] = []
+    where = list(puzzle.start)
+    for kind, who, after in abstract:
+        chosen = tuple(sorted(back[k] for k in who))
+        for k in who:
+            where[back[k]] = after[k] if after[k] < 0 else slots[after[k]]
+        steps.append((kind, chosen, tuple(where)))
+    cost_s, wire, held, count = 0.0, 0, puzzle.start, 0
+    for kind, who, after in fuse_steps(tuple(steps)):
+        nbytes = itemsize * max(local_numel(puzzle, held), local_numel(puzzle, after))
+        held, count = after, count + 1
+        if kind not in ("take_shard", "keep_first"):
+            wire += wire_bytes(kind, nbytes, prod(puzzle.parts[k].size for k in who))
+            cost_s += mesh.collective_s(kind, nbytes, tuple(puzzle.parts[k].name for k in who))
+    return _Route((_Leg(src, dst, puzzle, tuple(steps)),), cost_s, wire, count)
+
+
+def _normal(
+    puzzle: Puzzle, mesh: Mesh, itemsize: int, limit: int | None
+) -> tuple[Question, tuple[int, ...], tuple[int, ...]]:
+    """The puzzle under standard names, and the way back: part of each piece, slot of each numbered slot."""
+    mixed = len({loc for loc in (*puzzle.start, *puzzle.goal) if loc < COPY}) > 1
+    reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
+    active = [
+        k
+        for k, (a, b) in enumerate(zip(puzzle.start, puzzle.goal))
+        if a != b or (a == COPY and reduces) or (a < COPY and mixed)
+    ]
+    free = _is_free(mesh)
+    orders = permutations(active) if free and len(active) <= 3 else [sorted(active, key=lambda k: _rank(puzzle, k))]
+    pieces, back, slots = min(
+        (_label(puzzle, tuple(order) if free else tuple(active), free) for order in orders), key=lambda found: found[0]
+    )
+    nbytes = itemsize * local_numel(puzzle, puzzle.start)
+    if free and limit is None:
+        nbytes = prod(p[1] for p in pieces) ** 2  # everything scales; a multiple of all that it is divided by
+    question = Question(
+        tuple(Piece(*p) for p in pieces), nbytes, mesh.size, None if free else mesh, limit
+    )
+    return question, back, slots
+
+
+def _rank(puzzle: Puzzle, k: int) -> tuple[int, ...]:
+    return puzzle.parts[k].size, min(puzzle.start[k], 0), min(puzzle.goal[k], 0), k
+
+
+def _label(
+    puzzle: Puzzle, order: tuple[int, ...], free: bool
+) -> tuple[tuple[tuple[str, int, int, int, int], ...], tuple[int, ...], tuple[int, ...]]:
+    numbers: dict[int, int] = {}
+
+    def number(loc: int) -> int:
+        return loc if loc < 0 else numbers.setdefault(loc, len(numbers))
+
+    pieces = []
+    for k in order:
+        part = puzzle.parts[k]
+        name = "" if free else part.name
+        pieces.append((name, part.size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k])))
+    return tuple(pieces), order, tuple(numbers)
+
+
+assert set(PENDING) == {"sum", "max", "min"}
