@@ -1,0 +1,92 @@
+"""Private names of torch, in one place: what each is for, and what happens where a torch version lacks it.
+
+Problem: some things a tracer and a sharded tensor need have no public name in torch. Idea: nothing else in colofunc
+imports a private torch name; here each one has a function with a plain meaning and a fallback.
+
+>>> in_backward()
+False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _python_dispatch
+
+__all__ = ["FakeTensor", "FakeTensorMode"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def disable_modes() -> AbstractContextManager[Any]:
+    """Run operators on real tensors although dispatch modes are active."""
+    return _python_dispatch._disable_current_modes()
+
+
+def no_function_modes() -> AbstractContextManager[Any]:
+    """Torch function modes and `__torch_function__` do not see what runs inside."""
+    disable: Any = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
+    return disable()
+
+
+def in_backward() -> bool:
+    """Whether an autograd graph task runs in this thread."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+_peek_sequence = getattr(torch.autograd, "_get_sequence_nr", None)
+
+
+def backward_sequence() -> int:
+    """Sequence number of the autograd node that runs now; -1 when none does or torch cannot say."""
+    node = _current_node()
+    if node is None:
+        return -1
+    number = getattr(node, "_sequence_nr", None)
+    return -1 if number is None else int(number())
+
+
+def forward_sequence() -> int:
+    """Sequence number of the autograd node made last; -1 when torch cannot say."""
+    return -1 if _peek_sequence is None else int(_peek_sequence()) - 1
+
+
+def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside the wrappers of `torch.func` transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The saved-tensor hooks that autograd would use now, None when there are none."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def composite_kernel(func: Any) -> bool:
+    """Whether `func` is defined by other operators for every device (CompositeImplicitAutograd)."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the device-independent kernel of `func`: the implicit one, else the explicit one."""
+    key = torch._C.DispatchKey
+    implicit = func.has_kernel_for_dispatch_key(key.CompositeImplicitAutograd)
+    return func._op_dk(key.CompositeImplicitAutograd if implicit else key.CompositeExplicitAutograd, *args, **kwargs)
+
+
+@contextmanager
+def identity_saved_hooks() -> Iterator[None]:
+    """Inside, autograd keeps what it saves as it is, whatever hooks stand outside (activation checkpointing)."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield

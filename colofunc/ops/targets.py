@@ -1,0 +1,50 @@
+"""Targets: the operator names in a program and the callables they stand for.
+
+`aten.mm.default` is `torch.ops.aten.mm.default`; `colofunc.linear` is `torch.ops.colofunc.linear.default` (the overload
+`default` of our own operators is left out). Programs are functional, so a view may as well be a copy: view targets
+resolve to their `reshape` form, which runs for any strides.
+
+>>> target_of(resolve("aten.mm.default"))
+'aten.mm.default'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from colofunc.errors import ProgramError
+
+# Kernels may return other strides than the trace saw; a reshape copies only where a view is impossible.
+_RELAXED = {
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
+}
+
+
+@lru_cache(maxsize=None)
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable of a target; raises ProgramError where no such operator is registered."""
+    return overload(_RELAXED.get(target, target))
+
+
+@lru_cache(maxsize=None)
+def overload(target: str) -> Any:
+    """The operator overload that `target` names, exactly."""
+    namespace, _, rest = target.partition(".")
+    name, _, variant = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), variant or "default")
+    except (AttributeError, RuntimeError) as error:
+        raise ProgramError(f"operator {target!r} is not registered; import the module that defines it") from error
+
+
+def target_of(func: Any) -> str:
+    """The target string of an operator overload."""
+    name = str(func)
+    if name.startswith("colofunc.") and name.endswith(".default"):
+        return name[: -len(".default")]
+    return name

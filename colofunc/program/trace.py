@@ -1,0 +1,252 @@
+"""Trace: run a step function once on tensors without data, and keep what it computed as a `Program`.
+
+Problem: a step is ordinary Python with autograd, in-place updates and module calls; planning needs it as data. Idea:
+inputs become fake tensors on one symbolic device, a `Recorder` below autograd writes every operator down, and what
+leaves the function becomes the outputs.
+
+>>> traced = trace(lambda p, x: (p["w"] * x).sum(), ({"w": torch.ones(3)}, torch.ones(3)))
+>>> [node.target for node in traced.program.nodes]
+['aten.mul.Tensor', 'aten.sum.default']
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from colofunc import compat
+from colofunc.dtensor.rule import TensorType
+from colofunc.errors import InputError, TraceError
+from colofunc.program.ir import Program, Value
+from colofunc.program.trace_function import TraceFunctions
+from colofunc.program.trace_meta import activate, module_path, phase, watch_modules
+from colofunc.program.trace_ops import handler_of
+from colofunc.program.trace_record import Recorder, Storage
+from colofunc.program.trace_tree import Tree, flatten, join, unflatten
+
+__all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
+
+Modes = Callable[[torch.Tensor], Sequence[TorchFunctionMode]]
+
+
+@attrs.frozen
+class Traced:
+    """A traced function: its program and how to pack its arguments and unpack its results.
+
+    `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
+    those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
+    that are no tensors.
+    """
+
+    program: Program
+    in_tree: Tree
+    out_tree: Tree
+    names: tuple[str, ...]
+    out_names: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+    uses_seed: bool
+
+    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        """The tensor leaves of a call, in the order of the program's inputs. Raises InputError where the tree differs."""
+        leaves, tree = flatten((tuple(args), dict(kwargs or {})))
+        if _nameless(tree) != _nameless(self.in_tree):
+            raise InputError("the arguments have another structure or other static values than the traced call")
+        return leaves
+
+    def unpack(self, outputs: Sequence[Any]) -> Any:
+        """The function's result, rebuilt from the program's outputs."""
+        return unflatten(self.out_tree, outputs)
+
+
+def _nameless(tree: Tree) -> Any:
+    if tree.children or tree.kind not in ("tensor", "static"):
+        return (tree.kind, tree.type, tree.keys, tuple(_nameless(c) for c in tree.children))
+    return (tree.kind, type(tree.value), tree.value)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    params: Iterable[str] = (),
+    roles: Mapping[str, str] | None = None,
+    modes: Modes | None = None,
+) -> Traced:
+    """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
+
+    `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
+    overriding what is found. `modes`: function modes of canonical operators, made from the hidden seed.
+    Raises TraceError where one recorded program could not repeat what the function does.
+    """
+    tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
+    rec = Recorder(handler_of)
+    fakes, storages = _make_inputs(rec, leaves, tree.names())
+    seed = _make_input(rec, torch.empty((), dtype=torch.int64, device="meta"), "seed", role="seed")[0]
+    host_state = _host_random_state()
+    result = _run(rec, fn, unflatten(tree, fakes), modes(seed) if modes is not None else ())
+    if _host_random_state() != host_state:
+        raise TraceError(
+            "the step draws from Python's or NumPy's random generator, which one recorded program would repeat for ever; "
+            "draw with torch, or pass the number as an argument"
+        )
+    out_ids, out_tree = _outputs(rec, result)
+    _check_leaks(rec)
+    found = {
+        name: "param"
+        for name, fake, storage in zip(tree.names(), fakes, storages, strict=True)
+        if storage.differentiated or fake.grad is not None or name in set(params)
+    }
+    values = _with_roles(rec, tree, {**found, **(roles or {})})
+    program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
+    static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed)
+
+
+def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program:
+    """The program of a small function of tensors (a strategy's local code); its result is a tensor, tuple or list."""
+    rec = Recorder(handler_of)
+    leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
+    fakes, _ = _make_inputs(rec, leaves, [f"arg{i}" for i in range(len(types))])
+    result = _run(rec, fn, (tuple(fakes), {}), ())
+    out_ids, _ = _outputs(rec, result)
+    return _assemble(rec, rec.values, len(leaves), out_ids)[0]
+
+
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, flags: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """The cache key of a call: tree, static leaves, shapes and dtypes, and `flags` (train or eval mode of the models)."""
+    leaves, tree = flatten((tuple(args), dict(kwargs or {})))
+    types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves)
+    return (tree.key(), types, torch.get_default_dtype(), flags)
+
+
+# ---- inputs ----
+
+
+def _name_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[torch.Tensor]]:
+    """The tree of (args, kwargs), its leaves named by the function's own parameters: `state.params.w`."""
+    names = _parameter_names(fn, args)
+    leaves: list[torch.Tensor] = []
+    parts = []
+    for name, arg in zip(names, args, strict=True):
+        found, tree = flatten(arg, name)
+        leaves += found
+        parts.append(tree)
+    keyed = []
+    for name, arg in kwargs.items():
+        found, tree = flatten(arg, name)
+        leaves += found
+        keyed.append(tree)
+    positional = Tree("sequence", "", tuple, tuple(range(len(args))), tuple(parts))
+    keywords = Tree("dict", "", dict, tuple(kwargs), tuple(keyed))
+    return Tree("sequence", "", tuple, (0, 1), (positional, keywords)), leaves
+
+
+def _parameter_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [join(p.name, i) for i in range(len(args) - len(names))]
+    names = names[: len(args)]
+    return names + [f"arg{i}" for i in range(len(names), len(args))]
+
+
+def _make_inputs(rec: Recorder, leaves: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[list[torch.Tensor], list[Storage]]:
+    made = [_make_input(rec, leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+    return [fake for fake, _ in made], [storage for _, storage in made]
+
+
+def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation") -> tuple[torch.Tensor, Storage]:
+    with rec.fake:
+        fake = torch.empty(leaf.shape, dtype=leaf.dtype)
+    vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
+    storage = Storage("input", name)
+    rec.attach(fake, rec.root(vid, fake, storage))
+    fake.requires_grad_(leaf.requires_grad)
+    return fake, storage
+
+
+def _host_random_state() -> Any:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
+
+
+# ---- running and collecting ----
+
+
+def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[TorchFunctionMode]) -> Any:
+    args, kwargs = arguments
+    with ExitStack() as stack:
+        stack.enter_context(activate(rec.where))
+        stack.enter_context(rec.fake)
+        stack.enter_context(rec)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(TraceFunctions(rec))
+        for mode in modes:
+            stack.enter_context(mode)
+        return fn(*args, **kwargs)
+
+
+def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:
+    """Value ids of the result's leaves, and its tree."""
+    leaves, tree = flatten(result, "out")
+    for leaf in tree.statics():
+        if not (leaf.value is None or isinstance(leaf.value, (bool, int, str))):
+            raise TraceError(
+                f"the step returns {leaf.name} of type {type(leaf.value).__name__}, which is no tensor and no container "
+                "of tensors; return its tensors in a dict, list, tuple or record"
+            )
+    with rec.fake, rec:
+        return [rec.read(rec.cell(leaf)) for leaf in leaves], tree
+
+
+def _check_leaks(rec: Recorder) -> None:
+    for real, _ in rec.captured.values():
+        if real.is_leaf and isinstance(real.grad, compat.FakeTensor):
+            real.grad = None
+            raise TraceError(
+                f"a backward pass in the step reached a tensor of shape {tuple(real.shape)} that the step captured from "
+                "outside; pass parameters as an argument (torch.func.functional_call, cf.functional), and use "
+                "torch.utils.checkpoint with use_reentrant=False"
+            )
+
+
+def _with_roles(rec: Recorder, tree: Tree, roles: Mapping[str, str]) -> dict[int, Value]:
+    """Values with the roles of the inputs: given, found, or guessed from where the leaf stands."""
+    values = dict(rec.values)
+    several = len(tree.children[0].children) + len(tree.children[1].children) > 1
+    first = tree.children[0].children[0].names() if tree.children[0].children else ()
+    for vid, name in enumerate(tree.names()):
+        role = roles.get(name)
+        if role is None:
+            parts = name.split(".")
+            role = "buffer" if "buffers" in parts else "frozen" if "frozen" in parts else None
+        if role is None:
+            role = "state" if several and name in set(first) else "batch"
+        values[vid] = attrs.evolve(values[vid], role=role)
+    return values
+
+
+def _assemble(rec: Recorder, values: Mapping[int, Value], n_inputs: int, outputs: Sequence[int]) -> tuple[Program, bool]:
+    """The program, without the seed and the constants that nothing reads."""
+    used = {ref for node in rec.nodes for ref in node.refs} | set(outputs)
+    seed = [vid for vid in range(n_inputs, min(n_inputs + 1, len(values))) if values[vid].role == "seed" and vid in used]
+    constants = {vid: tensor for vid, tensor in rec.constants.items() if vid in used}
+    inputs = (*range(n_inputs), *seed, *constants)
+    defined = set(inputs) | {o for node in rec.nodes for o in node.outs if o is not None}
+    kept = {vid: values[vid] for vid in values if vid in defined}
+    return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)

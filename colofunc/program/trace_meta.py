@@ -1,0 +1,161 @@
+"""Where a traced operator comes from: its module path, the user's source line, its phase.
+
+Problem: a plan or an error that names `%212 mm` helps nobody. Idea: while a trace is active, forward hooks keep the
+module path, the Python stack gives the innermost line outside torch and colofunc, and an operator of the backward pass
+takes path and line from the forward operator with the same autograd sequence number.
+
+>>> with phase("update"):
+...     ...          # operators recorded here are the optimizer's
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import CodeType
+from typing import Any
+
+import torch
+
+from colofunc import compat
+from colofunc.errors import TraceError
+from colofunc.program.ir import PHASES
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_GENERATED = ("<string>", "<frozen", "<attrs", "<eval_with_key>", "<__array_function__")
+
+
+class Whereabouts:
+    """The stacks of one active trace: phases, module paths, and forward origins by autograd sequence number."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = ["forward"]
+        self.paths: list[str] = [""]
+        self._origin: dict[int, tuple[str, str]] = {}
+
+    def now(self) -> tuple[str, str, str]:
+        """(phase, path, line) of the operator that is being recorded."""
+        if compat.in_backward():
+            origin = self._origin.get(compat.backward_sequence())
+            if origin is not None:
+                return "backward", *origin
+            return "backward", self.paths[-1], user_line()
+        origin = self.paths[-1], user_line()
+        self._origin.setdefault(compat.forward_sequence(), origin)
+        return self.phases[-1], *origin
+
+
+_ACTIVE: ContextVar[Whereabouts | None] = ContextVar("colofunc_trace", default=None)
+
+
+def active() -> Whereabouts | None:
+    """The stacks of the trace that runs in this context, None outside of a trace."""
+    return _ACTIVE.get()
+
+
+@contextmanager
+def activate(whereabouts: Whereabouts) -> Iterator[None]:
+    token = _ACTIVE.set(whereabouts)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Operators recorded inside belong to phase `name` ("update" for an optimizer). Does nothing outside of a trace."""
+    if name not in PHASES:
+        raise TraceError(f"phase {name!r} is none of {', '.join(PHASES)}")
+    here = active()
+    if here is None:
+        yield
+        return
+    here.phases.append(name)
+    try:
+        yield
+    finally:
+        here.phases.pop()
+
+
+@contextmanager
+def module_path(path: str) -> Iterator[None]:
+    """Operators recorded inside come from module `path`. Does nothing outside of a trace."""
+    here = active()
+    if here is None:
+        yield
+        return
+    here.paths.append(path)
+    try:
+        yield
+    finally:
+        here.paths.pop()
+
+
+@contextmanager
+def watch_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[None]:
+    """While a trace is active, operators inside `module` carry the dotted name of the submodule that called them."""
+    here = active()
+    if here is None:
+        yield
+        return
+    handles: list[Any] = []
+    paths = here.paths
+    depth = len(paths)
+
+    def enter(path: str) -> Any:
+        return lambda mod, args: paths.append(path)
+
+    def leave(mod: torch.nn.Module, args: Any, out: Any) -> None:
+        paths.pop()
+
+    for name, sub in module.named_modules():
+        path = f"{prefix}.{name}" if prefix and name else prefix or name
+        # The enter hook runs after the module's own pre-hooks have been registered but must see every call: prepend.
+        handles.append(sub.register_forward_pre_hook(enter(path), prepend=True))
+        handles.append(sub.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        del paths[depth:]
+        for handle in handles:
+            handle.remove()
+
+
+_IS_USER: dict[CodeType, bool] = {}
+
+
+def _is_user(code: CodeType) -> bool:
+    known = _IS_USER.get(code)
+    if known is None:
+        name = code.co_filename
+        inside = name.startswith((_HERE, _TORCH)) or (name.startswith(_STDLIB) and "site-packages" not in name)
+        known = _IS_USER[code] = not inside and not name.startswith(_GENERATED)
+    return known
+
+
+def user_line() -> str:
+    """`file.py:12 in f`: the innermost frame outside torch, colofunc and the standard library; "" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_user(code):
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def inside_file(suffix: str) -> bool:
+    """Whether a frame of the current stack runs code of a file that ends with `suffix`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(suffix):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,450 @@
+"""What the recorder does with each kind of operator.
+
+    plain        one node
+    view         one node, and cells that remember the view
+    in place     the functional operator, and a write to the cell
+    out=         the functional operator, and a write to the given tensor
+    factory      one `full`, whatever its spelling (zeros_like, new_ones, empty, ...)
+    composite    its definition in terms of other operators
+    item         the real number where it depends on no input, an error elsewhere
+    random       an error: random operators are replaced before they get here
+
+`handler_of(func)` chooses; the table of special cases stands at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from colofunc import compat
+from colofunc.errors import TraceError
+from colofunc.ops.targets import target_of
+from colofunc.program.ir import Ref
+from colofunc.program.trace_meta import inside_file, user_line
+from colofunc.program.trace_record import Cell, Recorder, Storage, flat_results
+from colofunc.program.trace_views import view_calls
+
+Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
+
+aten = torch.ops.aten
+
+# One symbolic device in the trace: where a tensor lives and how it is copied there is decided by the lowering.
+_PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})
+
+
+def encode_kwargs(rec: Recorder, kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    if not kwargs:
+        return ()
+    return tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in _PLACEMENT and v is not None)
+
+
+# ---- plain, view ----
+
+
+def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    enc = tuple([rec.encode(a) for a in args])
+    named = encode_kwargs(rec, kwargs)
+    out = rec.run_fake(func, args, kwargs)
+    record_results(rec, target_of(func), enc, named, out)
+    return out
+
+
+def record_results(rec: Recorder, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], out: Any) -> list[int]:
+    """Emit the node whose fake results are `out`, and give each of them a root cell."""
+    flat = [out] if isinstance(out, torch.Tensor) else flat_results(out)
+    tensors = [t if isinstance(t, torch.Tensor) else None for t in flat]
+    if not any(t is not None for t in tensors) and flat:
+        return []  # answers about metadata (is_same_size) are Python's
+    ids = rec.emit(target, args, kwargs, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors])
+    for tensor, vid in zip(tensors, ids, strict=True):
+        if tensor is not None:
+            rec.attach(tensor, rec.root(vid, tensor))
+    return ids
+
+
+def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    parent = rec.cell(args[0])
+    enc = tuple([rec.encode(a) for a in args])
+    named = encode_kwargs(rec, kwargs)
+    out = rec.run_fake(func, args, kwargs)
+    target = target_of(func)
+    single = isinstance(out, torch.Tensor)
+    outs: list[torch.Tensor] = [out] if single else list(out)
+    ids = rec.emit(target, enc, named, [(tuple(t.shape), t.dtype) for t in outs])
+    calls = view_calls(target, enc, named, outs)
+    for tensor, vid, (call, call_args) in zip(outs, ids, calls, strict=True):
+        child = parent.child(vid, tensor.stride(), call, call_args, named if single else ())
+        rec.attach(tensor, child)
+    return out
+
+
+def alias(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """detach, alias: the same value, no node."""
+    cell = rec.cell(args[0])
+    vid = rec.read(cell)
+    out = rec.run_fake(func, args, kwargs)
+    rec.attach(out, cell.child(vid, out.stride(), "", (), ()))
+    return out
+
+
+def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A literal (`torch.tensor([1, 2])`): a constant, but in a tensor that the function made and may write to."""
+    vid = rec.read(rec.cell(args[0]))
+    value = rec.values[vid]
+    with rec.fake:
+        out = torch.empty(value.shape, dtype=value.dtype)
+    rec.attach(out, rec.root(vid, out))
+    return out
+
+
+def as_strided(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Strides belong to memory, so the view is taken from the root, brought into the order of its memory."""
+    tensor, size, stride, *rest = args
+    cell = rec.cell(tensor)
+    root = cell.storage.root
+    out = rec.run_fake(func, args, kwargs)
+    base = _memory_order(rec, root)
+    call = (Ref(-1), tuple(size), tuple(stride), int(out.storage_offset()))
+    vid = rec.emit1("aten.as_strided.default", (Ref(rec.read(base)), *call[1:]), tuple(out.shape), out.dtype)
+    rec.attach(out, base.child(vid, out.stride(), "aten.as_strided.default", call, ()))
+    return out
+
+
+def _memory_order(rec: Recorder, root: Cell) -> Cell:
+    """`root`, or its permutation that is contiguous in memory."""
+    value = rec.values[rec.read(root)]
+    order = tuple(sorted(range(len(value.shape)), key=lambda d: -root.strides[d]))
+    if order == tuple(range(len(order))) or any(s == 1 for s in value.shape) and _contiguous(value.shape, root.strides):
+        return root
+    shape = tuple(value.shape[d] for d in order)
+    vid = rec.emit1("aten.permute.default", (Ref(root.vid), order), shape, value.dtype)
+    return root.child(vid, (), "aten.permute.default", (Ref(-1), order), ())
+
+
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+# ---- mutation ----
+
+
+def written(func: Any) -> list[int]:
+    """Positions of the schema arguments that the operator writes to."""
+    return [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def functional_form(func: Any) -> Any:
+    """The operator that returns what `func` would write; None where there is none."""
+    schema = func._schema
+    name = schema.name.split("::")[1]
+    outs = {i for i in written(func) if schema.arguments[i].is_out}
+    if outs:
+        want = [(a.name, str(a.type)) for i, a in enumerate(schema.arguments) if i not in outs]
+    elif name.endswith("_"):
+        name = name[:-1]
+        want = [(a.name, str(a.type)) for a in schema.arguments]
+    else:
+        return None
+    packet = getattr(getattr(torch.ops, schema.name.split("::")[0]), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == want and not written(found):
+            return found
+    return None
+
+
+def mutating(func: Any) -> Handler:
+    """The handler of an operator that writes to some of its arguments."""
+    form = functional_form(func)
+    if form is None:
+        return unsupported
+    names = [a.name for a in func._schema.arguments]
+    out_names = [names[i] for i in written(func)]
+
+    def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        targets = [t for n in out_names for t in (given[n] if isinstance(given[n], (list, tuple)) else [given[n]])]
+        if func._schema.arguments[names.index(out_names[0])].is_out:
+            kwargs = {k: v for k, v in kwargs.items() if k not in out_names}
+        results = flat_results(rec.call(form, *args, **kwargs))
+        # What is written comes first among the results of `op_` and `op.out`, last among those of `op` with extras.
+        for tensor, result in zip(targets, results[-len(targets) :], strict=True):
+            assign(rec, tensor, result)
+        given_back = tuple(targets)
+        return given_back[0] if len(func._schema.returns) == 1 else given_back or None
+
+    return handle
+
+
+def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Give `tensor` the value of `result`, in its own dtype and shape."""
+    cell = rec.cell(tensor)
+    if result.shape != tensor.shape:
+        if tensor.numel() == 0 and isinstance(tensor, compat.FakeTensor):
+            with rec.fake:
+                tensor.resize_(result.shape)
+            rec.attach(tensor, rec.root(rec.read(rec.cell(result)), tensor))
+            return
+        result = rec.call(aten.expand.default, result, list(tensor.shape))
+    if result.dtype != tensor.dtype:
+        result = rec.call(aten._to_copy.default, result, dtype=tensor.dtype)
+    rec.write(cell, rec.read(rec.cell(result)))
+
+
+def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    assign(rec, args[0], args[1])
+    return args[0]
+
+
+def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if len(args) > 1 and isinstance(args[1], torch.Tensor):
+        assign(rec, tensor, args[1])
+    else:
+        vid = emit_full(rec, tuple(tensor.shape), tensor.dtype, args[1] if len(args) > 1 else 0)
+        rec.write(rec.cell(tensor), vid)
+    return tensor
+
+
+def unsupported(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise TraceError(f"{target_of(func)} at {user_line()} changes a tensor in a way that a program cannot express; compute a new tensor")
+
+
+def foreach(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator over lists of tensors, as one operator per tensor."""
+    with rec:
+        return compat.run_composite(func, args, kwargs)
+
+
+def composite(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with rec:
+        return compat.run_composite(func, args, kwargs)
+
+
+# ---- factories ----
+
+
+def emit_full(rec: Recorder, shape: tuple[int, ...], dtype: torch.dtype, value: Any) -> int:
+    if dtype == torch.bool:
+        value = bool(value)
+    elif not dtype.is_floating_point and not dtype.is_complex and isinstance(value, float):
+        value = int(value)
+    return rec.emit1("aten.full.default", (shape, value), shape, dtype, dtype=dtype)
+
+
+def factory(position: int | None, value: Any) -> Handler:
+    """A factory of equal elements: `value`, or the argument at `position`. What `empty` holds is undefined: zeros."""
+
+    def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = rec.run_fake(func, args, kwargs)
+        rec._met_real = False
+        fill = value if position is None else args[position] if len(args) > position else kwargs["fill_value"]
+        if isinstance(fill, torch.Tensor):
+            fill = item_of(rec, fill)
+        vid = emit_full(rec, tuple(out.shape), out.dtype, fill)
+        rec.attach(out, rec.root(vid, out))
+        return out
+
+    return handle
+
+
+# ---- values asked for by Python ----
+
+
+def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
+    vid = rec.read(rec.cell(tensor))
+    if rec.values[vid].device_free:
+        with compat.disable_modes(), compat.no_function_modes():
+            return rec.evaluate(vid).item()
+    raise data_dependent("Python asks for the value of a tensor")
+
+
+def data_dependent(what: str) -> TraceError:
+    if inside_file(f"amp{'/'}grad_scaler.py"):
+        return TraceError(f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead")
+    return TraceError(
+        f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. Choose with torch.where, "
+        "return the tensor from the step, or make the argument a static one (int, bool or str)"
+    )
+
+
+def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return item_of(rec, args[0])
+
+
+def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
+    enc = tuple([rec.encode(a) for a in args])
+    named = encode_kwargs(rec, kwargs)
+    if not all(rec.values[r].device_free for r in _refs((enc, named))):
+        raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
+    rec._met_real = False
+
+    def known(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return rec.evaluate(arg.id)
+        return tuple(known(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    arguments, keywords = known(enc), {k: known(v) for k, v in named}
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+        out = func(*arguments, **keywords)
+    return _wrap_known(rec, out)
+
+
+def _wrap_known(rec: Recorder, out: Any) -> Any:
+    if isinstance(out, (list, tuple)):
+        return type(out)(_wrap_known(rec, o) for o in out)
+    if not isinstance(out, torch.Tensor):
+        return out
+    vid = rec.read(rec.cell(out))
+    rec._met_real = False
+    with rec.fake:
+        fresh = torch.empty(out.shape, dtype=out.dtype)
+    rec.attach(fresh, rec.root(vid, fresh))
+    return fresh
+
+
+def _refs(tree: Any) -> list[int]:
+    if isinstance(tree, Ref):
+        return [tree.id]
+    return [r for t in tree for r in _refs(t)] if isinstance(tree, tuple) else []
+
+
+def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return plain(rec, func, args, kwargs)
+    if all(rec.is_known(m) for m in masks):
+        # A mask that is known becomes the positions where it holds.
+        places: list[Any] = []
+        for i in args[1]:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                places += list(rec.call(aten.nonzero.default, i).unbind(1)) if False else _positions(rec, i)
+            else:
+                places.append(i)
+        return rec.call(aten.index.Tensor, args[0], places)
+    raise data_dependent("indexing with a mask makes a result of a shape")
+
+
+def _positions(rec: Recorder, mask: torch.Tensor) -> list[torch.Tensor]:
+    with rec:
+        return list(aten.unbind.int(aten.nonzero.default(mask), 1))
+
+
+def index_put(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`x[mask] = value` with one value is a `where`; the rest is a plain operator."""
+    tensor, indices, value = args[:3]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    used = [i for i in indices if i is not None]
+    if len(used) == 1 == len(indices) and used[0].dtype == torch.bool and value.numel() == 1 and not accumulate:
+        mask = used[0]
+        with rec:
+            mask = aten.view.default(mask, list(mask.shape) + [1] * (tensor.dim() - mask.dim()))
+            value = aten._to_copy.default(value, dtype=tensor.dtype) if value.dtype != tensor.dtype else value
+            return aten.where.self(mask, aten.view.default(value, []), tensor)
+    return plain(rec, func, args, kwargs)
+
+
+def random(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = {**{a.name: a.default_value for a in func._schema.arguments}, **kwargs}
+    given.update(zip([a.name for a in func._schema.arguments], args))
+    if given.get("dropout_p") == 0:
+        return plain(rec, func, args, kwargs)  # attention kernels draw only where there is dropout
+    raise TraceError(
+        f"random operator {target_of(func)} at {user_line()} has no counter-based form, so its numbers could not be the "
+        "same on every mesh; draw with torch.rand, torch.randn, torch.bernoulli or F.dropout"
+    )
+
+
+def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return None
+
+
+def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return torch.device("cpu")
+
+
+def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Training updates the running statistics behind the schema's back; the functional form returns them."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if training and mean is not None:
+        out = rec.call(aten._native_batch_norm_legit_functional.default, *args)
+        assign(rec, mean, out[3])
+        assign(rec, var, out[4])
+        return tuple(out[:3])
+    if training:
+        return tuple(rec.call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, momentum, eps))
+    return tuple(rec.call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, mean, var, momentum, eps))
+
+
+SPECIAL: dict[Any, Handler] = {
+    torch.ops.prim.device.default: device,
+    aten.detach.default: alias,
+    aten.alias.default: alias,
+    aten.lift_fresh.default: lift_fresh,
+    aten.lift.default: lift_fresh,
+    aten.as_strided.default: as_strided,
+    aten.copy_.default: copy_,
+    aten.fill_.Scalar: fill_,
+    aten.fill_.Tensor: fill_,
+    aten.zero_.default: fill_,
+    aten._local_scalar_dense.default: item,
+    aten.index.Tensor: index,
+    aten.index_put.default: index_put,
+    aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
+    aten._assert_async.default: skip,
+    aten._assert_async.msg: skip,
+    aten.zeros.default: factory(None, 0),
+    aten.zeros_like.default: factory(None, 0),
+    aten.new_zeros.default: factory(None, 0),
+    aten._efficientzerotensor.default: factory(None, 0),
+    aten.ones.default: factory(None, 1),
+    aten.ones_like.default: factory(None, 1),
+    aten.new_ones.default: factory(None, 1),
+    aten.empty.memory_format: factory(None, 0),
+    aten.empty_strided.default: factory(None, 0),
+    aten.empty_like.default: factory(None, 0),
+    aten.new_empty.default: factory(None, 0),
+    aten.new_empty_strided.default: factory(None, 0),
+    aten.full.default: factory(1, 0),
+    aten.full_like.default: factory(1, 0),
+    aten.new_full.default: factory(2, 0),
+    aten.scalar_tensor.default: factory(0, 0),
+}
+
+_ALIASES_UNSAID = {aten._unsafe_view.default}
+
+
+def handler_of(func: Any) -> Handler:
+    """What to do with calls of `func`."""
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special
+    ours = func.namespace == "colofunc"
+    schema = func._schema
+    if not ours and torch.Tag.nondeterministic_seeded in func.tags:
+        return random
+    if func.namespace == "aten" and schema.name.startswith("aten::_foreach_"):
+        return foreach
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return dynamic
+    if not ours and compat.composite_kernel(func):
+        return composite
+    if schema.is_mutable:
+        return mutating(func)
+    returns_view = any(r.alias_info is not None for r in schema.returns)
+    if func in _ALIASES_UNSAID or (returns_view and schema.arguments and schema.arguments[0].alias_info is not None):
+        return view
+    return plain
+
+
+__all__ = ["Storage", "handler_of"]

@@ -1,0 +1,286 @@
+"""Recorder: a dispatch mode that writes every operator call down as a `Node`, in functional form.
+
+Problem: a step function is Python that mutates tensors, takes views and calls autograd; a program is pure data.
+Idea: run the function once on fake tensors (shapes, no data). Every tensor has a `Cell`; a cell that is a view knows
+its parent cell and the call that made it. An in-place write makes a new value and pushes it up to the root with
+scatter operators; other views of the root are derived again when they are next read.
+
+    x = a * 2            %1 = mul(%0, 2)              root of a new storage
+    y = x[1:]            %2 = slice(%1, 0, 1)         child of x
+    y.add_(1)            %3 = add(%2, 1); %4 = slice_scatter(%1, %3, 0, 1)       x is %4 now
+    x.sum()              %5 = sum(%4)
+
+What each kind of operator does is in `trace_ops`; how a view is written through is in `trace_views`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colofunc import compat
+from colofunc.errors import TraceError
+from colofunc.ops.targets import overload
+from colofunc.program import trace_views
+from colofunc.program.ir import Node, Ref, Value, map_refs
+from colofunc.program.trace_meta import Whereabouts, user_line
+
+SMALL = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+class Storage:
+    """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf."""
+
+    __slots__ = ("differentiated", "kind", "name", "root", "version")
+
+    def __init__(self, kind: str, name: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.version = 0
+        self.differentiated = False
+        self.root: Cell
+
+
+class Cell:
+    """The value behind one tensor. A root has no parent; a view has the call that makes it from its parent."""
+
+    __slots__ = ("args", "kwargs", "out", "parent", "storage", "strides", "target", "version", "vid")
+
+    def __init__(self, storage: Storage, vid: int, strides: tuple[int, ...]) -> None:
+        self.storage = storage
+        self.vid = vid
+        self.version = storage.version
+        self.strides = strides
+        self.parent: Cell | None = None
+        self.target = ""
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def child(self, vid: int, strides: tuple[int, ...], target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Cell:
+        """A view of this cell. In `args`, `Ref(-1)` stands for the parent; target "" is the parent itself."""
+        cell = Cell(self.storage, vid, strides)
+        cell.parent, cell.target, cell.args, cell.kwargs = self, target, args, kwargs
+        return cell
+
+
+class Recorder(TorchDispatchMode):
+    """Collects nodes and values while a function runs on fake tensors."""
+
+    def __init__(self, handler_of: Callable[[Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.fake = compat.fake_mode()
+        self.where = Whereabouts()
+        self.nodes: list[Node] = []
+        self.values: dict[int, Value] = {}
+        self.producer: dict[int, Node] = {}
+        self.real: dict[int, torch.Tensor] = {}  # values known for real: captured tensors, evaluated constants
+        self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(real) -> (real, fake), keeps both alive
+        self.constants: dict[int, torch.Tensor] = {}
+        self._handler_of = handler_of
+        self._handlers: dict[Any, Callable[..., Any]] = {}
+        self._met_real = False
+
+    # ---- the mode ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler_of(func)
+        return handler(self, func, args, kwargs or {})
+
+    # ---- values ----
+
+    def new_value(self, shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> int:
+        vid = len(self.values)
+        self.values[vid] = Value(vid, shape, dtype, **fields)
+        return vid
+
+    def emit(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: list[Any]) -> list[Any]:
+        """Append a node; `types` holds (shape, dtype) or None per result. Returns the value ids."""
+        phase, path, line = self.where.now()
+        node = Node(target, args, kwargs, (), phase, path, line)
+        values = self.values
+        free = all(values[r].device_free for r in node.refs)
+        outs = tuple(None if t is None else self.new_value(t[0], t[1], device_free=free) for t in types)
+        node = Node(target, args, kwargs, outs, phase, path, line)
+        self.nodes.append(node)
+        for out in outs:
+            if out is not None:
+                self.producer[out] = node
+        return list(outs)
+
+    def emit1(self, target: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, /, **kwargs: Any) -> int:
+        """Append a node with one result."""
+        out: int = self.emit(target, args, tuple(kwargs.items()), [(tuple(shape), dtype)])[0]
+        return out
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Record `func` as if the function had called it."""
+        with self:
+            out: torch.Tensor = func(*args, **kwargs)
+        return out
+
+    # ---- tensors and cells ----
+
+    def cell(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a fake tensor, or of a real one that the function captured."""
+        found: Cell | None = tensor.__dict__.get("_colofunc_cell")
+        if found is not None and self.values.get(found.vid) is not None and found.storage.root is not None:
+            return found
+        if isinstance(tensor, compat.FakeTensor):
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} at {user_line()} was made by an earlier trace and kept; "
+                "return it from the step instead of storing it in an attribute or a global"
+            )
+        return self.cell(self.capture(tensor))
+
+    def capture(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake stand-in of a real tensor that is no input: it becomes a constant of the program."""
+        self._met_real = True
+        found = self.captured.get(id(tensor))
+        if found is None:
+            with self.fake:
+                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype)
+            vid = self.new_value(tuple(tensor.shape), tensor.dtype, role="constant", device_free=True)
+            with compat.disable_modes():
+                data = tensor.detach()
+            self.constants[vid] = self.real[vid] = data
+            self.attach(stand_in, self.root(vid, stand_in, Storage("captured")))
+            found = self.captured[id(tensor)] = (tensor, stand_in)
+        return found[1]
+
+    def root(self, vid: int, tensor: torch.Tensor, storage: Storage | None = None) -> Cell:
+        """The cell of a tensor with a storage of its own."""
+        storage = storage or Storage("fresh")
+        storage.root = Cell(storage, vid, tensor.stride())
+        return storage.root
+
+    def attach(self, tensor: torch.Tensor, cell: Cell) -> None:
+        tensor.__dict__["_colofunc_cell"] = cell
+
+    def read(self, cell: Cell) -> int:
+        """The current value of a cell; a view whose storage was written since is derived again."""
+        storage = cell.storage
+        if cell.version != storage.version:
+            if cell.parent is None:
+                raise TraceError("a root cell fell behind its storage")
+            parent = self.read(cell.parent)
+            if cell.target:
+                value = self.values[cell.vid]
+                args = map_refs(cell.args, lambda i: Ref(parent) if i == -1 else Ref(i))
+                cell.vid = self.emit(cell.target, args, cell.kwargs, [(value.shape, value.dtype)])[0]
+            else:
+                cell.vid = parent
+            cell.version = storage.version
+        return cell.vid
+
+    def write(self, cell: Cell, vid: int) -> None:
+        """Make `vid` the value of a cell, and of everything that shares its storage."""
+        storage = cell.storage
+        if storage.kind != "fresh":
+            self._refuse_write(storage)
+        if cell.parent is None:
+            storage.version += 1
+        else:
+            parent = self.read(cell.parent)
+            self.write(cell.parent, trace_views.write_back(self, cell, parent, vid))
+        cell.vid = vid
+        cell.version = storage.version
+
+    def _refuse_write(self, storage: Storage) -> None:
+        line = user_line()
+        if storage.kind == "input":
+            raise TraceError(
+                f"the step writes in place to its input {storage.name!r} at {line}; "
+                "compute a new tensor and return the new value instead"
+            )
+        raise TraceError(
+            f"the step writes in place to a tensor that it captured from outside at {line}; "
+            "pass the tensor as an argument and return the new value"
+        )
+
+    # ---- arguments ----
+
+    def encode(self, arg: Any) -> Any:
+        """An argument as plain data: tensors become `Ref`, lists become tuples."""
+        kind = type(arg)
+        if kind is compat.FakeTensor:
+            return Ref(self.read(self.cell(arg)))
+        if kind in SMALL:
+            return arg
+        if kind is list or kind is tuple or kind is torch.Size:
+            return tuple([self.encode(item) for item in arg])
+        if isinstance(arg, torch.Tensor):
+            self._met_real = True
+            return Ref(self.read(self.cell(arg)))
+        if isinstance(arg, SMALL):
+            return arg
+        if isinstance(arg, (list, tuple)):
+            return tuple([self.encode(item) for item in arg])
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise TraceError(f"an operator takes a symbolic size at {user_line()}; make the size a Python int")
+        raise TraceError(f"an operator takes an argument of type {kind.__name__} at {user_line()}, which no program can hold")
+
+    def run_fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the operator returns on fake tensors. Real operands are replaced by their stand-ins."""
+        if self._met_real:
+            self._met_real = False
+            args, kwargs = self.stand_ins(args), {k: self.stand_ins(v) for k, v in kwargs.items()}
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+    def stand_ins(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return arg if isinstance(arg, compat.FakeTensor) else self.capture(arg)
+        if isinstance(arg, (list, tuple)) and not isinstance(arg, torch.Size):
+            return [self.stand_ins(item) for item in arg]
+        return arg
+
+    # ---- constants ----
+
+    def is_known(self, tensor: Any) -> bool:
+        """Whether a tensor depends on no input, so that its value can be computed now."""
+        return self.values[self.read(self.cell(tensor))].device_free
+
+    def evaluate(self, vid: int) -> torch.Tensor:
+        """The real value of something that depends on no input."""
+        with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+            return self._evaluate(vid)
+
+    def _evaluate(self, vid: int) -> torch.Tensor:
+        pending = [vid]
+        while pending:
+            top = pending[-1]
+            if top in self.real:
+                pending.pop()
+                continue
+            node = self.producer[top]
+            missing = [r for r in node.refs if r not in self.real]
+            if missing:
+                pending.extend(missing)
+                continue
+            result = run_node(node, self.real)
+            for out, tensor in zip(node.outs, result, strict=True):
+                if out is not None:
+                    self.real[out] = tensor
+            pending.pop()
+        return self.real[vid]
+
+
+def run_node(node: Node, real: dict[int, torch.Tensor]) -> list[Any]:
+    """Execute one node on real tensors; results are flat, in the order of `node.outs`."""
+    func = overload(node.target)
+    args = map_refs(node.args, lambda i: real[i])
+    kwargs = {k: map_refs(v, lambda i: real[i]) for k, v in node.kwargs}
+    return flat_results(func(*args, **kwargs))
+
+
+def flat_results(out: Any) -> list[Any]:
+    """The results of an operator as a flat list."""
+    if isinstance(out, (list, tuple)):
+        return [item for part in out for item in flat_results(part)]
+    return [out]

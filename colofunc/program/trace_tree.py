@@ -1,0 +1,165 @@
+"""Trees of arguments: nested containers, flattened to leaves with dotted names and rebuilt from them.
+
+Problem: a step takes and returns dicts, lists, tuples, named tuples, dataclasses, attrs records and mapping-like
+records (a tokenizer's batch, a model's output); its program takes and returns a flat list of tensors. Idea: `flatten`
+describes containers as data and keeps everything that is no tensor as part of the tree, so that the tree is both the
+recipe to rebuild and part of the cache key.
+
+>>> leaves, tree = flatten({"w": torch.ones(2), "n": 3}, "state")
+>>> tree.names()
+('state.w',)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from colofunc.errors import TraceError
+
+
+@attrs.frozen
+class Tree:
+    """One container (`kind`, `type`, `keys`, `children`), one tensor leaf, or one static leaf (`value`)."""
+
+    kind: str  # "tensor" "static" "dict" "sequence" "namedtuple" "record" "mapping" "registered"
+    name: str = ""
+    type: Any = None
+    keys: tuple[Any, ...] = ()
+    children: tuple[Tree, ...] = ()
+    value: Any = None
+    context: Any = attrs.field(default=None, eq=False)  # of a container registered with torch
+
+    def leaves(self) -> Iterator[Tree]:
+        """Tensor leaves in order."""
+        if self.kind == "tensor":
+            yield self
+        for child in self.children:
+            yield from child.leaves()
+
+    def statics(self) -> Iterator[Tree]:
+        """Leaves that are no tensors, in order."""
+        if self.kind == "static":
+            yield self
+        for child in self.children:
+            yield from child.statics()
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(leaf.name for leaf in self.leaves())
+
+    def key(self) -> tuple[Any, ...]:
+        """Hashable structure and static leaves, without names of container types that cannot be hashed."""
+        if self.kind == "tensor":
+            return ("tensor", self.name)
+        if self.kind == "static":
+            return ("static", self.name, type(self.value).__name__, _hashable(self.value))
+        return (self.kind, self.type, self.keys, tuple(child.key() for child in self.children))
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return ("id", id(value))
+    return value
+
+
+def join(prefix: str, key: object) -> str:
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def flatten(obj: Any, name: str = "") -> tuple[list[torch.Tensor], Tree]:
+    """Tensor leaves of `obj` in order, and its tree. Floats and arrays count as tensors; the rest is static."""
+    leaves: list[torch.Tensor] = []
+    return leaves, _flatten(obj, name, leaves)
+
+
+def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
+    if isinstance(obj, torch.Tensor):
+        leaves.append(obj)
+        return Tree("tensor", name)
+    if obj is None or isinstance(obj, (bool, int, str)) and not isinstance(obj, np.generic):
+        return Tree("static", name, value=obj)
+    if isinstance(obj, (float, np.floating)):
+        # A 0-dim float64 takes part in type promotion as a Python float does and loses no digit.
+        leaves.append(torch.tensor(float(obj), dtype=torch.float64))
+        return Tree("tensor", name, type=float)
+    if isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc":
+        leaves.append(torch.as_tensor(obj))
+        return Tree("tensor", name, type=np.ndarray)
+    if isinstance(obj, np.generic):
+        return Tree("static", name, value=obj.item())
+    parts = _parts(obj)
+    if parts is None:
+        return Tree("static", name, value=obj)
+    kind, keys, items, context = parts
+    children = tuple(_flatten(item, join(name, key), leaves) for key, item in zip(keys, items, strict=True))
+    return Tree(kind, name, type(obj), tuple(keys), children, context=context)
+
+
+def _parts(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
+    """(kind, keys, items, context) of a container; None for a leaf."""
+    cls = type(obj)
+    if cls is dict:
+        return "dict", tuple(obj), tuple(obj.values()), None
+    if isinstance(obj, tuple) and hasattr(cls, "_fields"):
+        return "namedtuple", cls._fields, tuple(obj), None
+    if cls in (list, tuple):
+        return "sequence", range(len(obj)), tuple(obj), None
+    if cls in _pytree.SUPPORTED_NODES and not isinstance(obj, Mapping):
+        items, context = _pytree.SUPPORTED_NODES[cls].flatten_fn(obj)
+        return "registered", range(len(items)), tuple(items), context
+    if isinstance(obj, Mapping):
+        return "mapping", tuple(obj.keys()), tuple(obj.values()), None
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        fields = tuple(f.name for f in dataclasses.fields(obj))
+        return "record", fields, tuple(getattr(obj, f) for f in fields), None
+    if attrs.has(cls):
+        fields = tuple(f.name for f in attrs.fields(cls))
+        return "record", fields, tuple(getattr(obj, f) for f in fields), None
+    return None
+
+
+def unflatten(tree: Tree, leaves: Sequence[Any]) -> Any:
+    """Rebuild the object that `flatten` took apart, with other leaves."""
+    rest = iter(leaves)
+    out = _build(tree, rest)
+    if next(rest, None) is not None:
+        raise TraceError(f"a tree with {len(tree.names())} leaves was given {len(leaves)}")
+    return out
+
+
+def _build(tree: Tree, leaves: Iterator[Any]) -> Any:
+    if tree.kind == "tensor":
+        return next(leaves)
+    if tree.kind == "static":
+        return tree.value
+    items = [_build(child, leaves) for child in tree.children]
+    if tree.kind == "dict":
+        return dict(zip(tree.keys, items, strict=True))
+    if tree.kind == "sequence":
+        return tree.type(items)
+    if tree.kind == "namedtuple":
+        return tree.type(*items)
+    if tree.kind == "registered":
+        return _pytree.SUPPORTED_NODES[tree.type].unflatten_fn(items, tree.context)
+    if tree.kind == "mapping":
+        return _mapping(tree.type, dict(zip(tree.keys, items, strict=True)))
+    # Records are rebuilt field by field: their constructors may check or convert.
+    out = object.__new__(tree.type)
+    for field, item in zip(tree.keys, items, strict=True):
+        object.__setattr__(out, field, item)
+    return out
+
+
+def _mapping(cls: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of type `cls`: a dataclass-like one takes fields by name, the others take a dict."""
+    if dataclasses.is_dataclass(cls):
+        return cls(**items)
+    return cls(items)
