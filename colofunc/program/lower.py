@@ -11,6 +11,7 @@ cheapest copy there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -139,7 +140,7 @@ def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, re
     operands = [build.want(i, layout, node) for i, layout in zip(ids, strategy.ins, strict=True)]
     if strategy.local is not None:
         types = [TensorType(build.values[i].shape, build.values[i].dtype) for i in operands]
-        body = record_local(strategy.local, types)
+        body = record_local(partial(strategy.local, mesh=build.mesh), types)
         results = build.splice(body, operands, node, strategy.name)
         for o, layout, result in zip(node.outs, strategy.outs, results, strict=True):
             if o is not None and layout is not None and result is not None:

@@ -1,0 +1,66 @@
+"""Any plan gives the same numbers: programs lowered under strategies drawn at random, against one device."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from colofunc.dtensor.layout import replicated
+from colofunc.dtensor.parts import join, parts
+from colofunc.dtensor.rules import rule_for, strategies_for
+from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
+from colofunc.executors.simulated import run_simulated
+from colofunc.mesh import Mesh
+from colofunc.program.lower import Choice, call_of, lower
+from colofunc.program.trace import record_local, trace
+
+
+def lower_at_random(program, mesh, seed):
+    """A local program whose strategies and input layouts are drawn at random."""
+    draw = random.Random(seed)
+    inputs = {i: draw.choice(enumerate_layouts(program.values[i].shape, mesh)) for i in program.inputs}
+    choices = []
+    for node in program.nodes:
+        call, _ = call_of(node, program.values)
+        rule = rule_for(call)
+        options = enumerate_strategies(call, rule, mesh) + strategies_for(call, mesh)
+        choices.append(Choice(draw.choice(options), rule))
+    outputs = [replicated(program.values[o].shape) for o in program.outputs]
+    return lower(program, choices, inputs, outputs, mesh, record_local)
+
+
+def run(local, mesh, tensors):
+    leaves = iter(tensors)
+    shards = [parts(next(leaves), local.values[i].layout, mesh) for i in local.inputs if i not in local.constants]
+    outs = run_simulated(local, mesh, shards)
+    return [join(o, local.values[i].layout, mesh) for o, i in zip(outs, local.outputs, strict=True)]
+
+
+def mlp_step(state, x, y):
+    state = {k: v.detach().requires_grad_() for k, v in state.items()}
+    h = torch.relu(x @ state["w1"] + state["b1"])
+    out = F.layer_norm(h @ state["w2"], (6,), state["g"])
+    loss = F.cross_entropy(out, y) + (out * out).mean()
+    grads = torch.autograd.grad(loss, list(state.values()))
+    return {k: v - 0.1 * g for (k, v), g in zip(state.items(), grads, strict=True)}, loss
+
+
+def mlp_inputs():
+    torch.manual_seed(0)
+    f = torch.float64
+    state = {"w1": torch.randn(4, 12, dtype=f), "b1": torch.randn(12, dtype=f), "w2": torch.randn(12, 6, dtype=f), "g": torch.randn(6, dtype=f)}
+    return state, torch.randn(8, 4, dtype=f), torch.randint(0, 6, (8,))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2)], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_strategies_equal_one_device(mesh, seed):
+    args = mlp_inputs()
+    traced = trace(mlp_step, args)
+    local = lower_at_random(traced.program, mesh, seed)
+    got = traced.unpack(run(local, mesh, traced.pack(args)))
+    expected = mlp_step(*args)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
