@@ -1,0 +1,183 @@
+"""Attention: batch, key heads, query heads of a group and rows are free; keys are whole.
+
+    attention            b (g r) s [e], b g [t] [e], b g [t] [f], bias -> b (g r) s [f], b (g r) s
+    attention_backward   dq b (g r) s [e], dk b g [t] [e] and dv summed over r and s, dbias as the bias
+
+An axis on `g` is head parallelism, on `r` it repeats the keys (grouped heads), on `s` it is context parallelism with
+gathered keys: a causal or windowed part must know its rows' positions, so the local code passes `q_offset` (one number
+for a contiguous part, every position for a striped one). With dropout it also passes the place of the part in the
+virtual (b, h, s, t) weights. Parts of keys (ring attention) are a strategy with local code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.rule import Call, Rule
+from colofunc.dtensor.rules.build import Code, Local, StrategyFn, at, bind
+from colofunc.dtensor.rules.local import place_of, positions, rerun
+from colofunc.dtensor.rules.pattern import RuleFn
+from colofunc.mesh import Mesh
+
+
+@attrs.frozen
+class _Arguments:
+    """Where the options stand: `scale` at `first`, the others after it."""
+
+    call: Call
+    first: int
+
+    def get(self, k: int, name: str, default: object = None) -> object:
+        return self.call.arg(self.first + k, name, default)
+
+    @property
+    def positional(self) -> bool:
+        return bool(self.get(1, "causal", False)) or bool(self.get(2, "window", 0))
+
+    @property
+    def dropout(self) -> bool:
+        return bool(self.get(3, "dropout", 0.0))
+
+    def tensors(self) -> dict[int | None, str]:
+        """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`."""
+        found: dict[int | None, str] = {}
+        for k, name, dim in ((4, "seed", ""), (6, "q_offset", "s"), (7, "k_offset", "[t]")):
+            operand = at(self.call, self.first + k, name)
+            if operand is not None:
+                found[operand] = dim if self.call.ins[operand].shape else ""
+        return found
+
+
+def _code(first: int, q_at: int) -> Code:
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+        options, q = _Arguments(call, first), ins[q_at]
+        rows, keys = q.dims[2], call.ins[q_at + 1].shape[2]
+        moved = options.positional and any(axis is not None for _, axis in rows) and not _listed(options)
+        if not moved and not (options.dropout and q.axes):
+            return None
+
+        def local(*shards: torch.Tensor, mesh: Mesh | None = None) -> object:
+            changes: dict[tuple[int, str], object] = {}
+            if moved:
+                given = at(call, first + 6, "q_offset")
+                start = positions(rows)
+                changes[first + 6, "q_offset"] = start if given is None else start + shards[given]
+            if options.dropout:
+                changes |= _weights_place(q.dims[:3], (*q.shape[:3], keys), first)
+            return rerun(call, shards, changes)
+
+        return local
+
+    return code
+
+
+def _listed(options: _Arguments) -> bool:
+    """Whether the call itself gives a position per row: then every part has its own already."""
+    given = at(options.call, options.first + 6, "q_offset")
+    return given is not None and len(options.call.ins[given].shape) > 0
+
+
+def _weights_place(dims: Sequence[Dim], shape: Sequence[int], first: int) -> dict[tuple[int, str], object]:
+    sizes, strides, offset = place_of([*dims, ((shape[3], None),)], shape)
+    return {(first + 8, "sizes"): sizes, (first + 9, "strides"): strides, (first + 10, "offset"): offset}
+
+
+def _bias_text(call: Call, bias: int | None) -> str:
+    if bias is None:
+        return ""
+    words = ["b", "(g r)", "s", "[t]"]
+    shape = call.ins[bias].shape
+    return " ".join("1" if n == 1 else word for n, word in zip(shape, words[4 - len(shape) :], strict=True))
+
+
+def _heads(call: Call, q: int) -> dict[str, int]:
+    g = call.ins[q + 1].shape[1]
+    return {"g": g, "r": call.ins[q].shape[1] // g}
+
+
+def _flops(call: Call, q: int, causal: bool) -> int:
+    (b, h, s, e), (t, f) = call.ins[q].shape, call.ins[q + 2].shape[2:]
+    return 2 * b * h * s * t * (e + f) // (2 if causal and s == t else 1)
+
+
+Q, K, V, OUT, LSE = "b (g r) s [e]", "b g [t] [e]", "b g [t] [f]", "b (g r) s [f]", "b (g r) s"
+
+
+def attention(call: Call) -> Rule | None:
+    options, bias = _Arguments(call, 4), at(call, 3, "bias")
+    if options.get(8, "sizes", ()) or at(call, 14, "offset") is not None:
+        return None
+    return bind(
+        call,
+        {0: Q, 1: K, 2: V, bias: _bias_text(call, bias), **options.tensors()},
+        [OUT, LSE],
+        local=_code(4, 0),
+        flops=_flops(call, 0, bool(options.get(1, "causal", False))),
+        **_heads(call, 0),
+    )
+
+
+def attention_backward(call: Call) -> Rule | None:
+    options, bias = _Arguments(call, 7), at(call, 4, "bias")
+    out, lse, grad_lse = at(call, 5, "out"), at(call, 6, "lse"), at(call, 19, "grad_lse")
+    if options.get(8, "sizes", ()) or at(call, 17, "offset") is not None or None in (out, lse):
+        return None
+    needed = bool(call.arg(18, "need_dbias", False)) and bias is not None
+    texts = {0: OUT, 1: Q, 2: K, 3: V, bias: _bias_text(call, bias), out: OUT, lse: LSE, grad_lse: LSE, **options.tensors()}
+    return bind(
+        call,
+        texts,
+        [Q, K, V, _bias_text(call, bias) if needed else "[z]"],
+        reduce=dict.fromkeys(("b", "g", "r", "s") if needed else ("r", "s"), "sum"),
+        copied=[] if needed else [(3, f) for f in "bgrs"],
+        linear=[{0, grad_lse}],
+        local=_code(7, 1),
+        flops=5 * _flops(call, 1, bool(options.get(1, "causal", False))) // 2,
+        **_heads(call, 1),
+    )
+
+
+# --- torch's own fused operator for CPU, should it reach a program
+
+
+def cpu_flash(call: Call) -> Rule | None:
+    mask, causal = at(call, 5, "attn_mask"), bool(call.arg(4, "is_causal", False))
+    return _fused(call, 0, {}, mask, causal, float(call.arg(3, "dropout_p", 0.0)), [OUT, LSE])
+
+
+def cpu_flash_backward(call: Call) -> Rule | None:
+    mask, causal = at(call, 8, "attn_mask"), bool(call.arg(7, "is_causal", False))
+    return _fused(call, 1, {0: OUT, 4: OUT, 5: LSE}, mask, causal, float(call.arg(6, "dropout_p", 0.0)), [Q, K, V])
+
+
+def _fused(
+    call: Call, q: int, more: dict[int | None, str], mask: int | None, causal: bool, dropout: float, outs: list[str]
+) -> Rule | None:
+    if dropout or len(call.ins[q].shape) != 4:
+        return None
+    texts = {**more, q: Q, q + 1: K, q + 2: V, mask: _bias_text(call, mask)}
+    if causal:  # the operator counts rows from 0
+        texts = {k: text.replace(" s", " [s]") for k, text in texts.items()}
+        outs = [text.replace(" s", " [s]") for text in outs]
+    return bind(
+        call,
+        texts,
+        outs,
+        reduce={"r": "sum", "s": "sum"} if q else {},
+        linear=[{0}] if q else [],
+        flops=_flops(call, q, causal) * (5 if q else 2) // 2,
+        **_heads(call, q),
+    )
+
+
+RULES: dict[str, RuleFn] = {
+    "colofunc.attention": attention,
+    "colofunc.attention_backward": attention_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": cpu_flash,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": cpu_flash_backward,
+}
+STRATEGIES: dict[str, StrategyFn] = {}

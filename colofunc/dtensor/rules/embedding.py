@@ -1,0 +1,97 @@
+"""Embedding tables: rows looked up by index, and the gradient that adds rows up.
+
+    embedding                 [v] e, i0 i1 -> i0 i1 e
+    embedding_dense_backward  i0 i1 e, i0 i1 -> [v] e         i summed
+
+The vocabulary `v` is whole in the rule, because an index points anywhere in it. Two strategies split it: the lookup
+asks for the rows that this rank has and leaves a pending sum (every other rank gives zeros), the gradient keeps this
+rank's rows. Source: vocabulary-parallel embedding, Megatron-LM (1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import torch
+
+from colofunc.dtensor.layout import Atom
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names, opened
+from colofunc.dtensor.rules.local import clear, first_of, inside
+from colofunc.dtensor.rules.pattern import RuleFn
+from colofunc.mesh import Mesh
+
+
+def embedding(call: Call) -> Rule:
+    index = " ".join(names("i", len(call.ins[1].shape)))
+    return bind(call, {0: "[v] e", 1: index}, [f"{index} e"], linear=[{0}])
+
+
+def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
+        def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
+            here, mine = inside(index, first_of(atoms), weight.shape[0])
+            return clear(torch.ops.aten.embedding.default(weight, here), mine.unsqueeze(-1))
+
+        return lookup
+
+    yield from opened(call, mesh, embedding(call), "v", local)
+
+
+def embedding_dense_backward(call: Call) -> Rule:
+    n = len(call.ins[1].shape)
+    index = " ".join(names("i", n))
+    by_frequency = bool(call.arg(4, "scale_grad_by_freq", False))  # counts all indices: they must be whole
+    return bind(
+        call,
+        {0: f"{index} e", 1: index},
+        ["[v] e"],
+        reduce={} if by_frequency else dict.fromkeys(names("i", n), "sum"),
+        linear=[{0}],
+    )
+
+
+def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    if call.arg(4, "scale_grad_by_freq", False):
+        return
+    padding_idx = call.arg(3, "padding_idx", -1)
+
+    def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
+        rows = strategy.outs[0].local_shape[0] if strategy.outs[0] is not None else 0
+
+        def add_rows(grad: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
+            here, mine = inside(index, first_of(atoms), rows)
+            mine = mine & (index != padding_idx)
+            return torch.ops.aten.embedding_dense_backward.default(clear(grad, mine.unsqueeze(-1)), here, rows, -1, False)
+
+        return add_rows
+
+    yield from opened(call, mesh, embedding_dense_backward(call), "v", local)
+
+
+def _bag_mode(call: Call) -> int:
+    return int(call.arg(4, "mode", 0))
+
+
+def embedding_bag(call: Call) -> Rule | None:
+    """Only the embedding dim is free: bags are runs of the flat index, cut at offsets that are data."""
+    per_sample = at(call, 6, "per_sample_weights")
+    if len(call.ins[1].shape) != 1 or _bag_mode(call) == 2:
+        return None
+    return bind(
+        call,
+        {0: "[v] e", 1: "[i]", 2: "[o]", per_sample: "[i]"},
+        ["[n] e", "[x]", "[y]", "[z]"],
+        copied=[(1, "e"), (2, "e"), (3, "e")],
+    )
+
+
+RULES: dict[str, RuleFn] = {
+    "aten.embedding": embedding,
+    "aten.embedding_dense_backward": embedding_dense_backward,
+    "aten._embedding_bag": embedding_bag,
+    "aten._embedding_bag_forward_only": embedding_bag,
+}
+STRATEGIES: dict[str, StrategyFn] = {
+    "aten.embedding": _split_lookup,
+    "aten.embedding_dense_backward": _split_rows,
+}

@@ -1,0 +1,236 @@
+"""Rules and strategies of the larger families, each tried by brute force on real parts (see rule_oracle)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from rule_oracle import cases, make_call, mesh_of, run, verify
+
+from colofunc.dtensor.rule import Call, Strategy
+from colofunc.dtensor.rules import local, rule_for, strategies_for
+from colofunc.mesh import Mesh
+from colofunc.ops import attention, random  # noqa: F401 - registers the operators
+
+f64 = torch.float64
+
+
+GEN = torch.Generator().manual_seed(0)
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=f64, generator=GEN)
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=GEN)
+
+
+class Ranks:
+    """Answers `axis_index` while ranks run one after another."""
+
+    def __init__(self) -> None:
+        self.mesh, self.rank = mesh_of(2), 0
+
+    def axis_index(self, axes: tuple[str, ...]) -> torch.Tensor:
+        (axis,) = axes
+        return torch.tensor(self.mesh.coordinates(self.rank)[axis])
+
+    def counting(self, strategy: Strategy, mesh: Mesh) -> Strategy:
+        """The strategy with local code that knows whose turn it is."""
+        if strategy.local is None:
+            return strategy
+        code, turns = strategy.local, iter(range(mesh.size))
+
+        def local_code(*shards: torch.Tensor, mesh: Mesh) -> Any:
+            self.mesh, self.rank = mesh, next(turns)
+            return code(*shards, mesh=mesh)
+
+        return attrs.evolve(strategy, local=local_code)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    found = Ranks()
+    monkeypatch.setattr(local, "axis_index", found.axis_index)
+    return found
+
+
+def check(ranks: Ranks, call: Call, tensors: list[torch.Tensor]) -> set[str]:
+    """Everything that the call's rule claims; returns the factors that were split."""
+    rule = rule_for(call)
+    assert rule is not None, f"{call.target} has no rule"
+    rule.check(call)
+    whole = run(call.target, call.args, call.kwargs, tensors)
+    done = set()
+    for strategy, mesh, (factor, _, kind) in cases(rule, call):
+        verify(call, rule, ranks.counting(strategy, mesh), mesh, tensors, whole)
+        if kind != "pending" and " " not in factor and not factor.startswith(("sum", "max")):
+            done.add(factor)
+    return done
+
+
+def conv(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, **options: Any) -> tuple[Any, ...]:
+    n = x.dim() - 2
+    get = lambda name, default: [options.get(name, default)] * n  # noqa: E731
+    return (
+        "aten.convolution.default", x, w, b, get("stride", 1), get("padding", 0), get("dilation", 1), options.get("transposed", False),
+        get("output_padding", 0), options.get("groups", 1),
+    )  # fmt: skip
+
+
+def conv_back(x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, ...] = (True, True, True), **options: Any) -> tuple[Any, ...]:
+    _, _, _, _, *rest = conv(x, w, None, **options)
+    out = torch.ops.aten.convolution.default(x, w, None, *rest)
+    return ("aten.convolution_backward.default", r(*out.shape), x, w, [out.shape[1]], *rest, list(mask))
+
+
+CASES = {
+    "conv2d": (conv(r(6, 4, 5, 5), r(10, 4, 3, 3), r(10), padding=1), "n c o"),
+    "conv2d plain": (conv(r(6, 4, 5, 5), r(10, 4, 3, 3), stride=2), "n c o"),
+    "conv1d": (conv(r(2, 6, 7), r(4, 6, 3), r(4)), "n c o"),
+    "conv3d": (conv(r(2, 2, 3, 3, 3), r(4, 2, 2, 2, 2), r(4)), "n c o"),
+    "conv groups": (conv(r(2, 24, 5), r(12, 4, 3), r(12), groups=6), "n c o g"),
+    "conv depthwise": (conv(r(2, 6, 5, 5), r(6, 1, 3, 3), r(6), groups=6, padding=1), "n g"),
+    "conv transposed": (conv(r(2, 6, 5), r(6, 4, 3), r(4), transposed=True, stride=2), "n c o"),
+    "conv transposed groups": (conv(r(2, 12, 5), r(12, 4, 3), r(24), transposed=True, groups=6), "n c o g"),
+    "conv transposed patches": (conv(r(2, 6, 4), r(6, 4, 2), r(4), transposed=True, stride=2), "n c o p0"),
+    "conv patches": (conv(r(2, 3, 8, 12), r(4, 3, 2, 2), r(4), stride=2), "n c o p0 p1"),
+    "conv pointwise": (conv(r(2, 3, 4, 6), r(4, 3, 1, 1), r(4)), "n c o p0 p1"),
+    "conv back": (conv_back(r(6, 4, 5, 5), r(10, 4, 3, 3), padding=1), "n c o"),
+    "conv back weight": (conv_back(r(6, 4, 5), r(10, 4, 3), (False, True, False)), "n c o"),
+    "conv back input": (conv_back(r(6, 4, 5), r(10, 4, 3), (True, False, False)), "n c o"),
+    "conv back groups": (conv_back(r(2, 24, 5), r(12, 4, 3), groups=6), "n c o g"),
+    "conv back depthwise": (conv_back(r(2, 6, 5, 5), r(6, 1, 3, 3), groups=6), "n g"),
+    "conv back transposed": (conv_back(r(2, 12, 5), r(12, 4, 3), transposed=True, groups=6), "n c o g"),
+    "conv back patches": (conv_back(r(2, 3, 8, 12), r(4, 3, 2, 2), stride=2), "n c o p0 p1"),
+    "conv back transposed patches": (conv_back(r(2, 3, 4), r(3, 4, 2), stride=2, transposed=True), "n c o p0"),
+    "max_pool2d": (("aten.max_pool2d_with_indices.default", r(4, 6, 5, 5), [2, 2]), "b0 b1"),
+    "max_pool2d back": (
+        ("aten.max_pool2d_with_indices_backward.default", r(4, 6, 2, 2), r(4, 6, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False,
+         torch.nn.functional.max_pool2d(r(4, 6, 4, 4), 2, return_indices=True)[1]), "b0 b1"),  # fmt: skip
+    "avg_pool2d": (("aten.avg_pool2d.default", r(4, 6, 5, 5), [2, 2]), "b0 b1"),
+    "adaptive_avg": (("aten._adaptive_avg_pool2d.default", r(4, 6, 5, 5), [2, 3]), "b0 b1"),
+    "adaptive_avg unbatched": (("aten._adaptive_avg_pool2d.default", r(6, 5, 5), [2, 3]), "b0"),
+    "fractional": (("aten.fractional_max_pool2d.default", r(4, 6, 6, 6), [2, 2], [3, 3], torch.rand(4, 6, 2, dtype=f64)), "b0 b1"),
+    "embedding": (("aten.embedding.default", r(12, 6), ints(12, 4, 3), 2), "i0 i1 e"),
+    "embedding back": (("aten.embedding_dense_backward.default", r(4, 3, 6), ints(12, 4, 3), 12, 2, False), "i0 i1 e"),
+    "embedding back by frequency": (("aten.embedding_dense_backward.default", r(4, 6), ints(12, 4), 12, -1, True), "e"),
+    "embedding_bag": (("aten._embedding_bag.default", r(12, 6), ints(12, 8), torch.tensor([0, 3, 5])), "e"),
+    "gather": (("aten.gather.default", r(6, 5), 1, ints(5, 6, 4)), "d0 j"),
+    "gather corner": (("aten.gather.default", r(6, 5), 1, ints(5, 4, 4)), "j"),
+    "gather first": (("aten.gather.default", r(6, 4), 0, ints(6, 10, 4)), "d1 j"),
+    "scatter src": (("aten.scatter.src", r(6, 5), 1, ints(5, 6, 1), r(6, 1)), "d0"),
+    "scatter value": (("aten.scatter.value", r(6, 5), 1, ints(5, 6, 4), 2.0), "d0"),
+    "scatter zero": (("aten.scatter.value", r(6, 5), 1, ints(5, 6, 4), 0), "d0"),
+    "scatter reduce add": (("aten.scatter.reduce", r(6, 5), 1, ints(5, 6, 4), r(6, 4), {"reduce": "add"}), "d0 j"),
+    "scatter_add": (("aten.scatter_add.default", r(6, 5), 1, ints(5, 6, 4), r(6, 4)), "d0 j"),
+    "scatter_add longer source": (("aten.scatter_add.default", r(6, 5), 1, ints(5, 6, 4), r(6, 6)), "d0"),
+    "scatter_reduce sum": (("aten.scatter_reduce.two", r(6, 5), 1, ints(5, 6, 4), r(6, 4), "sum"), "d0 j"),
+    "scatter_reduce amax": (("aten.scatter_reduce.two", r(6, 5), 1, ints(5, 6, 4), r(6, 4), "amax"), "d0 j"),
+    "scatter_reduce mean": (("aten.scatter_reduce.two", r(6, 5), 1, ints(5, 6, 4), r(6, 4), "mean"), "d0"),
+    "index_select": (("aten.index_select.default", r(6, 5, 4), 1, ints(5, 10)), "d0 j d2"),
+    "index_add": (("aten.index_add.default", r(6, 5, 4), 1, ints(5, 10), r(6, 10, 4)), "d0 j d2"),
+    "index_copy": (("aten.index_copy.default", r(6, 5, 4), 1, torch.tensor([0, 3]), r(6, 2, 4)), "d0 d2"),
+    "index_fill": (("aten.index_fill.int_Scalar", r(6, 5, 4), 1, torch.tensor([0, 3]), 0), "d0 d2"),
+    "take": (("aten.take.default", r(6, 5), ints(30, 4, 6)), "i0 i1"),
+    "index": (("aten.index.Tensor", r(6, 5, 4), [None, ints(5, 2, 3)]), "d0 i0 i1 d2"),
+    "index two": (("aten.index.Tensor", r(6, 5, 4), [ints(6, 2, 1), ints(5, 3)]), "i0 i1 d2"),
+    "index apart": (("aten.index.Tensor", r(6, 4, 5), [ints(6, 2, 3), None, ints(5, 3)]), "i0 i1 d1"),
+    "index_put": (("aten.index_put.default", r(6, 5, 4), [None, torch.tensor([1, 3])], r(6, 2, 4)), "d0 d2"),
+    "index_put add": (("aten.index_put.default", r(6, 5, 4), [None, ints(5, 2, 3)], r(6, 2, 3, 4), True), "d0 i0 i1 d2"),
+    "index_put add one": (("aten.index_put.default", r(6, 5, 4), [ints(6, 10)], r(1), True), "d1 d2 i0"),
+    "index_put add scalar": (("aten.index_put.default", r(6, 4), [ints(6, 10)], torch.tensor(2.0, dtype=f64), True), "d1 i0"),
+    "index_put mask": (("aten.index_put.default", r(6, 4), [r(6, 4) > 0], torch.tensor(2.0, dtype=f64)), "d0 d1"),
+    "masked index": (("aten._unsafe_masked_index.default", r(6, 4), r(10, 1) > 0, [ints(6, 10)], 0), "i0 d1"),
+    "masked index put": (
+        ("aten._unsafe_masked_index_put_accumulate.default", r(6, 4), r(10, 1) > 0, [ints(6, 10)], r(10, 4)), "i0 d1"),
+    "searchsorted": (("aten.searchsorted.Tensor", torch.arange(5.0), r(6, 4).float()), "d0 d1"),
+    "searchsorted rows": (("aten.searchsorted.Tensor", r(6, 5).sort(-1)[0], r(6, 4)), "d0 j"),
+    "bucketize": (("aten.bucketize.Tensor", r(6, 4), torch.arange(5.0, dtype=f64)), "d0 d1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_holds_and_splits(name: str, ranks: Ranks) -> None:
+    (target, *args), factors = CASES[name]
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    split = check(ranks, *make_call(target, tuple(args), kwargs))
+    assert split == set(factors.split())
+
+
+# --- random numbers and attention: local code that knows where its part lies
+
+SEED = torch.tensor(7)
+B, H, G, S, T, E, F = 2, 12, 6, 6, 10, 4, 3
+
+
+def attend(bias: torch.Tensor | None = None, causal: bool = False, window: int = 0, dropout: float = 0.0, seed: torch.Tensor | None = None,
+           offset: torch.Tensor | None = None, t: int = T) -> tuple[Any, ...]:  # fmt: skip
+    return ("colofunc.attention", r(B, H, S, E), r(B, G, t, E), r(B, G, t, F), bias, 0.5, causal, window, dropout, seed, 3, offset)
+
+
+def attend_back(bias: torch.Tensor | None = None, *rest: Any, need_dbias: bool = False, **options: Any) -> tuple[Any, ...]:
+    _, q, k, v, bias, *options_ = attend(bias, *rest, **options)
+    out, lse = torch.ops.colofunc.attention(q, k, v, bias, *options_)
+    tail = [None, [], [], None, need_dbias, None]
+    return ("colofunc.attention_backward", r(*out.shape), q, k, v, bias, out, lse, *options_, *tail)
+
+
+PLACED = {
+    "bits": (("colofunc.random_bits", SEED, 3, [4, 6, 5]), "d0 d1 d2"),
+    "uniform": (("colofunc.random_uniform", SEED, 3, [4, 12], f64), "d0 d1"),
+    "normal": (("colofunc.random_normal", SEED, 3, [12, 10], torch.float32), "d0 d1"),
+    "bernoulli": (("colofunc.random_bernoulli", SEED, 3, [12, 10], torch.bool, 0.3), "d0 d1"),
+    "dropout": (("colofunc.dropout", r(4, 6, 10), SEED, 3, 0.3), "d0 d1 d2"),
+    "attention": (attend(), "b g r s"),
+    "attention causal": (attend(causal=True, t=S), "b g r s"),
+    "attention window": (attend(window=3, causal=True, t=S, offset=torch.tensor(1)), "b g r s"),
+    "attention listed rows": (attend(causal=True, offset=torch.tensor([3, 1, 0, 2, 5, 4])), "b g r s"),
+    "attention bias": (attend(r(1, H, S, T)), "b g r s"),
+    "attention mask": (attend(r(B, 1, S, T) > -1), "b g r s"),
+    "attention row mask": (attend(r(S, T) > -1), "b g r s"),
+    "attention dropout": (attend(None, True, 0, 0.3, SEED, t=S), "b g r s"),
+    "attention back": (attend_back(), "b g r s"),
+    "attention back causal": (attend_back(causal=True, t=S), "b g r s"),
+    "attention back bias": (attend_back(r(1, H, S, T), need_dbias=True), "b g r s"),
+    "attention back bias of heads": (attend_back(r(H, 1, T), need_dbias=True), "b g r s"),
+    "attention back dropout": (attend_back(None, True, 0, 0.3, SEED, t=S), "b g r s"),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_parts_that_know_where_they_lie(name: str, ranks: Ranks) -> None:
+    (target, *args), factors = PLACED[name]
+    assert check(ranks, *make_call(target, tuple(args), {})) == set(factors.split())
+
+
+# --- strategies that split what the rule keeps whole
+
+SPLIT = {
+    "embedding": ("aten.embedding.default", r(12, 6), ints(12, 4, 3), 2),
+    "embedding int32": ("aten.embedding.default", r(12, 6), ints(12, 4, 3).int(), -1),
+    "embedding back": ("aten.embedding_dense_backward.default", r(4, 3, 6), ints(12, 4, 3), 12, 2, False),
+    "gather": ("aten.gather.default", r(4, 6, 2), 1, ints(6, 4, 6, 2)),
+    "gather last": ("aten.gather.default", r(4, 6), -1, ints(6, 4, 1)),
+    "index_select": ("aten.index_select.default", r(4, 6, 2), 1, ints(6, 10)),
+    "scatter_add": ("aten.scatter_add.default", r(4, 6), 1, ints(6, 4, 6), r(4, 6)),
+    "scatter_add longer source": ("aten.scatter_add.default", r(4, 6), 1, ints(6, 4, 3), r(4, 5)),
+    "index_add": ("aten.index_add.default", r(4, 6), 1, ints(6, 4), r(4, 4), {"alpha": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_strategies_split_the_indexed_dim(name: str, ranks: Ranks) -> None:
+    target, *args = SPLIT[name]
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    call, tensors = make_call(target, tuple(args), kwargs)
+    whole = run(call.target, call.args, call.kwargs, tensors)
+    sharded = set()
+    for mesh in (mesh_of(2), mesh_of(3), mesh_of(2, 2), mesh_of(2, 3)):
+        for strategy in strategies_for(call, mesh):
+            verify(call, None, ranks.counting(strategy, mesh), mesh, tensors, whole)
+            sharded |= {factor for _, factor in strategy.axes}
+    assert len(sharded & {"v", "s"}) == 1 and len(sharded) > 1
