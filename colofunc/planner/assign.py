@@ -1,0 +1,260 @@
+"""Assignment: one strategy per operator and one layout per input leaf, cheapest in seconds, within a budget of bytes.
+
+    assign(program, mesh, candidates, NONE, conversion_s, budget_bytes=40 << 30).strategies[k]
+
+Steps: tie what is alike (`classes`), ask for the candidates of each class, build the cost model (`model`), search
+(`search`). A budget is met by a price per byte of what is alive at the peak (a Lagrangian, its multiplier found by
+bisection); then price is taken back option by option as long as the budget holds. Where that is not enough, parameters
+are gathered anew in every phase (`Assignment.regather`) instead of being kept gathered in between.
+
+With many axes the joint enumeration explodes; `assign_by_axes` decides one axis at a time, the others fixed, until
+nothing changes. Later residency (keep, recompute, offload) enters as further options of the same variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import numpy as np
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.planner.budget import fit, least_error
+from colofunc.planner.classes import Ties, item_of, tie
+from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
+from colofunc.planner.memory import Liveness, liveness
+from colofunc.planner.model import ConvertS, Model, build_model, settled
+from colofunc.planner.problem import Effort
+from colofunc.planner.search import search
+from colofunc.program.ir import Node, Program, Value
+
+Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
+
+
+class AxisCandidates(Protocol):
+    """Candidates that place only `axes`; every other axis lies as in `fixed` (None at first: nowhere)."""
+
+    def __call__(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None, /) -> Sequence[Strategy] | Sequence[Layout]: ...
+
+
+@attrs.frozen(eq=False)
+class Assignment:
+    """What was decided. `strategies` is parallel to the program's nodes, `outputs` to its outputs.
+
+    `regather`: parameters whose conversions may not be kept from one phase to the next.
+    `model`, `ties`, `choice`: the problem and its solution, to ask why.
+    """
+
+    strategies: tuple[Strategy, ...]
+    inputs: Mapping[int, Layout]
+    outputs: tuple[Layout, ...]
+    cost_s: float
+    conversions_s: float
+    peak_bytes: int
+    regather: frozenset[int]
+    model: Model
+    ties: Ties
+    choice: tuple[int, ...]
+
+
+def assign(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints = NONE,
+    convert_s: ConvertS | None = None,
+    budget_bytes: int | None = None,
+    peak_bytes: Callable[[Assignment], int] | None = None,
+    seed: int = 0,
+    tied: bool | None = None,
+    starts: Sequence[Assignment] = (),
+    effort: Effort = Effort(),
+) -> Assignment:
+    """The cheapest assignment found whose peak is within `budget_bytes`.
+
+    `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
+    per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. Raises PlanError where a
+    constraint leaves no strategy or the least possible peak is above the budget.
+    """
+    convert = convert_s or free
+    ties = tie(program, constraints.key, enabled=tied)
+    options = [_options(program, m[0], candidates, constraints) for m in ties.members]
+    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs))
+    begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
+    choice = search(model, begin, None, seed, effort)
+    live = liveness(program, model, ties)
+    found = _assignment(program, model, ties, live, choice, frozenset())
+    peak = peak_bytes or (lambda a: a.peak_bytes)
+    if budget_bytes is None or peak(found) <= budget_bytes:
+        return found
+    least: list[tuple[int, Mapping[str, int]]] = []
+    for regather in (frozenset[int](), _parameters(program)):
+        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather).sharing(model)
+        alive = liveness(program, again, ties)
+        make = lambda x, m=again, a=alive, r=regather: _assignment(program, m, ties, a, x, r)  # noqa: E731
+        result = fit(again, alive, choice, lambda x, make=make: peak(make(x)), budget_bytes, seed, effort)
+        if result.choice is not None:
+            return make(result.choice)
+        least.append((result.least_bytes, result.least_roles))
+    raise PlanError(least_error(budget_bytes, *min(least, key=lambda item: item[0])))
+
+
+def assign_by_axes(
+    program: Program,
+    mesh: Mesh,
+    candidates: AxisCandidates,
+    constraints: Constraints = NONE,
+    convert_s: ConvertS | None = None,
+    budget_bytes: int | None = None,
+    peak_bytes: Callable[[Assignment], int] | None = None,
+    axes: Sequence[str] | None = None,
+    rounds: int = 3,
+    seed: int = 0,
+    effort: Effort = Effort(),
+) -> Assignment:
+    """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
+
+    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work.
+    """
+    named = tuple(mesh.axis_names if axes is None else axes)
+    open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
+
+    def solve_for(some: tuple[str, ...], current: Assignment | None, budget: int | None) -> Assignment:
+        at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
+        fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
+        here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
+        keyed = constraints if fixed is None else constraints | _apart(fixed)
+        begin = () if current is None else (current,)
+        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort)
+
+    if len(open_axes) <= 2:
+        return solve_for(tuple(open_axes), None, budget_bytes)
+    blocks = [tuple(open_axes[k : k + 2]) for k in range(0, len(open_axes), 2)]
+    current: Assignment | None = None
+    for block in blocks:  # the budget binds only once every axis has had its turn
+        current = solve_for(block, current, None)
+    assert current is not None
+    for turn in range(rounds):
+        before = current.cost_s
+        for axis in open_axes:
+            last = turn == rounds - 1 or axis == open_axes[-1]
+            current = solve_for((axis,), current, budget_bytes if last else None)
+        if current.cost_s >= before * (1 - 1e-9):
+            break
+    if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
+        current = solve_for(tuple(open_axes[:2]), current, budget_bytes)
+    return current
+
+
+def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
+    """Conversions that cost nothing, for programs on one rank."""
+    return 0.0
+
+
+def _apart(fixed: Sequence[Strategy]) -> Constraints:
+    """Keep items apart whose fixed axes differ."""
+
+    def keep(strategy: Strategy) -> Constraint:
+        return Constraint(("fixed", strategy.name, strategy.ins, strategy.outs), lambda s: True, "the axes decided before")
+
+    return Constraints({item: (keep(strategy),) for item, strategy in enumerate(fixed)})
+
+
+def _options(program: Program, item: int, candidates: Candidates, constraints: Constraints) -> tuple[Strategy, ...]:
+    offered = candidates(item_of(program, item))
+    return allowed(program, item, (leaf_strategy(o) if isinstance(o, Layout) else o for o in offered), constraints)
+
+
+def _strategy_of(assignment: Assignment, item: int) -> Strategy:
+    c = assignment.ties.of_item[item]
+    return assignment.model.options[c][assignment.choice[c]]
+
+
+def _choice_of(assignment: Assignment, program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]) -> list[int]:
+    """Another assignment of the same program as option indices here (the first option where it is not offered)."""
+    out = []
+    for members, strategies in zip(ties.members, options, strict=True):
+        had = _strategy_of(assignment, members[0])
+        same = (k for k, s in enumerate(strategies) if (s.ins, s.outs) == (had.ins, had.outs))
+        out.append(next(same, 0))
+    return out
+
+
+def _starts(program: Program, ties: Ties, model: Model, most: int = 5) -> list[list[int]]:
+    """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
+    batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
+    largest = max(batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None)
+    starts = [[0] * len(model.options)]
+    if largest is None or len(model.options) <= 2:
+        return starts
+    graph = model.pair_graph(1.0)
+    order = range(len(model.options))
+    ways = sorted(range(len(model.options[largest])), key=lambda o: _numel(model.options[largest][o]))
+    for o in ways[:most]:
+        text = model.options[largest][o].outs[0]
+        alike = {c: _first(model.options[c], text) for c in sorted(batch)}
+        starts.append(graph.greedy(order, {**alike, largest: o}))
+    return starts
+
+
+def _numel(strategy: Strategy) -> int:
+    return sum(lay.local_numel for lay in strategy.outs if lay is not None)
+
+
+def _first(options: Sequence[Strategy], like: Layout | None) -> int:
+    """The option that spreads its dims over the same axes as `like` does, as far as it has those dims."""
+    assert like is not None
+    want = [tuple(a for _, a in dim if a) for dim in like.dims]
+    for k, s in enumerate(options):
+        lay = s.outs[0]
+        if lay is not None and [tuple(a for _, a in dim if a) for dim in lay.dims] == want[: len(lay.dims)]:
+            return k
+    return 0
+
+
+def _parameters(program: Program) -> frozenset[int]:
+    return frozenset(i for i in program.inputs if program.values[i].role in ("param", "frozen"))
+
+
+def _assignment(
+    program: Program, model: Model, ties: Ties, live: Liveness, choice: Sequence[int], regather: frozenset[int]
+) -> Assignment:
+    picked = [options[o] for options, o in zip(model.options, choice, strict=True)]
+    inputs = {id: _whole(picked[ties.of_input(k)]) for k, id in enumerate(program.inputs)}
+    strategies = tuple(picked[ties.of_node(k)] for k in range(len(program.nodes)))
+    layouts = dict(inputs)
+    for node, strategy in zip(program.nodes, strategies, strict=True):
+        for o, layout in zip(node.outs, strategy.outs, strict=True):
+            if o is not None and layout is not None:
+                layouts[o] = layout
+    fixed = {id: flow.settle for flow in model.flows for id in flow.values if flow.settle is not None}
+    leaf_of = dict(program.aliases)
+    outputs = tuple(
+        inputs[program.inputs[leaf_of[p]]] if p in leaf_of else settled(layouts[id], fixed[id])
+        for p, id in enumerate(program.outputs)
+    )
+    cost_s, conversions_s = model.true_cost(choice), model.conversions_s(choice)
+    peak = live.peak(choice).nbytes
+    return Assignment(strategies, inputs, outputs, cost_s, conversions_s, peak, regather, model, ties, tuple(map(int, choice)))
+
+
+def _whole(strategy: Strategy) -> Layout:
+    layout = strategy.outs[0]
+    assert layout is not None
+    return layout
+
+
+def bytes_by_option(model: Model, program: Program, ties: Ties) -> list[np.ndarray]:
+    """Local bytes of all results, per class and option, of one member: for reports."""
+    out = []
+    for members, options in zip(ties.members, model.options, strict=True):
+        thing = item_of(program, members[0])
+        ids = (thing.id,) if isinstance(thing, Value) else thing.outs
+        sizes = [0 if i is None else program.values[i].dtype.itemsize for i in ids]
+        rows = [sum(lay.local_numel * n for lay, n in zip(s.outs, sizes, strict=True) if lay is not None) for s in options]
+        out.append(np.array(rows))
+    return out

@@ -1,0 +1,136 @@
+"""Ties: operator calls that stand at the same place of identical layers are decided once.
+
+Problem: OPT-30B's step has 10,000 operator calls, but 48 layers of it are alike; deciding them one by one costs time and
+gives plans that differ from layer to layer for no reason. Idea: colour refinement. An item (input leaf or node) starts
+with a colour of what it is: target, arguments, shapes, phase, module path and leaf name with digits starred; then each
+round adds the colours of its producers and consumers. After a few rounds two items of one colour have the same
+neighbourhood, so one variable with a multiplicity stands for all of them.
+
+    h.0.mlp.fc, h.1.mlp.fc, ..., h.47.mlp.fc   ->   one variable h.*.mlp.fc (x48)
+
+Source: Weisfeiler and Leman's colour refinement; folding repeated blocks as in Alpa's layer clustering (2201.12023).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+
+import attrs
+
+from colofunc.program.ir import Node, Program, Value, map_refs
+
+SMALL = 96
+"""Programs of at most this many nodes are decided call by call."""
+
+_DIGITS = re.compile(r"\d+")
+
+
+def starred(name: str) -> str:
+    """`h.12.attn` -> `h.*.attn`."""
+    return _DIGITS.sub("*", name)
+
+
+@attrs.frozen
+class Ties:
+    """Items are numbered: input k of the program is k, node k is len(inputs) + k. `members` of a class are items."""
+
+    of_item: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+    n_inputs: int
+
+    def of_node(self, index: int) -> int:
+        return self.of_item[self.n_inputs + index]
+
+    def of_input(self, position: int) -> int:
+        return self.of_item[position]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+def item_of(program: Program, item: int) -> Node | Value:
+    """The input leaf or the node with this item number."""
+    n = len(program.inputs)
+    return program.values[program.inputs[item]] if item < n else program.nodes[item - n]
+
+
+def tie(
+    program: Program, extra: Callable[[int], Hashable] = lambda item: None, rounds: int = 3, enabled: bool | None = None
+) -> Ties:
+    """Classes of like items. `extra(item)` keeps items apart that differ in it (their constraints, say)."""
+    n = len(program.inputs)
+    total = n + len(program.nodes)
+    if enabled is None:
+        enabled = len(program.nodes) > SMALL
+    if not enabled:
+        return _ties(range(total), n)
+    producers, consumers = _links(program)
+    colours = _number([(_what(program, item), extra(item)) for item in range(total)])
+    count = max(colours, default=-1) + 1
+    for _ in range(rounds):
+        colours = _number(
+            [
+                (
+                    colours[i],
+                    tuple((colours[p], k) for p, k in producers[i]),
+                    tuple(sorted((colours[c] if c >= 0 else c, j, k) for c, j, k in consumers[i])),
+                )
+                for i in range(total)
+            ]
+        )
+        now = max(colours, default=-1) + 1
+        if now == count:
+            break
+        count = now
+    return _ties(colours, n)
+
+
+def _what(program: Program, item: int) -> Hashable:
+    thing = item_of(program, item)
+    if isinstance(thing, Value):
+        return "input", starred(thing.name), thing.shape, thing.dtype, thing.role
+    values = program.values
+    types = tuple((values[r].shape, values[r].dtype) for r in thing.refs)
+    outs = tuple(None if o is None else (values[o].shape, values[o].dtype) for o in thing.outs)
+    args = map_refs((thing.args, thing.kwargs), lambda id: "%")
+    # repr: True, 1 and 1.0 are equal as keys but not as arguments
+    return thing.target, repr(args), types, outs, thing.phase, starred(thing.path)
+
+
+def _links(program: Program) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int, int]]]]:
+    """Per item: (producer item, its result) of each operand; (consumer item, result, operand) of each use."""
+    n = len(program.inputs)
+    made = {id: (k, 0) for k, id in enumerate(program.inputs)}
+    producers: list[list[tuple[int, int]]] = [[] for _ in range(n + len(program.nodes))]
+    consumers: list[list[tuple[int, int, int]]] = [[] for _ in range(n + len(program.nodes))]
+    for index, node in enumerate(program.nodes):
+        for operand, ref in enumerate(node.refs):
+            p, j = made[ref]
+            producers[n + index].append((p, j))
+            consumers[p].append((n + index, j, operand))
+        for j, o in enumerate(node.outs):
+            if o is not None:
+                made[o] = (n + index, j)
+    leaf_of = dict(program.aliases)
+    for position, id in enumerate(program.outputs):
+        p, j = made[id]
+        leaf = leaf_of.get(position)
+        # A donated leaf is a neighbour; any other output is a mark that is not a colour.
+        consumers[p].append((leaf, j, -1) if leaf is not None else (-1, j, -1))
+    return producers, consumers
+
+
+def _number(keys: Iterable[Hashable]) -> list[int]:
+    """Keys as integers in order of first appearance (never by hash, which differs between processes)."""
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, len(seen)) for key in keys]
+
+
+def _ties(colours: Iterable[int], n_inputs: int) -> Ties:
+    of_item = tuple(colours)
+    members: list[list[int]] = [[] for _ in range(max(of_item, default=-1) + 1)]
+    for item, c in enumerate(of_item):
+        members[c].append(item)
+    return Ties(of_item, tuple(tuple(m) for m in members), n_inputs)

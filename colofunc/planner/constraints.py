@@ -1,0 +1,90 @@
+"""Constraints: what a search may not decide otherwise.
+
+Wishes of the user, named plans and an earlier plan all become the same records: per item (input leaf or node) tests
+that a strategy has to pass, and strategies that are offered beside the enumerated ones. An input leaf's strategies have
+no operands and one result, so one kind of test serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
+from colofunc.errors import PlanError
+from colofunc.planner.classes import item_of
+from colofunc.program.ir import Program, Value
+
+
+@attrs.frozen
+class Constraint:
+    """`accepts` must hold. `key` is equal for constraints that accept the same; `says` is for people.
+
+    `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say).
+    """
+
+    key: Hashable
+    accepts: Callable[[Strategy], bool] = attrs.field(eq=False)
+    says: str = ""
+    offers: tuple[Strategy, ...] = attrs.field(default=(), eq=False)
+
+
+@attrs.frozen
+class Constraints:
+    """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout."""
+
+    items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
+    outputs: Mapping[int, Layout] = attrs.field(factory=dict)
+
+    def key(self, item: int) -> Hashable:
+        """Items with different keys are never tied."""
+        return tuple(c.key for c in self.items.get(item, ()))
+
+    def __or__(self, other: Constraints) -> Constraints:
+        """Both: every test of either."""
+        items = dict(self.items)
+        for item, more in other.items.items():
+            items[item] = (*items.get(item, ()), *more)
+        return Constraints(items, {**self.outputs, **other.outputs})
+
+
+NONE = Constraints()
+
+
+def leaf_strategy(layout: Layout) -> Strategy:
+    """An input leaf in a layout, in the form that nodes' strategies have."""
+    return Strategy(layout.text(), (), (layout,))
+
+
+def allowed(program: Program, item: int, options: Iterable[Strategy], constraints: Constraints) -> tuple[Strategy, ...]:
+    """The options that pass all constraints on the item; raises PlanError naming the one that leaves none."""
+    left = list(options)
+    for constraint in constraints.items.get(item, ()):
+        more = [s for s in constraint.offers if all((s.ins, s.outs) != (o.ins, o.outs) for o in left)]
+        kept = [s for s in (*left, *more) if constraint.accepts(s)]
+        if not kept:
+            raise PlanError(
+                f"{constraint.says} cannot be done: {_describe(program, item)} has "
+                f"{len(left)} strategies ({_names(left)}) and none is of that kind; "
+                "choose one of these, or place the axis on a factor that its size divides"
+            )
+        left = kept
+    if not left:
+        raise PlanError(f"{_describe(program, item)} has no strategy; give it a rule or a replicated strategy")
+    return tuple(left)
+
+
+def _names(options: Iterable[Strategy], most: int = 8) -> str:
+    names = [s.name for s in options]
+    return ", ".join(names[:most]) + (f", ... {len(names) - most} more" if len(names) > most else "")
+
+
+def _describe(program: Program, item: int) -> str:
+    thing = item_of(program, item)
+    if isinstance(thing, Value):
+        return f"input {thing.name!r} of shape {thing.shape}"
+    where = f" in {thing.path!r}" if thing.path else ""
+    shapes = ", ".join(str(program.values[r].shape) for r in thing.refs)
+    return f"{thing.target}{where} on {shapes}" + (f" ({thing.line})" if thing.line else "")
