@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
-import einops
 import torch
 
 from colofunc.dtensor.convert_lower import Move
 from colofunc.errors import CollectiveError
 from colofunc.mesh import Mesh
+from colofunc.ops import collectives  # noqa: F401  (registers the kernels of rearrange and fit)
+from colofunc.ops.define import KERNELS
 
 Tensor = torch.Tensor
 Shards = list[Tensor]  # one per rank; or one per member of a group
@@ -69,20 +70,7 @@ GROUPED: dict[str, Callable[..., Shards]] = {
 }
 
 
-def rearrange(x: Tensor, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
-    """einops.rearrange with the sizes as two lists, as in a program."""
-    return einops.rearrange(x, pattern, **dict(zip(names, sizes, strict=True)))
-
-
-def fit(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pad with zeros, or cut, each dim at its end."""
-    out = x.new_zeros(tuple(shape))
-    common = tuple(slice(0, min(a, b)) for a, b in zip(x.shape, shape, strict=True))
-    out[common] = x[common]
-    return out
-
-
-LOCAL: dict[str, Callable[..., Tensor]] = {"rearrange": rearrange, "fit": fit}
+LOCAL: dict[str, Callable[..., Tensor]] = {"rearrange": KERNELS["colofunc.rearrange"], "fit": KERNELS["colofunc.fit"]}
 
 
 def run_group(target: str, shards: Sequence[Tensor], axes: Iterable[str], mesh: Mesh, *args: Any) -> Shards:
