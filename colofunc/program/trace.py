@@ -27,6 +27,7 @@ from colofunc.dtensor.rule import TensorType
 from colofunc.errors import InputError, TraceError
 from colofunc.program.ir import Program, Value
 from colofunc.program.trace_function import TraceFunctions
+from colofunc.program.trace_infer import contiguous
 from colofunc.program.trace_meta import activate, module_path, phase, watch_modules
 from colofunc.program.trace_ops import handler_of
 from colofunc.program.trace_record import Recorder, Storage
@@ -171,13 +172,9 @@ def _make_inputs(rec: Recorder, leaves: Sequence[torch.Tensor], names: Sequence[
 
 
 def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation") -> tuple[torch.Tensor, Storage]:
-    with rec.fake:
-        fake = torch.empty(leaf.shape, dtype=leaf.dtype)
     vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
-    storage = Storage("input", name)
-    rec.attach(fake, rec.root(vid, fake, storage))
-    fake.requires_grad_(leaf.requires_grad)
-    return fake, storage
+    cell = rec.root(vid, contiguous(leaf.shape, leaf.dtype), "input", name)
+    return rec.tensor(cell).requires_grad_(leaf.requires_grad), cell.storage
 
 
 def _host_random_state() -> Any:
@@ -192,7 +189,6 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
     args, kwargs = arguments
     with ExitStack() as stack:
         stack.enter_context(activate(rec.where))
-        stack.enter_context(rec.fake)
         stack.enter_context(rec)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(TraceFunctions(rec))
@@ -210,7 +206,7 @@ def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:
                 f"the step returns {leaf.name} of type {type(leaf.value).__name__}, which is no tensor and no container "
                 "of tensors; return its tensors in a dict, list, tuple or record"
             )
-    with rec.fake, rec:
+    with rec:
         return [rec.read(rec.cell(leaf)) for leaf in leaves], tree
 
 

@@ -24,113 +24,80 @@ from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
 from colofunc.program.trace_meta import inside_file, user_line
-from colofunc.program.trace_record import Cell, Recorder, Storage, flat_results
+from colofunc.program.trace_infer import CPU, Meta, build, contiguous, slots
+from colofunc.program.trace_record import PLACEMENT, Cell, Recorder, flat_results
 from colofunc.program.trace_views import view_calls
 
 Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
 
 aten = torch.ops.aten
 
-# One symbolic device in the trace: where a tensor lives and how it is copied there is decided by the lowering.
-_PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})
-
-
-def encode_kwargs(rec: Recorder, kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    if not kwargs:
-        return ()
-    return tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in _PLACEMENT and v is not None)
-
 
 # ---- plain, view ----
 
 
 def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    enc = tuple([rec.encode(a) for a in args])
-    named = encode_kwargs(rec, kwargs)
-    out = rec.run_fake(func, args, kwargs)
-    record_results(rec, target_of(func), enc, named, out)
-    return out
-
-
-def record_results(rec: Recorder, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], out: Any) -> list[int]:
-    """Emit the node whose fake results are `out`, and give each of them a root cell."""
-    flat = [out] if isinstance(out, torch.Tensor) else flat_results(out)
-    tensors = [t if isinstance(t, torch.Tensor) else None for t in flat]
-    if not any(t is not None for t in tensors) and flat:
-        return []  # answers about metadata (is_same_size) are Python's
-    ids = rec.emit(target, args, kwargs, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors])
-    for tensor, vid in zip(tensors, ids, strict=True):
-        if tensor is not None:
-            rec.attach(tensor, rec.root(vid, tensor))
-    return ids
+    enc, named, results = rec.encode_call(func, args, kwargs)
+    form, metas = results.form, results.metas
+    if form == 0:  # one tensor, the usual case
+        meta = metas[0]
+        return rec.fresh(rec.emit(target_of(func), enc, named, [(meta[0], meta[2])])[0], meta)
+    if not metas:
+        return build(form, ())  # answers about metadata (is_same_size) are Python's
+    places = slots(form)
+    types = [None if i is None else (metas[i].shape, metas[i].dtype) for i in places]
+    ids = rec.emit(target_of(func), enc, named, types)
+    return build(form, [rec.fresh(vid, metas[i]) for vid, i in zip(ids, places, strict=True) if i is not None])
 
 
 def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     parent = rec.cell(args[0])
-    enc = tuple([rec.encode(a) for a in args])
-    named = encode_kwargs(rec, kwargs)
-    out = rec.run_fake(func, args, kwargs)
+    enc, named, results = rec.encode_call(func, args, kwargs)
     target = target_of(func)
-    single = isinstance(out, torch.Tensor)
-    outs: list[torch.Tensor] = [out] if single else list(out)
-    ids = rec.emit(target, enc, named, [(tuple(t.shape), t.dtype) for t in outs])
-    calls = view_calls(target, enc, named, outs)
-    for tensor, vid, (call, call_args) in zip(outs, ids, calls, strict=True):
-        child = parent.child(vid, tensor.stride(), call, call_args, named if single else ())
-        rec.attach(tensor, child)
-    return out
+    metas = [m._replace(offset=m.offset + parent.meta.offset) for m in results.metas]
+    ids = rec.emit(target, enc, named, [(m.shape, m.dtype) for m in metas])
+    single = results.form == 0
+    calls = view_calls(target, enc, named, [m.shape for m in metas])
+    cells = [
+        parent.child(vid, meta, call, call_args, named if single else ())
+        for vid, meta, (call, call_args) in zip(ids, metas, calls, strict=True)
+    ]
+    return build(results.form, [rec.tensor(cell) for cell in cells])
 
 
 def alias(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """detach, alias: the same value, no node."""
     cell = rec.cell(args[0])
-    vid = rec.read(cell)
-    out = rec.run_fake(func, args, kwargs)
-    rec.attach(out, cell.child(vid, out.stride(), "", (), ()))
-    return out
+    return rec.tensor(cell.child(rec.read(cell), cell.meta, "", (), ()))
 
 
 def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A literal (`torch.tensor([1, 2])`): a constant, but in a tensor that the function made and may write to."""
-    vid = rec.read(rec.cell(args[0]))
-    value = rec.values[vid]
-    with rec.fake:
-        out = torch.empty(value.shape, dtype=value.dtype)
-    rec.attach(out, rec.root(vid, out))
-    return out
+    cell = rec.cell(args[0])
+    return rec.fresh(rec.read(cell), cell.meta)
 
 
 def as_strided(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Strides belong to memory, so the view is taken from the root, brought into the order of its memory."""
     tensor, size, stride, *rest = args
     cell = rec.cell(tensor)
-    root = cell.storage.root
-    out = rec.run_fake(func, args, kwargs)
-    base = _memory_order(rec, root)
-    call = (Ref(-1), tuple(size), tuple(stride), int(out.storage_offset()))
-    vid = rec.emit1("aten.as_strided.default", (Ref(rec.read(base)), *call[1:]), tuple(out.shape), out.dtype)
-    rec.attach(out, base.child(vid, out.stride(), "aten.as_strided.default", call, ()))
-    return out
+    base = _memory_order(rec, cell.storage.root)
+    offset = rest[0] if rest else kwargs.get("storage_offset")
+    meta = Meta(tuple(size), tuple(stride), cell.meta.dtype, cell.meta.offset if offset is None else offset)
+    call = (Ref(-1), meta.shape, meta.strides, meta.offset)
+    vid = rec.emit1("aten.as_strided.default", (Ref(rec.read(base)), *call[1:]), meta.shape, meta.dtype)
+    return rec.tensor(base.child(vid, meta, "aten.as_strided.default", call, ()))
 
 
 def _memory_order(rec: Recorder, root: Cell) -> Cell:
     """`root`, or its permutation that is contiguous in memory."""
-    value = rec.values[rec.read(root)]
-    order = tuple(sorted(range(len(value.shape)), key=lambda d: -root.strides[d]))
-    if order == tuple(range(len(order))) or any(s == 1 for s in value.shape) and _contiguous(value.shape, root.strides):
+    shape, strides, dtype, _ = root.meta
+    if strides == contiguous(shape, dtype).strides or 0 in shape or not shape:
         return root
-    shape = tuple(value.shape[d] for d in order)
-    vid = rec.emit1("aten.permute.default", (Ref(root.vid), order), shape, value.dtype)
-    return root.child(vid, (), "aten.permute.default", (Ref(-1), order), ())
-
-
-def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] == 1, d)))
+    meta = contiguous([shape[d] for d in order], dtype)
+    vid = rec.emit1("aten.permute.default", (Ref(rec.read(root)), order), meta.shape, dtype)
+    return root.child(vid, meta, "aten.permute.default", (Ref(-1), order), ())
 
 
 # ---- mutation ----
@@ -188,11 +155,8 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Give `tensor` the value of `result`, in its own dtype and shape."""
     cell = rec.cell(tensor)
     if result.shape != tensor.shape:
-        if tensor.numel() == 0 and isinstance(tensor, compat.FakeTensor):
-            with rec.fake:
-                tensor.resize_(result.shape)
-            rec.attach(tensor, rec.root(rec.read(rec.cell(result)), tensor))
-            return
+        if tensor.numel() == 0:
+            raise TraceError(f"out= would resize a tensor at {user_line()}; give it the right shape {tuple(result.shape)}")
         result = rec.call(aten.expand.default, result, list(tensor.shape))
     if result.dtype != tensor.dtype:
         result = rec.call(aten._to_copy.default, result, dtype=tensor.dtype)
@@ -244,14 +208,12 @@ def factory(position: int | None, value: Any) -> Handler:
     """A factory of equal elements: `value`, or the argument at `position`. What `empty` holds is undefined: zeros."""
 
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out = rec.run_fake(func, args, kwargs)
-        rec._met_real = False
+        _, _, results = rec.encode_call(func, args, kwargs)
+        meta = results.metas[0]
         fill = value if position is None else args[position] if len(args) > position else kwargs["fill_value"]
         if isinstance(fill, torch.Tensor):
             fill = item_of(rec, fill)
-        vid = emit_full(rec, tuple(out.shape), out.dtype, fill)
-        rec.attach(out, rec.root(vid, out))
-        return out
+        return rec.fresh(emit_full(rec, meta.shape, meta.dtype, fill), meta)
 
     return handle
 
@@ -262,8 +224,9 @@ def factory(position: int | None, value: Any) -> Handler:
 def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
     vid = rec.read(rec.cell(tensor))
     if rec.values[vid].device_free:
+        value = rec.evaluate(vid)
         with compat.disable_modes(), compat.no_function_modes():
-            return rec.evaluate(vid).item()
+            return value.item()
     raise data_dependent("Python asks for the value of a tensor")
 
 
@@ -283,10 +246,9 @@ def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
     enc = tuple([rec.encode(a) for a in args])
-    named = encode_kwargs(rec, kwargs)
+    named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
     if not all(rec.values[r].device_free for r in _refs((enc, named))):
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
-    rec._met_real = False
 
     def known(arg: Any) -> Any:
         if isinstance(arg, Ref):
@@ -304,12 +266,8 @@ def _wrap_known(rec: Recorder, out: Any) -> Any:
         return type(out)(_wrap_known(rec, o) for o in out)
     if not isinstance(out, torch.Tensor):
         return out
-    vid = rec.read(rec.cell(out))
-    rec._met_real = False
-    with rec.fake:
-        fresh = torch.empty(out.shape, dtype=out.dtype)
-    rec.attach(fresh, rec.root(vid, fresh))
-    return fresh
+    cell = rec.cell(out)
+    return rec.fresh(cell.vid, cell.meta)
 
 
 def _refs(tree: Any) -> list[int]:
@@ -327,7 +285,7 @@ def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         places: list[Any] = []
         for i in args[1]:
             if i is not None and i.dtype in (torch.bool, torch.uint8):
-                places += list(rec.call(aten.nonzero.default, i).unbind(1)) if False else _positions(rec, i)
+                places += _positions(rec, i)
             else:
                 places.append(i)
         return rec.call(aten.index.Tensor, args[0], places)
@@ -369,7 +327,7 @@ def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return torch.device("cpu")
+    return CPU
 
 
 def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -446,5 +404,3 @@ def handler_of(func: Any) -> Handler:
         return view
     return plain
 
-
-__all__ = ["Storage", "handler_of"]

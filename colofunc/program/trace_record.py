@@ -26,17 +26,21 @@ from colofunc.errors import TraceError
 from colofunc.ops.targets import overload
 from colofunc.program import trace_views
 from colofunc.program.ir import Node, Ref, Value, map_refs
+from colofunc.program.trace_infer import Meta, Results, TraceTensor, remembered
 from colofunc.program.trace_meta import Whereabouts, user_line
 
+# One symbolic device in the trace: where a tensor lives and how it is copied there is decided by the lowering.
+PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})
 SMALL = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 class Storage:
     """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf."""
 
-    __slots__ = ("differentiated", "kind", "name", "root", "version")
+    __slots__ = ("differentiated", "kind", "name", "owner", "root", "version")
 
-    def __init__(self, kind: str, name: str = "") -> None:
+    def __init__(self, owner: Recorder, kind: str, name: str = "") -> None:
+        self.owner = owner
         self.kind = kind
         self.name = name
         self.version = 0
@@ -47,21 +51,22 @@ class Storage:
 class Cell:
     """The value behind one tensor. A root has no parent; a view has the call that makes it from its parent."""
 
-    __slots__ = ("args", "kwargs", "out", "parent", "storage", "strides", "target", "version", "vid")
+    __slots__ = ("args", "kwargs", "key", "meta", "parent", "storage", "target", "version", "vid")
 
-    def __init__(self, storage: Storage, vid: int, strides: tuple[int, ...]) -> None:
+    def __init__(self, storage: Storage, vid: int, meta: Meta) -> None:
         self.storage = storage
         self.vid = vid
         self.version = storage.version
-        self.strides = strides
+        self.meta = meta
+        self.key = meta[:3]
         self.parent: Cell | None = None
         self.target = ""
         self.args: tuple[Any, ...] = ()
         self.kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def child(self, vid: int, strides: tuple[int, ...], target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Cell:
+    def child(self, vid: int, meta: Meta, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Cell:
         """A view of this cell. In `args`, `Ref(-1)` stands for the parent; target "" is the parent itself."""
-        cell = Cell(self.storage, vid, strides)
+        cell = Cell(self.storage, vid, meta)
         cell.parent, cell.target, cell.args, cell.kwargs = self, target, args, kwargs
         return cell
 
@@ -77,11 +82,12 @@ class Recorder(TorchDispatchMode):
         self.values: dict[int, Value] = {}
         self.producer: dict[int, Node] = {}
         self.real: dict[int, torch.Tensor] = {}  # values known for real: captured tensors, evaluated constants
-        self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(real) -> (real, fake), keeps both alive
+        self.captured: dict[int, tuple[torch.Tensor, Cell]] = {}  # id(real) -> (real, cell), keeps it alive
         self.constants: dict[int, torch.Tensor] = {}
         self._handler_of = handler_of
         self._handlers: dict[Any, Callable[..., Any]] = {}
-        self._met_real = False
+        self._key: list[Any] = []
+        self._metas: list[Meta] = []
 
     # ---- the mode ----
 
@@ -126,40 +132,44 @@ class Recorder(TorchDispatchMode):
     # ---- tensors and cells ----
 
     def cell(self, tensor: torch.Tensor) -> Cell:
-        """The cell of a fake tensor, or of a real one that the function captured."""
-        found: Cell | None = tensor.__dict__.get("_colofunc_cell")
-        if found is not None and self.values.get(found.vid) is not None and found.storage.root is not None:
-            return found
+        """The cell of a tensor of this trace, or of a real one that the function captured."""
         if isinstance(tensor, compat.FakeTensor):
+            found: Cell | None = tensor.__dict__.get("_colofunc_cell")
+            if found is not None and found.storage.owner is self:
+                return found
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} at {user_line()} was made by an earlier trace and kept; "
                 "return it from the step instead of storing it in an attribute or a global"
             )
-        return self.cell(self.capture(tensor))
+        return self.capture(tensor)
 
-    def capture(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake stand-in of a real tensor that is no input: it becomes a constant of the program."""
-        self._met_real = True
+    def capture(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a real tensor that is no input: it becomes a constant of the program."""
         found = self.captured.get(id(tensor))
         if found is None:
-            with self.fake:
-                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype)
             vid = self.new_value(tuple(tensor.shape), tensor.dtype, role="constant", device_free=True)
             with compat.disable_modes():
                 data = tensor.detach()
             self.constants[vid] = self.real[vid] = data
-            self.attach(stand_in, self.root(vid, stand_in, Storage("captured")))
-            found = self.captured[id(tensor)] = (tensor, stand_in)
+            meta = Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            found = self.captured[id(tensor)] = (tensor, self.root(vid, meta, "captured"))
         return found[1]
 
-    def root(self, vid: int, tensor: torch.Tensor, storage: Storage | None = None) -> Cell:
+    def root(self, vid: int, meta: Meta, kind: str = "fresh", name: str = "") -> Cell:
         """The cell of a tensor with a storage of its own."""
-        storage = storage or Storage("fresh")
-        storage.root = Cell(storage, vid, tensor.stride())
+        storage = Storage(self, kind, name)
+        storage.root = Cell(storage, vid, meta)
         return storage.root
 
-    def attach(self, tensor: torch.Tensor, cell: Cell) -> None:
+    def tensor(self, cell: Cell) -> torch.Tensor:
+        """A new tensor that stands for a cell."""
+        tensor = TraceTensor(cell.meta, self.fake)
         tensor.__dict__["_colofunc_cell"] = cell
+        return tensor
+
+    def fresh(self, vid: int, meta: Meta) -> torch.Tensor:
+        """A new tensor with a storage of its own."""
+        return self.tensor(self.root(vid, meta))
 
     def read(self, cell: Cell) -> int:
         """The current value of a cell; a view whose storage was written since is derived again."""
@@ -204,41 +214,40 @@ class Recorder(TorchDispatchMode):
 
     # ---- arguments ----
 
+    def encode_call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], Results]:
+        """A call's arguments as plain data, and what it returns."""
+        self._key, self._metas = key, metas = [func, torch.get_default_dtype()], []
+        enc = tuple([self.encode(a) for a in args])
+        named: tuple[tuple[str, Any], ...] = ()
+        if kwargs:
+            named = tuple([(k, self._named(k, v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None])
+        return enc, named, remembered(tuple(key), func, enc, named, metas)
+
+    def _named(self, name: str, arg: Any) -> Any:
+        self._key.append(name)
+        return self.encode(arg)
+
     def encode(self, arg: Any) -> Any:
-        """An argument as plain data: tensors become `Ref`, lists become tuples."""
+        """An argument as plain data: tensors become `Ref`, lists become tuples. Adds to the key of the call."""
         kind = type(arg)
-        if kind is compat.FakeTensor:
-            return Ref(self.read(self.cell(arg)))
+        if kind is TraceTensor or isinstance(arg, torch.Tensor):
+            cell = self.cell(arg)
+            self._key.append(cell.key)
+            self._metas.append(cell.meta)
+            return Ref(self.read(cell))
         if kind in SMALL:
+            self._key.append(kind)
+            self._key.append(arg)
             return arg
-        if kind is list or kind is tuple or kind is torch.Size:
+        if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
+            self._key.append(len(arg))
             return tuple([self.encode(item) for item in arg])
-        if isinstance(arg, torch.Tensor):
-            self._met_real = True
-            return Ref(self.read(self.cell(arg)))
         if isinstance(arg, SMALL):
+            self._key.append(arg)
             return arg
-        if isinstance(arg, (list, tuple)):
-            return tuple([self.encode(item) for item in arg])
         if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise TraceError(f"an operator takes a symbolic size at {user_line()}; make the size a Python int")
         raise TraceError(f"an operator takes an argument of type {kind.__name__} at {user_line()}, which no program can hold")
-
-    def run_fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the operator returns on fake tensors. Real operands are replaced by their stand-ins."""
-        if self._met_real:
-            self._met_real = False
-            args, kwargs = self.stand_ins(args), {k: self.stand_ins(v) for k, v in kwargs.items()}
-        if "device" in kwargs and kwargs["device"] is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs)
-
-    def stand_ins(self, arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return arg if isinstance(arg, compat.FakeTensor) else self.capture(arg)
-        if isinstance(arg, (list, tuple)) and not isinstance(arg, torch.Size):
-            return [self.stand_ins(item) for item in arg]
-        return arg
 
     # ---- constants ----
 

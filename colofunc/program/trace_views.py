@@ -74,19 +74,19 @@ def _by_position(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
     return rec.emit1("aten.view.default", (Ref(put), whole.shape), whole.shape, whole.dtype)
 
 
-def view_calls(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], outs: list[torch.Tensor]) -> list[tuple[str, tuple[Any, ...]]]:
+def view_calls(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[Any, ...]]]:
     """One call per result of a view operator, with `Ref(-1)` for the viewed tensor; split and unbind become slices."""
     here = Ref(-1)
     rest = args[1:]
     named = dict(kwargs)
     if target == "aten.unbind.int":
         dim = rest[0] if rest else named.get("dim", 0)
-        return [("aten.select.int", (here, dim, i)) for i in range(len(outs))]
+        return [("aten.select.int", (here, dim, i)) for i in range(len(shapes))]
     if target in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"):
         dim = rest[1] if len(rest) > 1 else named.get("dim", 0)
         calls, start = [], 0
-        for out in outs:
-            size = out.shape[dim]
+        for shape in shapes:
+            size = shape[dim]
             calls.append(("aten.slice.Tensor", (here, dim, start, start + size)))
             start += size
         return calls

@@ -1,0 +1,154 @@
+"""Shapes without data: what an operator returns, and the tensors that stand for values while tracing.
+
+Problem: a trace needs shape, strides and dtype of every result, thousands of times, mostly for calls it has seen
+before. Idea: a traced tensor is an empty shell that only dispatch can see; the results of a call are found once with
+torch's fake tensors and kept in a table keyed by operator, arguments and operand types.
+
+>>> results = infer(torch.ops.aten.mm.default, (Ref(0), Ref(1)), (), [Meta((2, 3), (3, 1), torch.float32), Meta((3, 4), (4, 1), torch.float32)])
+>>> results.metas[0].shape
+(2, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+
+from colofunc import compat
+from colofunc.errors import TraceError
+from colofunc.program.ir import Ref
+
+CPU = torch.device("cpu")
+
+
+class Meta(NamedTuple):
+    """What is known of a tensor: `offset` is where a view starts in its operand's memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+
+@attrs.frozen(slots=True)
+class Results:
+    """Results of a call: `shape` is nested lists and tuples of indices into `metas`, other leaves are `Plain`."""
+
+    form: Any
+    metas: tuple[Meta, ...]
+
+
+@attrs.frozen(slots=True)
+class Plain:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+class TraceTensor(compat.FakeTensor):  # type: ignore[misc]
+    """A tensor of a running trace: shape and dtype, no data. Libraries that ask see a fake tensor."""
+
+    device = torch.Tensor.device  # type: ignore[assignment]
+    layout = torch.Tensor.layout  # type: ignore[assignment]
+    is_mkldnn = torch.Tensor.is_mkldnn  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, meta: Meta, fake_mode: Any) -> TraceTensor:
+        self: Any = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.strides, storage_offset=meta.offset, dtype=meta.dtype, device=CPU
+        )
+        self.fake_mode = fake_mode
+        return self
+
+    def __init__(self, meta: Meta, fake_mode: Any) -> None: ...
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"<traced {str(self.dtype).removeprefix('torch.')} {list(self.shape)}>"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.prim.device.default:
+            return CPU
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise TraceError(
+            f"{func} was called on a tensor of a trace that has ended: the step stored it outside (an attribute, a global, "
+            "a closure); return it from the step instead"
+        )
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Meta:
+    """A tensor of its own, in row-major order."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Meta(tuple(shape), tuple(reversed(strides)), dtype)
+
+
+_MEMO: dict[Any, Results] = {}
+
+
+def remembered(key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
+    """`infer`, through the table. `key` stands for (func, args, kwargs, metas) and what else decides the result."""
+    found = _MEMO.get(key)
+    if found is None:
+        if len(_MEMO) > 100_000:
+            _MEMO.clear()
+        found = _MEMO[key] = infer(func, args, kwargs, metas)
+    return found
+
+
+def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
+    """Run `func` on fake tensors. The n-th `Ref` in args then kwargs has the type `metas[n]`."""
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad(), compat.fake_mode():
+        operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
+
+        def real(arg: Any) -> Any:
+            if type(arg) is Ref:
+                return next(operands)
+            return [real(a) for a in arg] if type(arg) is tuple else arg
+
+        positional = [real(a) for a in args]
+        keywords = {k: real(v) for k, v in kwargs}
+        out = func(*positional, **keywords)
+    found: list[Meta] = []
+    return Results(_form(out, found), tuple(found))
+
+
+def _form(out: Any, metas: list[Meta]) -> Any:
+    if isinstance(out, torch.Tensor):
+        metas.append(Meta(tuple(out.shape), out.stride(), out.dtype, int(out.storage_offset())))
+        return len(metas) - 1
+    if isinstance(out, (list, tuple)):
+        return [_form(o, metas) for o in out] if isinstance(out, list) else tuple([_form(o, metas) for o in out])
+    return Plain(out)
+
+
+def build(form: Any, tensors: Sequence[Any]) -> Any:
+    """The operator's result with `tensors` in place of its tensors."""
+    kind = type(form)
+    if kind is int:
+        return tensors[form]
+    if kind is Plain:
+        return form.value
+    return kind([build(f, tensors) for f in form])
+
+
+def slots(form: Any) -> list[int | None]:
+    """Flat positions of the result: index of a tensor, or None for something else."""
+    kind = type(form)
+    if kind is int:
+        return [form]
+    if kind is Plain:
+        return [None]
+    return [s for f in form for s in slots(f)]
