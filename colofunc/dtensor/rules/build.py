@@ -1,4 +1,4 @@
-"""Rules whose pattern depends on the call: bind operand texts to shapes, and open a whole factor for local code.
+"""Rules whose pattern depends on the call: one text per operand, bound to the call's shapes.
 
 Most families below know their operands only when they see the call (a dim argument, an optional bias), so they write
 one text per operand and let `bind` find the sizes:
@@ -6,22 +6,19 @@ one text per operand and let `bind` find the sizes:
     bind(call, {0: "n (g c) [h]", 1: "(g o) c [k]"}, ["n (g o) [p]"], reduce={"c": "sum"}, g=2)
 
 Brackets mark whole factors. A dim of size 1 whose name has another size elsewhere is broadcast and gets no factor.
-`opened` turns a rule with a whole factor into the strategies that split that factor, each with its own local code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import attrs
-
-from colofunc.dtensor.layout import Atom, Layout
+from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Operand, Ref, Rule, Strategy, TensorType
 from colofunc.dtensor.rules.pattern import Args, RuleFn
-from colofunc.dtensor.strategies import build, place, placements
+from colofunc.dtensor.strategies import place
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
 
@@ -149,24 +146,6 @@ def along(call: Call, dims: Sequence[int], *, linear: Sequence[set[int | None]] 
     return bind(call, dict(enumerate(texts[:n])), texts[n:], linear=linear, localize=localize)
 
 
-def opened(
-    call: Call, mesh: Mesh, rule: Rule, factor: str, local: Callable[[tuple[Atom, ...], Strategy], Local], how: str = "sum"
-) -> Iterator[Strategy]:
-    """Strategies that split the whole `factor`, alone and together with everything else that `rule` allows.
-
-    `local(atoms, strategy)` makes the local code, given the factor's atoms. Where a result lacks the factor, it is left
-    pending by `how`.
-    """
-    if rule.sizes.get(factor, 1) == 1:
-        return
-    free = attrs.evolve(rule, whole=rule.whole - {factor}, reduce={**rule.reduce, factor: how})
-    axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
-    for placement, passing in placements(free, mesh, axes):
-        if factor in placement:
-            strategy = build(call, free, placement, passing)
-            yield attrs.evolve(strategy, local=local(placement[factor], strategy))
-
-
 def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> dict[str, int]:
     """Factor -> its local size, read off the layouts of the operands that have it."""
     found = dict(rule.sizes)
@@ -176,3 +155,29 @@ def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]
         for factor, atoms in (place(operand, rule, layout) or {}).items():
             found[factor] = prod(n for n, axis in atoms if axis is None)
     return found
+
+
+def batched(*keep: int, outs: Sequence[int], linear: Sequence[set[int | None]] = ()) -> RuleFn:
+    """The rule of operators on the last `keep[k]` dims of operand k: the dims before are batch and broadcast.
+
+    `outs`: the same for the results. A result that the operator leaves out (shape (0,)) does not depend on the batch.
+    """
+
+    def rule(call: Call) -> Rule | None:
+        ranks = [len(t.shape) - n for t, n in zip(call.ins, keep, strict=False)]
+        if len(call.ins) != len(keep) or len(call.outs) != len(outs) or min(ranks) < 0:
+            return None
+        batch = names("b", max(ranks))
+        texts = [" ".join([*batch[len(batch) - ranks[k] :], *whole(f"x{k}_", n)]) for k, n in enumerate(keep)]
+        results, copied = [], []
+        for k, (typ, n) in enumerate(zip(call.outs, outs, strict=True)):
+            if typ is not None and typ.shape == (0,) and len(batch) + n != 1:
+                results.append(f"[z{k}]")
+                copied += [(k, b) for b in batch]
+            elif typ is not None and len(typ.shape) != len(batch) + n:
+                return None
+            else:
+                results.append(" ".join([*batch, *whole(f"y{k}_", n)]))
+        return bind(call, dict(enumerate(texts)), results, linear=linear, copied=copied)
+
+    return rule

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 import torch
 
-from colofunc.dtensor.layout import Atom
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names, opened
-from colofunc.dtensor.rules.local import clear, first_of, inside
+from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names
+from colofunc.dtensor.rules.local import clear, first_of, inside, no_traffic
+from colofunc.dtensor.rules.opened import Split, opened
 from colofunc.dtensor.rules.pattern import RuleFn
 from colofunc.mesh import Mesh
 
@@ -27,14 +27,16 @@ def embedding(call: Call) -> Rule:
 
 
 def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
-    def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
+    def code(call: Call, split: Split) -> Local:
+        rows = split.ins[0].dims[0]
+
         def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-            here, mine = inside(index, first_of(atoms), weight.shape[0])
+            here, mine = inside(index, first_of(rows), weight.shape[0])
             return clear(torch.ops.aten.embedding.default(weight, here), mine.unsqueeze(-1))
 
         return lookup
 
-    yield from opened(call, mesh, embedding(call), "v", local)
+    yield from opened(call, mesh, embedding(call), ["v"], code, no_traffic, how="sum")
 
 
 def embedding_dense_backward(call: Call) -> Rule:
@@ -55,17 +57,18 @@ def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return
     padding_idx = call.arg(3, "padding_idx", -1)
 
-    def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
-        rows = strategy.outs[0].local_shape[0] if strategy.outs[0] is not None else 0
+    def code(call: Call, split: Split) -> Local:
+        out = split.outs[0]
+        rows, mine_rows = (out.local_shape[0], out.dims[0]) if out is not None else (0, ())
 
         def add_rows(grad: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-            here, mine = inside(index, first_of(atoms), rows)
+            here, mine = inside(index, first_of(mine_rows), rows)
             mine = mine & (index != padding_idx)
             return torch.ops.aten.embedding_dense_backward.default(clear(grad, mine.unsqueeze(-1)), here, rows, -1, False)
 
         return add_rows
 
-    yield from opened(call, mesh, embedding_dense_backward(call), "v", local)
+    yield from opened(call, mesh, embedding_dense_backward(call), ["v"], code, no_traffic)
 
 
 def _bag_mode(call: Call) -> int:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import torch
 
-from colofunc.dtensor.layout import Atom
 from colofunc.dtensor.rule import Call, Ref, Rule, Strategy
-from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names, opened
-from colofunc.dtensor.rules.local import clear, first_of, inside
+from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names
+from colofunc.dtensor.rules.local import clear, first_of, inside, no_traffic
+from colofunc.dtensor.rules.opened import Split, opened
 from colofunc.dtensor.rules.pattern import RuleFn, wrap
 from colofunc.mesh import Mesh
 
@@ -276,14 +276,16 @@ def _split_read(op: str, rule_of: RuleFn) -> StrategyFn:
         dim = wrap(call.arg(1, "dim"), len(call.ins[0].shape))
         run = getattr(torch.ops.aten, op).default
 
-        def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
+        def code(call: Call, split: Split) -> Local:
+            rows = split.ins[0].dims[dim]
+
             def read(x: torch.Tensor, where: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-                here, mine = inside(where, first_of(atoms), x.shape[dim])
+                here, mine = inside(where, first_of(rows), x.shape[dim])
                 return clear(run(x, dim, here), mine if op == "gather" else _column(mine, dim, x.dim()))
 
             return read
 
-        yield from opened(call, mesh, rule, "s", local)
+        yield from opened(call, mesh, rule, ["s"], code, no_traffic, how="sum")
 
     return strategies
 
@@ -304,9 +306,11 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
         run = getattr(torch.ops.aten, op).default
         alpha = dict(call.kwargs).get("alpha", 1)
 
-        def local(atoms: tuple[Atom, ...], strategy: Strategy) -> Local:
+        def code(call: Call, split: Split) -> Local:
+            rows = split.ins[0].dims[dim]
+
             def add(x: torch.Tensor, where: torch.Tensor, source: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-                here, mine = inside(where, first_of(atoms), x.shape[dim])
+                here, mine = inside(where, first_of(rows), x.shape[dim])
                 if op == "index_add":
                     return run(x, dim, here, clear(source, _column(mine, dim, x.dim())), alpha=alpha)
                 kept = source[tuple(slice(0, n) for n in where.shape)]
@@ -314,7 +318,7 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
 
             return add
 
-        yield from opened(call, mesh, rule, "s", local)
+        yield from opened(call, mesh, rule, ["s"], code, no_traffic)
 
     return strategies
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 
 from colofunc.dtensor.layout import Atom
 from colofunc.dtensor.rule import Call, Ref
+from colofunc.dtensor.rules.opened import Split
+from colofunc.ops.collectives import axis_index
 from colofunc.ops.targets import resolve
-
-
-def axis_index(axes: tuple[str, ...]) -> torch.Tensor:
-    """This rank's index on `axes`."""
-    return import_module("colofunc.ops.collectives").axis_index(axes)
 
 
 def strides(atoms: tuple[Atom, ...]) -> list[int]:
@@ -42,6 +38,11 @@ def inside(index: torch.Tensor, first: torch.Tensor | int, size: int) -> tuple[t
     here = index - first
     mine = (here >= 0) & (here < size)
     return torch.where(mine, here, 0), mine
+
+
+def no_traffic(call: Call, split: Split) -> float:
+    """For local code that does not communicate."""
+    return 0.0
 
 
 def clear(x: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:

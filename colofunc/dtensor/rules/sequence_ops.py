@@ -1,0 +1,46 @@
+"""Weight normalisation: one length per index of a dim, the others whole.
+
+    _weight_norm_interface          c [x0], c 1 -> c [x0], c 1
+    renorm (dim 0)                  c [x0] -> c [x0]
+"""
+
+from __future__ import annotations
+
+from colofunc.dtensor.rule import Call, Rule
+from colofunc.dtensor.rules.build import StrategyFn, bind
+from colofunc.dtensor.rules.pattern import RuleFn, wrap
+
+
+def _norm_texts(call: Call, index: int) -> tuple[str, str]:
+    """(text of the direction v, text of the length g): one length per index of `dim`."""
+    rank = len(call.ins[0].shape)
+    dim = wrap(call.arg(index, "dim", 0), rank)
+    v = " ".join("c" if d == dim else f"[x{d}]" for d in range(rank))
+    return v, " ".join("c" if d == dim else "1" for d in range(rank))
+
+
+def weight_norm(call: Call) -> Rule | None:
+    if len(call.ins[0].shape) != len(call.ins[1].shape):
+        return None
+    v, g = _norm_texts(call, 2)
+    return bind(call, {0: v, 1: g}, [v, g])
+
+
+def weight_norm_backward(call: Call) -> Rule | None:
+    if len(call.ins[0].shape) != len(call.ins[2].shape):
+        return None
+    v, g = _norm_texts(call, 4)
+    return bind(call, {0: v, 1: v, 2: g, 3: g}, [v, g], linear=[{0}])
+
+
+def renorm(call: Call) -> Rule:
+    v, _ = _norm_texts(call, 2)
+    return bind(call, {0: v}, [v])
+
+
+RULES: dict[str, RuleFn] = {
+    "aten._weight_norm_interface": weight_norm,
+    "aten._weight_norm_interface_backward": weight_norm_backward,
+    "aten.renorm": renorm,
+}
+STRATEGIES: dict[str, StrategyFn] = {}

@@ -1,0 +1,64 @@
+"""Sorting, selecting and scanning along one dim: that dim is whole, the others are free.
+
+    sort      d0 [s] -> d0 [s], d0 [s]
+    topk      d0 [s] -> d0 [k], d0 [k]
+    kthvalue  d0 [s] -> d0, d0
+    cumsum    d0 [s] -> d0 [s]            linear; a strategy splits s
+
+Operators whose result size is data (unique) and those that count over everything (histc) have no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colofunc.dtensor.rule import Call, Rule
+from colofunc.dtensor.rules.build import StrategyFn, along, bind
+from colofunc.dtensor.rules.pattern import RuleFn, wrap
+
+
+def _kept(index: int, linear: bool = False) -> RuleFn:
+    """The result has all dims; `index`: where `dim` stands among positional arguments."""
+
+    def rule(call: Call) -> Rule | None:
+        same = call.outs[0] is not None and call.outs[0].dtype == call.ins[0].dtype
+        return along(call, [_dim(call, index)], linear=[{0}] if linear and same else [])
+
+    return rule
+
+
+def _dim(call: Call, index: int) -> int:
+    # The stable overloads take everything by keyword.
+    return int(call.arg(99 if call.target.endswith(".stable") else index, "dim", -1))
+
+
+def _reduced(index: int) -> RuleFn:
+    """kthvalue, median, mode along a dim, which goes unless `keepdim`. Without a dim they look at everything: no rule."""
+
+    def rule(call: Call) -> Rule | None:
+        if len(call.outs) != 2:
+            return None
+        if call.arg(index + 1, "keepdim", False):
+            return along(call, [_dim(call, index)])
+        rank = len(call.ins[0].shape)
+        words = [f"d{d}" for d in range(rank)]
+        if rank:
+            words[wrap(_dim(call, index), rank)] = "[s]"
+        rest = " ".join(w for w in words if w != "[s]")
+        return bind(call, {0: " ".join(words)}, [rest, rest])
+
+    return rule
+
+
+def _named(names: Sequence[str], rule: RuleFn) -> dict[str, RuleFn]:
+    return {f"aten.{name}": rule for name in names}
+
+
+RULES: dict[str, RuleFn] = {
+    **_named(["sort", "argsort", "cumprod", "cummax", "cummin", "logcumsumexp"], _kept(1)),
+    **_named(["topk"], _kept(2)),
+    **_named(["cumsum"], _kept(1, linear=True)),
+    **_named(["kthvalue"], _reduced(2)),
+    **_named(["median", "nanmedian", "mode"], _reduced(1)),
+}
+STRATEGIES: dict[str, StrategyFn] = {}
