@@ -37,9 +37,10 @@ class DTensor(torch.Tensor):
     _shards: list[torch.Tensor] | None
     _backend: Backend
     _consumed_by: str
+    owned: bool  # placed by a step, whose next call may reuse the memory
 
     @staticmethod
-    def __new__(cls, shards: list[torch.Tensor], layout: Layout, mesh: Mesh, backend: Backend | None = None, requires_grad: bool = False) -> DTensor:
+    def __new__(cls, shards: list[torch.Tensor], layout: Layout, mesh: Mesh, backend: Backend | None = None, requires_grad: bool = False, owned: bool = False) -> DTensor:
         first = shards[0]
         self = torch.Tensor._make_wrapper_subclass(  # the documented way to make a wrapper subclass
             cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
@@ -49,6 +50,7 @@ class DTensor(torch.Tensor):
         self._shards = shards
         self._backend = backend or backend_for(mesh)
         self._consumed_by = ""
+        self.owned = owned
         return self
 
     # -- what it is ---------------------------------------------------------------------------------------------

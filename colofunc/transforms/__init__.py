@@ -1,0 +1,1 @@
+"""Transforms: each records an intent; all are planned together at the first call."""

@@ -1,0 +1,201 @@
+"""From a staged function and its arguments to something that runs: the whole flow on one page.
+
+    arguments -> signature -> [trace -> simplify -> plan -> lower -> check -> in place] -> run
+
+The bracket happens once per signature (tree, shapes, dtypes, static leaves, and the layouts that DTensor arguments
+already have, which the plan takes as given). `StepCompiler` is the only place that keeps state between calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc import env
+from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import part
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError, PlanError
+from colofunc.executors.backend import Backend, backend_for
+from colofunc.mesh import Mesh
+from colofunc.ops import canonical
+from colofunc.plugins import Registry, build_registry
+from colofunc.program.check import check_program
+from colofunc.program.inplace import in_place
+from colofunc.program.ir import Program
+from colofunc.program.lower import lower
+from colofunc.program.simplify import simplify
+from colofunc.program.trace import Traced, record_local, trace
+from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.transforms.decide import decide, given_layouts
+from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.staged import Staged
+
+Leaf = torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Ready:
+    """A lowered step bound to a backend."""
+
+    low: Lowered
+    backend: Backend
+    run: Callable[[Sequence[list[torch.Tensor]]], list[list[torch.Tensor]]]
+
+
+class StepCompiler:
+    """Compiles a staged function once per signature and runs it."""
+
+    def __init__(self) -> None:
+        self._ready: dict[Any, Ready] = {}
+
+    def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
+        leaves, tree = flatten(args)
+        ready = self._get(staged, args, leaves, tree)
+        return run(ready, leaves, getattr(staged.fn, "__name__", "step"))
+
+    def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
+        """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
+        leaves, tree = flatten(args)
+        ready = self._get(staged, args, leaves, tree)
+        first, first_tree = flatten(args[0])
+        placed = [_placed(leaf, layout, ready, copy=True) for leaf, layout in zip(first, ready.low.input_layouts, strict=False)]
+        return unflatten(first_tree, [_owned(shards, lay, ready) for shards, lay in zip(placed, ready.low.input_layouts, strict=False)])
+
+    def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
+        leaves, tree = flatten(args)
+        return self._get(staged, args, leaves, tree).low
+
+    def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
+        key = (tree.key(), tuple(_leaf_key(leaf) for leaf in leaves), torch.get_default_dtype())
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._ready[key] = prepare(staged, args, leaves)
+        return ready
+
+
+def _leaf_key(leaf: Leaf) -> tuple[Any, ...]:
+    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.layout if isinstance(leaf, DTensor) else None
+
+
+def mesh_of(staged: Staged) -> Mesh:
+    """The mesh that `shard` was given, else a mesh of one."""
+    intent = staged.intent("shard")
+    mesh = intent.options["mesh"] if intent is not None else Mesh()
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
+    return mesh
+
+
+def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Ready:
+    """Trace, plan and lower for one signature."""
+    mesh = mesh_of(staged)
+    intent = staged.intent("shard")
+    options = dict(intent.options) if intent is not None else {}
+    registry = build_registry(tuple(options.get("plugins", ())))
+    began = time.perf_counter()
+    traced = trace(staged.fn, args, modes=lambda seed: canonical.modes(lambda: seed))
+    program = simplify(traced.program)
+    donated, aliases = donation(traced, program, options.get("donate", "auto"))
+    program = attrs.evolve(program, aliases=aliases)
+    traced_s = time.perf_counter() - began
+    given = {program.inputs[i]: leaf.layout for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
+    decided = decide(program, mesh, registry, given_layouts(program, given), None)
+    planned_s = time.perf_counter() - began - traced_s
+    local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local)
+    check_program(local, mesh)
+    local = in_place(local)
+    if traced_s + planned_s > 2 and mesh.is_main and not env.switched_on("COLOFUNC_QUIET"):
+        print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
+    inputs = tuple(decided.input_layouts[i] for i in program.inputs)
+    low = Lowered(
+        traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
+    )
+    backend = backend_for(mesh, staged.executor)
+    return Ready(low, backend, backend.compile(local, mesh))
+
+
+def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(positions of consumed input leaves, pairs (output, input) of leaves that may share memory).
+
+    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes. `()` or None: nothing is.
+    """
+    if donate in ((), None, False):
+        return (), ()
+    args_tree = traced.in_tree.children[0]
+    if not args_tree.children:
+        return (), ()
+    first, out = args_tree.children[0], traced.out_tree
+    result = out.children[0] if out.kind in ("sequence", "namedtuple") and out.type is not list and out.children else out
+    n, m = len(first.names()), len(result.names())
+    matched = n == m and n > 0 and _shape_of_tree(first) == _shape_of_tree(result)
+    if matched:
+        for i in range(n):
+            a, b = program.values[program.inputs[i]], program.values[program.outputs[i]]
+            matched = matched and (a.shape, a.dtype) == (b.shape, b.dtype)
+    if not matched:
+        if donate != "auto":
+            raise PlanError(
+                f"donate={donate!r} cannot be met: output 0 has not the tree, shapes and dtypes of argument 0 ({first.name!r}); "
+                'return the new state first, or use donate="auto"'
+            )
+        return (), ()
+    return tuple(range(n)), tuple((i, i) for i in range(n))
+
+
+def _shape_of_tree(tree: Tree) -> Any:
+    return (tree.kind, tree.type, tree.keys, tuple(_shape_of_tree(c) for c in tree.children))
+
+
+def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
+    """Run one call: place what is not placed, run, wrap what comes out, consume what was donated."""
+    low = ready.low
+    donated = set(low.donated)
+    inputs = []
+    for i, leaf in enumerate(leaves):
+        inputs.append(_placed(leaf, low.input_layouts[i], ready, copy=i in donated and not _is_owned(leaf)))
+    if low.traced.uses_seed:
+        seed = canonical.draw_seed()
+        inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
+    outs = ready.run(inputs)
+    for i in low.donated:
+        leaf = leaves[i]
+        if isinstance(leaf, DTensor) and leaf.owned:
+            leaf.consume(name)
+    return low.traced.unpack([_owned(shards, lay, ready) for shards, lay in zip(outs, low.output_layouts, strict=True)])
+
+
+def _is_owned(leaf: Leaf) -> bool:
+    return isinstance(leaf, DTensor) and leaf.owned
+
+
+def _owned(shards: list[torch.Tensor], layout: Layout, ready: Ready) -> DTensor:
+    return DTensor(shards, layout, ready.low.mesh, ready.backend, owned=True)
+
+
+def _placed(leaf: Leaf, layout: Layout, ready: Ready, copy: bool) -> list[torch.Tensor]:
+    """The owned ranks' parts of an argument. `copy`: they may be written to, so they must not be the caller's memory."""
+    mesh, backend = ready.low.mesh, ready.backend
+    if isinstance(leaf, DTensor):
+        if leaf.mesh != mesh:
+            raise InputError(f"an argument lies on {leaf.mesh}, the step runs on {mesh}; bring it over with distribute(x.full(), spec, mesh)")
+        shards = convert_shards(leaf.parts, leaf.layout, layout, mesh, backend)
+        return [s.clone() for s in shards] if copy and leaf.layout is layout else shards
+    if leaf.is_meta:
+        raise InputError(f"an argument of shape {tuple(leaf.shape)} has no data (meta tensor); give real values to run, or use step.lower")
+    plain = leaf.detach()
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    out = []
+    for rank in backend.ranks(mesh):
+        where = mesh.coordinates(rank)
+        key = tuple(where[a] for a in layout.axes)
+        if key not in done or layout.pending:
+            piece = part(plain, layout, mesh, rank)
+            done[key] = piece.clone() if copy or not piece.is_contiguous() else piece
+        out.append(done[key])
+    return out

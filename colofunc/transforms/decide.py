@@ -1,0 +1,137 @@
+"""From a global program and what is wished of it to decisions: candidates for the planner, and what came of them.
+
+The planner knows neither rules nor plugins; here they meet. Candidates of an operator are the strategies of its rule
+and those of plugins; of an input leaf, every major-only layout. DTensor arguments and user plans are constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colofunc.dtensor.convert import conversion_s
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
+from colofunc.mesh import Mesh
+from colofunc.planner.assign import Assignment, assign, assign_by_axes
+from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.plugins import Registry
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lower import Choice, call_of
+
+
+@attrs.frozen(eq=False)
+class Decided:
+    """Parallel to the program: a choice per node, layouts of inputs (by id) and outputs (by position)."""
+
+    assignment: Assignment
+    choices: tuple[Choice, ...]
+    input_layouts: Mapping[int, Layout]
+    output_layouts: tuple[Layout, ...]
+
+
+@attrs.define(eq=False)
+class Candidates:
+    """The strategies of each item; memoised by call, because identical layers ask the same."""
+
+    program: Program
+    mesh: Mesh
+    registry: Registry
+    _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
+    _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
+
+    def rule(self, call: Call) -> Rule | None:
+        if call not in self._rules:
+            rule = self.registry.rule(call)
+            if rule is not None:
+                rule.check(call)
+            self._rules[call] = rule
+        return self._rules[call]
+
+    def whole(self, item: Node | Value) -> Sequence[Strategy]:
+        """All candidates, over every axis at once."""
+        return self.along(item, self.mesh.axis_names, None)
+
+    def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
+        """Candidates that place only `axes`, the others as in `fixed`."""
+        key = (item if isinstance(item, Value) else call_of(item, self.program.values)[0], axes, fixed and (fixed.ins, fixed.outs))
+        if isinstance(item, Value):
+            key = (item.shape, axes, key[2])
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = tuple(self._all(item, axes, fixed))
+        return found
+
+    def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
+        mine = self._over(item, self.mesh.axis_names if fixed is not None else axes)
+        if fixed is None:
+            return mine
+        return [s for s in mine if _agrees(s, fixed, set(axes))] or [fixed]
+
+    def _over(self, item: Node | Value, axes: tuple[str, ...]) -> list[Strategy]:
+        if isinstance(item, Value):
+            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, axes)]
+        call, _ = call_of(item, self.program.values)
+        found = list(enumerate_strategies(call, self.rule(call), self.mesh, axes))
+        extra = [s for s in self.registry.extra_strategies(call, self.mesh) if _uses_only(s, axes)]
+        return [*found, *extra] or [replicated_strategy(call)]
+
+    def following(self, node: Node, operand: int, layout: Layout) -> Strategy | None:
+        """The strategy of `node` that takes an operand as it lies."""
+        call, _ = call_of(node, self.program.values)
+        rule = self.rule(call)
+        return None if rule is None else follow(call, rule, operand, layout)
+
+
+def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
+    return all(a in axes for lay in (*strategy.ins, *strategy.outs) if lay is not None for a in lay.axes)
+
+
+def _agrees(strategy: Strategy, fixed: Strategy, free: set[str]) -> bool:
+    """Whether two strategies place every axis outside `free` alike."""
+    both = zip((*strategy.ins, *strategy.outs), (*fixed.ins, *fixed.outs), strict=True)
+    return all(a is b or (a is not None and b is not None and _without(a, free) == _without(b, free)) for a, b in both)
+
+
+def _without(layout: Layout, free: set[str]) -> Any:
+    dims = tuple(tuple(a for _, a in dim if a is not None and a not in free) for dim in layout.dims)
+    return dims, tuple(p for p in layout.pending if p[0] not in free)
+
+
+def decide(
+    program: Program,
+    mesh: Mesh,
+    registry: Registry,
+    constraints: Constraints,
+    budget_bytes: int | None,
+) -> Decided:
+    """Plan the program: exact or searched over all axes at once where at most two are open, axis by axis beyond."""
+    candidates = Candidates(program, mesh, registry)
+    found: Assignment
+    if sum(n > 1 for _, n in mesh.axes) <= 2:
+        found = assign(program, mesh, candidates.whole, constraints, conversion_s, budget_bytes)
+    else:
+        found = assign_by_axes(program, mesh, candidates.along, constraints, conversion_s, budget_bytes)
+    choices = []
+    for node, strategy in zip(program.nodes, found.strategies, strict=True):
+        call, _ = call_of(node, program.values)
+        choices.append(Choice(strategy, candidates.rule(call)))
+    return Decided(found, tuple(choices), found.inputs, found.outputs)
+
+
+def given_layouts(program: Program, given: Mapping[int, Layout]) -> Constraints:
+    """Inputs that already lie somewhere stay there."""
+    items: dict[int, tuple[Constraint, ...]] = {}
+    for position, id in enumerate(program.inputs):
+        layout = given.get(id)
+        if layout is not None:
+            items[position] = (pin(layout, f"{program.values[id].name} already lies as {layout.text()!r}"),)
+    return Constraints(items)
+
+
+def pin(layout: Layout, says: str) -> Constraint:
+    """Exactly this layout for an input leaf."""
+    return Constraint(("pin", layout), lambda s: s.outs[0] is layout, says, (leaf_strategy(layout),))

@@ -1,0 +1,105 @@
+"""Lowered: everything known about a step before it runs, and the questions one can ask of it.
+
+    low = step.lower(state, batch)
+    low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.mesh import Mesh
+from colofunc.planner.plan import Plan
+from colofunc.plugins import Registry
+from colofunc.program.cost import CostReport, node_work, program_cost
+from colofunc.program.ir import Program
+from colofunc.program.lower import Choice
+from colofunc.program.memory import MemoryReport, memory
+from colofunc.program.text import text
+from colofunc.program.trace import Traced
+
+
+@attrs.frozen
+class Coverage:
+    """How much of a step is split, as shares in 0..1, and the operators that are not understood.
+
+    `flops`, `bytes`: share of the work, and of the bytes of results, in operators that at least one axis splits.
+    `efficiency`: flops of one device / (ranks x flops of one rank); 1 is perfect splitting over every axis.
+    `fallbacks`: operators without a rule, which run replicated.
+    """
+
+    flops: float
+    bytes: float
+    efficiency: float
+    fallbacks: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return attrs.asdict(self)[name]
+
+
+@attrs.frozen(eq=False)
+class Lowered:
+    """A step, planned and lowered for one signature. `traced.program` is the global view, `program` what a rank runs."""
+
+    traced: Traced
+    global_program: Program
+    choices: tuple[Choice, ...]
+    plan: Plan
+    program: Program
+    mesh: Mesh
+    registry: Registry
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    donated: tuple[int, ...]  # positions of input leaves that the call consumes
+
+    def text(self) -> str:
+        """The local program, one line per node."""
+        return text(self.program)
+
+    def cost(self) -> CostReport:
+        """Seconds, flops, bytes and calls per collective and axis, per rank."""
+        return program_cost(self.program, self.mesh, self.registry.rule)
+
+    def memory(self) -> MemoryReport:
+        """Live bytes per tier at every position of the local program."""
+        return memory(self.program)
+
+    def coverage(self) -> Coverage:
+        """The share of the step that is really split, and what is not understood."""
+        flops = split_flops = nbytes = split_bytes = local_flops = 0.0
+        fallbacks: set[str] = set()
+        values = self.global_program.values
+        for node, choice in zip(self.global_program.nodes, self.choices, strict=True):
+            work, _, _ = node_work(node, values, self.registry.rule)
+            strategy = choice.strategy
+            if choice.rule is None and not strategy.local and node.refs:
+                fallbacks.add(node.target)
+            ways = _ways(strategy.outs, strategy.ins, self.mesh, strategy.axes)
+            flops += work
+            local_flops += work / ways
+            split_flops += work if ways > 1 else 0.0
+            for o, layout in zip(node.outs, strategy.outs, strict=True):
+                if o is None or layout is None or not layout.shape:
+                    continue
+                nbytes += values[o].nbytes
+                split_bytes += values[o].nbytes if layout.axes else 0
+        return Coverage(
+            split_flops / flops if flops else 1.0,
+            split_bytes / nbytes if nbytes else 1.0,
+            flops / (local_flops * self.mesh.size) if local_flops else 1.0,
+            tuple(sorted(fallbacks)),
+        )
+
+
+def _ways(outs: Sequence[Layout | None], ins: Sequence[Layout], mesh: Mesh, axes: Sequence[tuple[str, str]]) -> int:
+    """By how many an operator's work is split: the axes its strategy places, or those its operands and results lie on."""
+    names = {a for a, _ in axes}
+    for layout in (*outs, *ins):
+        if layout is not None:
+            names |= set(layout.axes)
+    return prod(mesh.axis_size(a) for a in names)
