@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from colofunc import compat
 from colofunc.dtensor.rule import TensorType
 from colofunc.errors import InputError, TraceError
+from colofunc.ops import canonical
 from colofunc.program.ir import Program, Value
 from colofunc.program.trace_function import TraceFunctions
 from colofunc.program.trace_infer import contiguous
@@ -35,7 +36,7 @@ from colofunc.program.trace_tree import Tree, flatten, join, unflatten
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
 
-Modes = Callable[[torch.Tensor], Sequence[TorchFunctionMode]]
+Modes = Callable[[Callable[[], torch.Tensor]], Sequence[TorchFunctionMode]]
 
 
 @attrs.frozen
@@ -80,12 +81,12 @@ def trace(
     *,
     params: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
-    modes: Modes | None = None,
+    modes: Modes = canonical.modes,
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
 
     `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
-    overriding what is found. `modes`: function modes of canonical operators, made from the hidden seed.
+    overriding what is found. `modes`: makes the function modes of canonical operators from a provider of the hidden seed.
     Raises TraceError where one recorded program could not repeat what the function does.
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
@@ -93,7 +94,7 @@ def trace(
     fakes, storages = _make_inputs(rec, leaves, tree.names())
     seed = _make_input(rec, torch.empty((), dtype=torch.int64, device="meta"), "seed", role="seed")[0]
     host_state = _host_random_state()
-    result = _run(rec, fn, unflatten(tree, fakes), modes(seed) if modes is not None else ())
+    result = _run(rec, fn, unflatten(tree, fakes), modes(lambda: seed))
     if _host_random_state() != host_state:
         raise TraceError(
             "the step draws from Python's or NumPy's random generator, which one recorded program would repeat for ever; "
