@@ -75,8 +75,9 @@ class Rule:
     computes all of it (the bias gradient of a convolution and its input channels).
     `localize`: (call, in layouts, out layouts) -> (args, kwargs) with local sizes, for operators that have sizes among
     their arguments; None if the arguments hold for local shapes as they are.
-    `local`: (call, in layouts, out layouts) -> local code without collectives, `f(*shards, mesh)`, or None where the
-    operator itself does it. For operators that need other code once split, such as mean (local sum / global count).
+    `local`: (call, in layouts, out layouts) -> local code `f(*shards, mesh=mesh)`, or None where the operator itself does
+    it. For operators that need other code once split, such as mean (local sum / global count). Its collectives, if any,
+    are on scalars (a count); what communicates more is a `Strategy`, which has a cost.
     """
 
     ins: tuple[Operand, ...]

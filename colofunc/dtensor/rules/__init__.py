@@ -7,55 +7,68 @@ torch whether it is pointwise. None: the call cannot be expressed and runs repli
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
+from types import ModuleType
 
 import attrs
 
 from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.rules import (
+    attention,
+    conv,
+    embedding,
+    factories,
+    fft,
+    index,
+    linalg,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    resize,
+    sequence_ops,
+    softmax,
+    sort_scan,
+    views,
+)
 from colofunc.dtensor.rules.pattern import RuleFn
-from colofunc.dtensor.rules.pointwise import is_pointwise, pointwise
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
 
 StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
-# One module per family; later ones may not redefine an operator of earlier ones.
-FAMILIES = (
-    "pointwise",
-    "views",
-    "factories",
-    "reduce",
-    "matmul",
-    "norms",
-    "softmax",
-    "losses",
-    "conv",
-    "pool",
-    "index",
-    "embedding",
-    "sort_scan",
-    "fft",
-    "random",
-    "attention",
-    "resize",
-    "linalg",
-    "sequence_ops",
+# One module per family; an operator stands in one family only.
+FAMILIES: tuple[ModuleType, ...] = (
+    pointwise,
+    views,
+    factories,
+    reduce,
+    matmul,
+    norms,
+    softmax,
+    losses,
+    conv,
+    pool,
+    resize,
+    index,
+    embedding,
+    sort_scan,
+    sequence_ops,
+    fft,
+    linalg,
+    random,
+    attention,
 )
 
 
 def _merge() -> tuple[dict[str, RuleFn], dict[str, StrategyFn]]:
     rules: dict[str, RuleFn] = {}
     strategies: dict[str, StrategyFn] = {}
-    for family in FAMILIES:
-        name = f"{__name__}.{family}"
-        try:
-            module = import_module(name)
-        except ModuleNotFoundError as missing:
-            if not (missing.name or "").startswith("colofunc."):
-                raise
-            continue
-        _add(rules, getattr(module, "RULES", {}), family)
-        _add(strategies, getattr(module, "STRATEGIES", {}), family)
+    for module in FAMILIES:
+        _add(rules, vars(module)["RULES"], module.__name__)
+        _add(strategies, vars(module).get("STRATEGIES", {}), module.__name__)
     return rules, strategies
 
 
@@ -78,9 +91,9 @@ def rule_for(call: Call) -> Rule | None:
     """The call's rule, or None where it runs replicated."""
     fn = RULES.get(call.target) or RULES.get(base_of(call.target))
     if fn is None:
-        if not is_pointwise(call):
+        if not pointwise.is_pointwise(call):
             return None
-        fn = pointwise
+        fn = pointwise.pointwise
     rule = fn(call)
     return None if rule is None else _guarded(rule)
 

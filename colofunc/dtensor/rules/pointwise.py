@@ -107,27 +107,37 @@ UNTAGGED = frozenset(
 # Our own elementwise operators (optimizer updates: every state tensor has the parameter's factors).
 OURS = ("colofunc.adamw", "colofunc.sgd", "colofunc.adam", "colofunc.lion", "colofunc.rmsprop", "colofunc.where_mask")
 
-_SIZED = ("full_like",)
-
 
 def pointwise(call: Call) -> Rule | None:
-    """`d0 d1, d1 -> d0 d1`: operands broadcast at the right; every result has the full shape or is 0-dim."""
-    shapes = [t.shape for t in call.outs if t is not None]
-    if not shapes:
+    """`d0 d1, d1 -> d0 d1`: operands broadcast at the right; every result has the full shape, or is empty."""
+    first = call.outs[0] if call.outs else None
+    if first is None:
         return None
-    full = max(shapes, key=len)
+    full = first.shape
     out, sizes = dims_of(full)
-    if any(s != full for s in shapes):
-        return None
-    ins: list[Operand] = []
-    for typ in call.ins:
-        operand = aligned(typ.shape, out, full)
-        if operand is None:
+    ins = [aligned(typ.shape, out, full) for typ in call.ins]
+    outs: list[Operand | None] = []
+    copied: set[tuple[int, str]] = set()
+    for n, typ in enumerate(call.outs):
+        if typ is None or typ.shape == full:
+            outs.append(None if typ is None else out)
+        elif typ.shape == (0,):  # a result that is not asked for (a maximum without amsgrad)
+            copied |= {(n, f) for f in sizes}
+            outs.append((("none",),))
+        else:
             return None
-        ins.append(operand)
-    outs = tuple(None if t is None else out for t in call.outs)
+    if copied:
+        sizes = sizes | {"none": 0}
     name = base(call.target)
-    return Rule(tuple(ins), outs, sizes, linear=linear_sets(call, name), monotone=monotone_sets(call, name))
+    return None if None in ins else Rule(
+        tuple(op for op in ins if op is not None),
+        tuple(outs),
+        sizes,
+        whole=frozenset({"none"} & set(sizes)),
+        linear=linear_sets(call, name),
+        monotone=monotone_sets(call, name),
+        copied=frozenset(copied),
+    )
 
 
 def aligned(shape: tuple[int, ...], out: Operand, full: tuple[int, ...]) -> Operand | None:
