@@ -14,7 +14,7 @@ A *flow* is one value: its producer, its distinct consumers (class, operand), an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 
 import attrs
@@ -229,7 +229,7 @@ class Model:
 
         for k in range(1, len(lists)):
             before = [j for j in range(k) if j == 0 or groups[j] == groups[k]]
-            total = total + np.minimum.reduce([spread(self.table(lists[j], lists[k], flow.itemsize), j, k) for j in before])
+            total = total + reduce(np.minimum, (spread(self.table(lists[j], lists[k], flow.itemsize), j, k) for j in before))
         if flow.settle is not None:
             rest = tuple(settled(s, flow.settle) for s in lists[0])
             cheapest = spread(np.array([self.convert(s, r, flow.itemsize) for s, r in zip(lists[0], rest, strict=True)]), 0)

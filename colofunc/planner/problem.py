@@ -82,8 +82,8 @@ class Effort:
 
     exact_elements: int = 1 << 22  # largest table of an exact solution
     pass_elements: int = 1 << 15  # largest table of one step of the neighbourhood search
-    passes: int = 40
-    patience: int = 8  # passes without gain before a search ends
+    passes: int = 96
+    patience: int = 16  # passes without gain before a search ends
 
 
 def solve(problem: Problem, memory_price: float = 0.0, seed: int = 0, effort: Effort = Effort()) -> tuple[int, ...]:
