@@ -79,7 +79,7 @@ def refine(src: Layout, dst: Layout, mesh: Mesh) -> Puzzle | frozenset[int]:
             for k, part in enumerate(parts):
                 if part.axis == axis:
                     where[k] = PENDING[how]
-    scratch = _add_scratch(parts, sizes, dims, {*start, *goal})
+    scratch = _add_scratch(parts, sizes, dims, start, goal)
     return Puzzle(parts, tuple(sizes), tuple(map(tuple, dims)), tuple(start), tuple(goal), scratch)
 
 
@@ -148,22 +148,21 @@ def _parts(src: Layout, dst: Layout, mesh: Mesh, cuts: dict[str, set[int]]) -> t
 
 
 def _add_scratch(
-    parts: tuple[Part, ...], sizes: list[int], dims: list[list[int]], taken: set[int]
+    parts: tuple[Part, ...], sizes: list[int], dims: list[list[int]], start: list[int], goal: list[int]
 ) -> tuple[int, ...]:
     """Cut a slot for each part out of the factors that are local on both sides; -1 where none has room."""
+    taken = {*start, *goal}
     free = [slot for dim in dims for slot in dim if slot not in taken]
     home = {slot: dim for dim in dims for slot in dim}
-    scratch = []
-    for part in parts:
-        room = next((slot for slot in free if sizes[slot] and sizes[slot] % part.size == 0), None)
-        if room is None:
-            scratch.append(-1)
-            continue
-        sizes[room] //= part.size
-        dim = home[room]
-        dim.insert(dim.index(room), len(sizes))  # major of what is left
-        scratch.append(len(sizes))
-        sizes.append(part.size)
+    scratch = [-1] * len(parts)
+    for k in sorted(range(len(parts)), key=lambda k: start[k] == goal[k]):  # those that move come first
+        size = parts[k].size
+        room = next((slot for slot in free if sizes[slot] % size == 0), None)
+        if room is not None:
+            sizes[room] //= size
+            home[room].insert(home[room].index(room), len(sizes))  # major of what is left
+            scratch[k] = len(sizes)
+            sizes.append(size)
     return tuple(scratch)
 
 

@@ -191,14 +191,15 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         return tuple(changes.get(k, loc) for k, loc in enumerate(state))
 
     def targets(k: int) -> list[int]:
-        """Free slots for piece k: its goal, else its scratch slot (any slot of its size where scratch is scarce)."""
+        """Free slots for piece k: its goal, else its scratch slot, or the goal of a piece to exchange roles with later."""
         p = pieces[k]
         if p.goal >= 0 and p.goal not in held:
             return [p.goal]
-        if p.scratch >= 0:
-            return [p.scratch] if state[k] != p.scratch else []
-        same = {loc for o in pieces if o.size == p.size for loc in (o.start, o.goal, o.scratch) if loc >= 0}
-        return sorted(same - held)
+        goals = {o.goal for o in pieces if o.goal >= 0 and o.size == p.size}
+        if roomy:
+            return sorted({*goals, p.scratch} - held)
+        # Scratch is scarce: any slot of this size will do.
+        return sorted({*goals, *(loc for o in pieces if o.size == p.size for loc in (o.start, o.scratch) if loc >= 0)} - held)
 
     copies = [k for k, loc in enumerate(state) if loc == COPY]
     for k in copies:
@@ -212,8 +213,8 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
     for k in copies:
         if pieces[k].goal < COPY:
             yield "keep_first", (k,), with_({k: pieces[k].goal})
-        elif pending or pieces[k].goal >= 0:
-            for slot in targets(k):
+        if pending or pieces[k].goal >= 0:
+            for slot in targets(k):  # less data for what follows; and a role that another piece may take over
                 yield "take_shard", (k,), with_({k: slot})
     yield from _reductions(state, targets, with_)
 

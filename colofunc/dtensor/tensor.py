@@ -15,8 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils import _pytree as pytree
 
+from colofunc import compat
 from colofunc.dtensor.eager import convert_shards, run_eager
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import join, part
@@ -42,7 +45,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, shards: list[torch.Tensor], layout: Layout, mesh: Mesh, backend: Backend | None = None, requires_grad: bool = False, owned: bool = False) -> DTensor:
         first = shards[0]
-        self = torch.Tensor._make_wrapper_subclass(  # the documented way to make a wrapper subclass
+        self: DTensor = compat.wrapper_subclass(
             cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
         )
         self.layout = layout
@@ -113,9 +116,6 @@ class DTensor(torch.Tensor):
 
     def to_torch(self) -> torch.Tensor:
         """This tensor as torch.distributed.tensor.DTensor on the running process group."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor as TorchDTensor
-
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
         placements = to_placements(self.layout, self.mesh)

@@ -60,14 +60,14 @@ def _code(first: int, q_at: int) -> Code:
         if not moved and not (options.dropout and q.axes):
             return None
 
-        def local(*shards: torch.Tensor, mesh: Mesh | None = None) -> object:
+        def local(*shards: torch.Tensor, mesh: Mesh) -> object:
             changes: dict[tuple[int, str], object] = {}
             if moved:
                 given = at(call, first + 6, "q_offset")
-                start = positions(rows)
+                start = positions(rows, mesh)
                 changes[first + 6, "q_offset"] = start if given is None else start + shards[given]
             if options.dropout:
-                changes |= _weights_place(q.dims[:3], (*q.shape[:3], keys), first)
+                changes |= _weights_place(q.dims[:3], (*q.shape[:3], keys), first, mesh)
             return rerun(call, shards, changes)
 
         return local
@@ -81,8 +81,8 @@ def _listed(options: _Arguments) -> bool:
     return given is not None and len(options.call.ins[given].shape) > 0
 
 
-def _weights_place(dims: Sequence[Dim], shape: Sequence[int], first: int) -> dict[tuple[int, str], object]:
-    sizes, strides, offset = place_of([*dims, ((shape[3], None),)], shape)
+def _weights_place(dims: Sequence[Dim], shape: Sequence[int], first: int, mesh: Mesh) -> dict[tuple[int, str], object]:
+    sizes, strides, offset = place_of([*dims, ((shape[3], None),)], shape, mesh)
     return {(first + 8, "sizes"): sizes, (first + 9, "strides"): strides, (first + 10, "offset"): offset}
 
 

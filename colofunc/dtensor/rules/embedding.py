@@ -30,8 +30,8 @@ def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
     def code(call: Call, split: Split) -> Local:
         rows = split.ins[0].dims[0]
 
-        def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-            here, mine = inside(index, first_of(rows), weight.shape[0])
+        def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            here, mine = inside(index, first_of(rows, mesh), weight.shape[0])
             return clear(torch.ops.aten.embedding.default(weight, here), mine.unsqueeze(-1))
 
         return lookup
@@ -61,8 +61,8 @@ def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         out = split.outs[0]
         rows, mine_rows = (out.local_shape[0], out.dims[0]) if out is not None else (0, ())
 
-        def add_rows(grad: torch.Tensor, index: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-            here, mine = inside(index, first_of(mine_rows), rows)
+        def add_rows(grad: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            here, mine = inside(index, first_of(mine_rows, mesh), rows)
             mine = mine & (index != padding_idx)
             return torch.ops.aten.embedding_dense_backward.default(clear(grad, mine.unsqueeze(-1)), here, rows, -1, False)
 

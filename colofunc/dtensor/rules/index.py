@@ -279,8 +279,8 @@ def _split_read(op: str, rule_of: RuleFn) -> StrategyFn:
         def code(call: Call, split: Split) -> Local:
             rows = split.ins[0].dims[dim]
 
-            def read(x: torch.Tensor, where: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-                here, mine = inside(where, first_of(rows), x.shape[dim])
+            def read(x: torch.Tensor, where: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+                here, mine = inside(where, first_of(rows, mesh), x.shape[dim])
                 return clear(run(x, dim, here), mine if op == "gather" else _column(mine, dim, x.dim()))
 
             return read
@@ -309,8 +309,8 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
         def code(call: Call, split: Split) -> Local:
             rows = split.ins[0].dims[dim]
 
-            def add(x: torch.Tensor, where: torch.Tensor, source: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-                here, mine = inside(where, first_of(rows), x.shape[dim])
+            def add(x: torch.Tensor, where: torch.Tensor, source: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+                here, mine = inside(where, first_of(rows, mesh), x.shape[dim])
                 if op == "index_add":
                     return run(x, dim, here, clear(source, _column(mine, dim, x.dim())), alpha=alpha)
                 kept = source[tuple(slice(0, n) for n in where.shape)]

@@ -1,6 +1,6 @@
 """Pieces of local code shared by strategies that split an indexed dim: which indices are mine, and zeros elsewhere.
 
-    here, mine = inside(index, first_of(atoms), rows)      # rows first .. first + rows of the global dim are this rank's
+    here, mine = inside(index, first_of(atoms, mesh), rows)    # rows first .. first + rows of the global dim are this rank's
     clear(x[here], mine)                                   # zeros for the indices of other ranks
 """
 
@@ -15,6 +15,7 @@ import torch
 from colofunc.dtensor.layout import Atom
 from colofunc.dtensor.rule import Call, Ref
 from colofunc.dtensor.rules.opened import Split
+from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.ops.targets import resolve
 
@@ -24,12 +25,12 @@ def strides(atoms: tuple[Atom, ...]) -> list[int]:
     return [prod(n for n, _ in atoms[i + 1 :]) for i in range(len(atoms))]
 
 
-def first_of(atoms: tuple[Atom, ...]) -> torch.Tensor | int:
+def first_of(atoms: tuple[Atom, ...], mesh: Mesh) -> torch.Tensor | int:
     """Where this rank's part of a dim begins, for a dim whose mesh axes are major."""
     first: torch.Tensor | int = 0
     for (_, axis), stride in zip(atoms, strides(atoms), strict=True):
         if axis is not None:
-            first = first + axis_index((axis,)) * stride
+            first = first + axis_index((axis,), mesh) * stride
     return first
 
 
@@ -69,7 +70,7 @@ def _filled(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
     return tree
 
 
-def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int]) -> tuple[list[int], list[int], torch.Tensor | int]:
+def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh) -> tuple[list[int], list[int], torch.Tensor | int]:
     """(sizes, strides, offset): where a part with these atoms lies in the row-major order of the global `shape`."""
     sizes: list[int] = []
     far: list[int] = []
@@ -81,16 +82,16 @@ def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int]) -> tuple[li
                 sizes.append(n)
                 far.append(stride * row)
             else:
-                offset = offset + axis_index((axis,)) * (stride * row)
+                offset = offset + axis_index((axis,), mesh) * (stride * row)
         if not any(axis is None for _, axis in atoms):
             sizes.append(1)
             far.append(0)
     return sizes, far, offset
 
 
-def positions(atoms: tuple[Atom, ...]) -> torch.Tensor | int:
+def positions(atoms: tuple[Atom, ...], mesh: Mesh) -> torch.Tensor | int:
     """The global positions of a part of one dim: where it begins if it is one run, else every position."""
-    sizes, far, offset = place_of([atoms], [prod(n for n, _ in atoms)])
+    sizes, far, offset = place_of([atoms], [prod(n for n, _ in atoms)], mesh)
     if len(sizes) == 1 and far[0] in (0, 1):
         return offset
     total = torch.zeros(1, dtype=torch.int64)

@@ -27,8 +27,8 @@ def placed(first: int, shape_at: int | None) -> RuleFn:
         if out is None or not out.axes:
             return None
 
-        def local(*shards: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-            sizes, strides, offset = place_of(out.dims, out.shape)
+        def local(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            sizes, strides, offset = place_of(out.dims, out.shape, mesh)
             changes = {(first, "sizes"): sizes, (first + 1, "strides"): strides, (first + 2, "offset"): offset}
             if shape_at is not None:
                 changes[shape_at, "shape"] = list(out.local_shape)

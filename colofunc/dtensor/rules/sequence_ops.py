@@ -6,9 +6,14 @@
 
 from __future__ import annotations
 
+import torch
+
+from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import StrategyFn, bind
+from colofunc.dtensor.rules.build import Local, StrategyFn, bind
+from colofunc.dtensor.rules.local import rerun
 from colofunc.dtensor.rules.pattern import RuleFn, wrap
+from colofunc.mesh import Mesh
 
 
 def _norm_texts(call: Call, index: int) -> tuple[str, str]:
@@ -19,18 +24,29 @@ def _norm_texts(call: Call, index: int) -> tuple[str, str]:
     return v, " ".join("c" if d == dim else "1" for d in range(rank))
 
 
+def _dense(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+    """torch's CPU kernels read v as if its memory were dense, which a striped part need not be."""
+    if not ins[0].axes:
+        return None
+
+    def local(*shards: torch.Tensor, mesh: Mesh) -> object:
+        return rerun(call, [x.clone(memory_format=torch.contiguous_format) for x in shards], {})
+
+    return local
+
+
 def weight_norm(call: Call) -> Rule | None:
     if len(call.ins[0].shape) != len(call.ins[1].shape):
         return None
     v, g = _norm_texts(call, 2)
-    return bind(call, {0: v, 1: g}, [v, g])
+    return bind(call, {0: v, 1: g}, [v, g], local=_dense)
 
 
 def weight_norm_backward(call: Call) -> Rule | None:
     if len(call.ins[0].shape) != len(call.ins[2].shape):
         return None
     v, g = _norm_texts(call, 4)
-    return bind(call, {0: v, 1: v, 2: g, 3: g}, [v, g], linear=[{0}])
+    return bind(call, {0: v, 1: v, 2: g, 3: g}, [v, g], linear=[{0}], local=_dense)
 
 
 def renorm(call: Call) -> Rule:
