@@ -9,20 +9,32 @@ False
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 
-__all__ = ["FakeTensor", "FakeTensorMode"]
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"]
 
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Torch logs the traceback of an operator that refuses its operands; the exception alone is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def disable_modes() -> AbstractContextManager[Any]:

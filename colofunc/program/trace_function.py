@@ -20,7 +20,6 @@ Tensor = torch.Tensor
 _FORMATS = {Tensor.__format__, Tensor.__repr__, Tensor.__str__}
 _DIFFERENTIATED = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_MOVES = {Tensor.to, Tensor.cuda, Tensor.cpu}
 _CPU = torch.device("cpu")
 
 
@@ -35,8 +34,10 @@ class TraceFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMATS:
             return f"<traced {tuple(args[0].shape)}>" if isinstance(args[0], Tensor) else func(*args, **kwargs)
-        if func in _MOVES:
-            args, kwargs = self._one_device(func, args, kwargs)
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args, kwargs = _one_device(args, kwargs)
         elif "device" in kwargs and kwargs["device"] is not None:
             kwargs = {**kwargs, "device": _CPU}
         self._mirror_autocast()
@@ -51,19 +52,9 @@ class TraceFunctions(TorchFunctionMode):
             self._mark([args[0]])
         elif func is torch.autograd.grad:
             self._mark(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
-        elif func is _DATA:
+        elif func == _DATA:
             self._set_data(args[0], args[1])
         return out
-
-    def _one_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """There is one symbolic device: moving a tensor there and back is nothing."""
-        if func is not Tensor.to:
-            return args[:1], {}
-        named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
-        rest = tuple(_CPU if isinstance(a, (str, torch.device)) else a for a in args[1:])
-        if not rest and not named:
-            rest = (_CPU,)
-        return (args[0], *rest), named
 
     def _mark(self, tensors: Any) -> None:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
@@ -90,3 +81,12 @@ class TraceFunctions(TorchFunctionMode):
 
 def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
     return str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
+
+
+def _one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of `Tensor.to` with the one symbolic device."""
+    named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
+    rest = tuple(_CPU if isinstance(a, (str, torch.device)) else a for a in args[1:])
+    if not rest and not named:
+        rest = (_CPU,)
+    return (args[0], *rest), named

@@ -18,8 +18,10 @@ import attrs
 import torch
 
 from colofunc import compat
+from colofunc.compat import DataDependentOutputException, DynamicOutputShapeException
 from colofunc.errors import TraceError
 from colofunc.program.ir import Ref
+from colofunc.program.trace_meta import user_line
 
 CPU = torch.device("cpu")
 
@@ -57,7 +59,7 @@ class TraceTensor(compat.FakeTensor):  # type: ignore[misc]
 
     @staticmethod
     def __new__(cls, meta: Meta, fake_mode: Any) -> TraceTensor:
-        self: Any = torch.Tensor._make_wrapper_subclass(
+        self: Any = compat.wrapper_subclass(
             cls, meta.shape, strides=meta.strides, storage_offset=meta.offset, dtype=meta.dtype, device=CPU
         )
         self.fake_mode = fake_mode
@@ -104,13 +106,19 @@ def remembered(key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tupl
     if found is None:
         if len(_MEMO) > 100_000:
             _MEMO.clear()
-        found = _MEMO[key] = infer(func, args, kwargs, metas)
+        try:
+            found = _MEMO[key] = infer(func, args, kwargs, metas)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TraceError(f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size") from error
+        except Exception as error:
+            error.add_note(f"{func} on {', '.join(f'{m.dtype} {list(m.shape)}' for m in metas)} at {user_line()}")
+            raise
     return found
 
 
 def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
     """Run `func` on fake tensors. The n-th `Ref` in args then kwargs has the type `metas[n]`."""
-    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad(), compat.fake_mode():
+    with compat.disable_modes(), compat.no_function_modes(), compat.quiet_fake_errors(), torch.no_grad(), compat.fake_mode():
         operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
 
         def real(arg: Any) -> Any:

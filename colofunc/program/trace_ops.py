@@ -55,6 +55,8 @@ def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     enc, named, results = rec.encode_call(func, args, kwargs)
     target = target_of(func)
     metas = [m._replace(offset=m.offset + parent.meta.offset) for m in results.metas]
+    if target in EXPLICIT:
+        enc, named = EXPLICIT[target](enc, dict(named), parent.meta.shape, metas[0].shape), ()
     ids = rec.emit(target, enc, named, [(m.shape, m.dtype) for m in metas])
     single = results.form == 0
     calls = view_calls(target, enc, named, [m.shape for m in metas])
@@ -63,6 +65,28 @@ def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for vid, meta, (call, call_args) in zip(ids, metas, calls, strict=True)
     ]
     return build(results.form, [rec.tensor(cell) for cell in cells])
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Any, ...]:
+    """`view(x, (-1, 4))` says its sizes."""
+    return (args[0], out)
+
+
+def _slice(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Any, ...]:
+    """`slice(x, dim, start, end, step)` with bounds inside the dim."""
+    given = dict(zip(("dim", "start", "end", "step"), args[1:])) | kwargs
+    dim, step = given.get("dim", 0) % len(shape), given.get("step", 1)
+    start, end, _ = slice(given.get("start"), given.get("end"), step).indices(shape[dim])
+    return (args[0], dim, start, max(start, end), step)
+
+
+# A program holds for other shapes after lowering, and is easier to read, if arguments say what they mean.
+EXPLICIT: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "aten.view.default": _sizes,
+    "aten._unsafe_view.default": _sizes,
+    "aten.expand.default": _sizes,
+    "aten.slice.Tensor": _slice,
+}
 
 
 def alias(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
