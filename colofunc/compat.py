@@ -18,7 +18,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"]
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# A tensor with a shape, a dtype and no storage: torch's documented way to write a wrapper subclass.
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
 def fake_mode() -> FakeTensorMode:

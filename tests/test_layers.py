@@ -33,10 +33,16 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
 
+# The flow from a staged function to a running one, which every transform records its intents for.
+SHARED_BY_TRANSFORMS = ("staged", "compile", "decide", "lowered")
+
 # Not dependencies of the core: imported inside the function that needs them, and only there.
 OPTIONAL_EXTRAS = {
     "transformers", "timm", "torchvision", "PIL", "matplotlib", "peft", "diffusers", "hypothesis", "pytest",
 }  # fmt: skip
+
+# Parts of torch that take half a second to import and that few programs need.
+SLOW_TO_IMPORT = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.
 ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._functional_collectives")
@@ -115,14 +121,14 @@ def check_order(module: str, source: str) -> list[str]:
 
 
 def check_transform(module: str, source: str) -> list[str]:
-    """A transform imports no other transform; what they share is transforms/staged.py."""
+    """A transform imports no other transform; what all of them share is in SHARED_BY_TRANSFORMS."""
     parts = module.split(".")
     if parts[:2] != ["colofunc", "transforms"] or len(parts) < 3:
         return []
     return [
         f"{module}:{line} imports another transform, {target}. Try: transforms/staged.py, or a pass"
         for line, target in targets(module, source)
-        if target.startswith("colofunc.transforms") and target.split(".")[2:3] not in ([parts[2]], ["staged"])
+        if target.startswith("colofunc.transforms") and target.split(".")[2] not in (parts[2], *SHARED_BY_TRANSFORMS)
     ]
 
 
@@ -210,7 +216,7 @@ def check_habits(module: str, source: str) -> list[str]:
             continue
         origin = [] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
         names = origin or [alias.name for alias in node.names]
-        optional = all(name.split(".")[0] in OPTIONAL_EXTRAS for name in names)
+        optional = all(name.split(".")[0] in OPTIONAL_EXTRAS or name in SLOW_TO_IMPORT for name in names)
         if any(alias.name == "*" for alias in node.names):
             found.append(f"{module}:{node.lineno} imports *. Try: the names")
         if id(node) in inside and not optional:

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
@@ -116,6 +114,10 @@ class DTensor(torch.Tensor):
 
     def to_torch(self) -> torch.Tensor:
         """This tensor as torch.distributed.tensor.DTensor on the running process group."""
+        # Imported here: it takes half a second, and few programs need it.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
         placements = to_placements(self.layout, self.mesh)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colofunc import compat
 from colofunc.errors import TraceError
@@ -71,7 +70,7 @@ class Cell:
         return cell
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """Collects nodes and values while a function runs on fake tensors."""
 
     def __init__(self, handler_of: Callable[[Any], Callable[..., Any]]) -> None:
