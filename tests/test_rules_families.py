@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from rule_oracle import cases, make_call, mesh_of, run, verify
 
-from colofunc.dtensor.rule import Call, Strategy
-from colofunc.dtensor.rules import local, rule_for, strategies_for
-from colofunc.mesh import Mesh
+from colofunc.dtensor.rule import Call
+from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.ops import attention, random  # noqa: F401 - registers the operators
 
 f64 = torch.float64
@@ -28,37 +26,7 @@ def ints(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape, generator=GEN)
 
 
-class Ranks:
-    """Answers `axis_index` while ranks run one after another."""
-
-    def __init__(self) -> None:
-        self.mesh, self.rank = mesh_of(2), 0
-
-    def axis_index(self, axes: tuple[str, ...]) -> torch.Tensor:
-        (axis,) = axes
-        return torch.tensor(self.mesh.coordinates(self.rank)[axis])
-
-    def counting(self, strategy: Strategy, mesh: Mesh) -> Strategy:
-        """The strategy with local code that knows whose turn it is."""
-        if strategy.local is None:
-            return strategy
-        code, turns = strategy.local, iter(range(mesh.size))
-
-        def local_code(*shards: torch.Tensor, mesh: Mesh) -> Any:
-            self.mesh, self.rank = mesh, next(turns)
-            return code(*shards, mesh=mesh)
-
-        return attrs.evolve(strategy, local=local_code)
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    found = Ranks()
-    monkeypatch.setattr(local, "axis_index", found.axis_index)
-    return found
-
-
-def check(ranks: Ranks, call: Call, tensors: list[torch.Tensor]) -> set[str]:
+def check(call: Call, tensors: list[torch.Tensor]) -> set[str]:
     """Everything that the call's rule claims; returns the factors that were split."""
     rule = rule_for(call)
     assert rule is not None, f"{call.target} has no rule"
@@ -66,7 +34,7 @@ def check(ranks: Ranks, call: Call, tensors: list[torch.Tensor]) -> set[str]:
     whole = run(call.target, call.args, call.kwargs, tensors)
     done = set()
     for strategy, mesh, (factor, _, kind) in cases(rule, call):
-        verify(call, rule, ranks.counting(strategy, mesh), mesh, tensors, whole)
+        verify(call, rule, strategy, mesh, tensors, whole)
         if kind != "pending" and " " not in factor and not factor.startswith(("sum", "max")):
             done.add(factor)
     return done
@@ -152,12 +120,89 @@ CASES = {
     "bucketize": (("aten.bucketize.Tensor", r(6, 4), torch.arange(5.0, dtype=f64)), "d0 d1"),
 }
 
+def spd(*shape: int) -> torch.Tensor:
+    """Well-conditioned symmetric positive definite matrices."""
+    x = r(*shape)
+    return x @ x.mT + 4 * torch.eye(shape[-1], dtype=f64)
+
+
+def cplx(*shape: int) -> torch.Tensor:
+    return torch.complex(r(*shape), r(*shape))
+
+
+A, L = spd(6, 3, 3), torch.linalg.cholesky(spd(6, 3, 3))
+LU, PIV, _ = torch.ops.aten.linalg_lu_factor_ex(A)
+
+CASES |= {
+    "nearest": (("aten.upsample_nearest2d.default", r(4, 6, 3, 3), [6, 6]), "b0 b1"),
+    "nearest vec": (("aten.upsample_nearest2d.vec", r(4, 6, 3, 3), None, [2.0, 2.0]), "b0 b1"),
+    "bilinear": (("aten.upsample_bilinear2d.vec", r(4, 6, 3, 3), [6, 6], False, None), "b0 b1"),
+    "bicubic back": (("aten.upsample_bicubic2d_backward.default", r(4, 6, 6, 6), [6, 6], [4, 6, 3, 3], False), "b0 b1"),
+    "trilinear": (("aten.upsample_trilinear3d.default", r(2, 3, 2, 2, 2), [4, 4, 4], True), "b0 b1"),
+    "linear1d": (("aten.upsample_linear1d.default", r(2, 3, 4), [8], True), "b0 b1"),
+    "exact": (("aten._upsample_nearest_exact2d.default", r(4, 6, 3, 3), [5, 6]), "b0 b1"),
+    "exact back": (("aten._upsample_nearest_exact1d_backward.default", r(4, 6, 6), [6], [4, 6, 3]), "b0 b1"),
+    "aa": (("aten._upsample_bilinear2d_aa.default", r(4, 6, 5, 5), [3, 3], False), "b0 b1"),
+    "pixel_shuffle": (("aten.pixel_shuffle.default", r(4, 24, 2, 3), 2), "b0 c h w"),
+    "pixel_unshuffle": (("aten.pixel_unshuffle.default", r(6, 4, 6), 2), "c h w"),
+    "channel_shuffle": (("aten.native_channel_shuffle.default", r(2, 12, 3, 4), 2), "n c x0 x1"),
+    "im2col": (("aten.im2col.default", r(4, 6, 5, 5), [2, 3], [1, 1], [0, 0], [1, 1]), "n c"),
+    "col2im": (("aten.col2im.default", r(4, 36, 12), [5, 5], [2, 3], [1, 1], [0, 0], [1, 1]), "n c"),
+    "grid": (("aten.grid_sampler_2d.default", r(2, 6, 5, 5), r(2, 3, 4, 2), 0, 0, False), "n c p0 p1"),
+    "grid back": (
+        ("aten.grid_sampler_2d_backward.default", r(2, 6, 3, 4), r(2, 6, 5, 5), r(2, 3, 4, 2), 0, 0, False, [True, True]), "n c p0 p1"),
+    "grid 3d": (("aten.grid_sampler_3d.default", r(2, 6, 3, 3, 3), r(2, 2, 3, 4, 3), 0, 0, False), "n c p0 p1 p2"),
+    "affine": (("aten.affine_grid_generator.default", r(6, 2, 3), [6, 3, 4, 4], False), "n"),
+    "fft c2c": (("aten._fft_c2c.default", cplx(4, 5, 6), [1], 0, True), "d0 d2"),
+    "fft r2c": (("aten._fft_r2c.default", r(4, 5, 6), [0, 2], 0, True), "d1"),
+    "fft c2r": (("aten._fft_c2r.default", cplx(4, 5, 6), [1], 2, 8), "d0 d2"),
+    "sort": (("aten.sort.default", r(4, 6, 5), 1), "d0 d2"),
+    "sort stable": (("aten.sort.stable", r(4, 6), {"stable": True, "dim": 0}), "d1"),
+    "argsort": (("aten.argsort.default", r(4, 6), 0), "d1"),
+    "topk": (("aten.topk.default", r(4, 6, 10), 3, -1), "d0 d1"),
+    "kthvalue": (("aten.kthvalue.default", r(4, 6, 10), 3, 1), "d0 d2"),
+    "median": (("aten.median.dim", r(4, 6, 10), 1, True), "d0 d2"),
+    "mode": (("aten.mode.default", ints(3, 4, 6, 10), 0), "d1 d2"),
+    "cumsum": (("aten.cumsum.default", r(4, 6, 5), 1), "d0 d2"),
+    "cumsum of ints": (("aten.cumsum.default", ints(3, 4, 6).int(), 1), "d0"),
+    "cumprod": (("aten.cumprod.default", r(4, 6), 0), "d1"),
+    "cummax": (("aten.cummax.default", r(4, 6), 1), "d0"),
+    "logcumsumexp": (("aten.logcumsumexp.default", r(4, 6), 1), "d0"),
+    "inv": (("aten.linalg_inv_ex.default", A), "b0"),
+    "cholesky": (("aten.linalg_cholesky_ex.default", spd(4, 3, 3, 3)), "b0 b1"),
+    "cholesky_solve": (("aten.cholesky_solve.default", r(6, 3, 2), L), "b0"),
+    "det": (("aten._linalg_det.default", A), "b0"),
+    "slogdet": (("aten._linalg_slogdet.default", A), "b0"),
+    "solve": (("aten._linalg_solve_ex.default", A, r(6, 3, 2)), "b0"),
+    "solve vectors": (("aten._linalg_solve_ex.default", A, r(6, 3)), "b0"),
+    "eigh": (("aten._linalg_eigh.default", A), "b0"),
+    "eigvalsh": (("aten._linalg_eigh.default", A, "L", False), "b0"),
+    "eig": (("aten.linalg_eig.default", A), "b0"),
+    "svd": (("aten._linalg_svd.default", A), "b0"),
+    "svdvals": (("aten._linalg_svd.default", A, False, False), "b0"),
+    "qr": (("aten.linalg_qr.default", A), "b0"),
+    "qr r": (("aten.linalg_qr.default", A, "r"), "b0"),
+    "lu": (("aten.linalg_lu.default", A), "b0"),
+    "lu_solve": (("aten.linalg_lu_solve.default", LU, PIV, r(6, 3, 2)), "b0"),
+    "lu_unpack": (("aten.lu_unpack.default", LU, PIV), "b0"),
+    "triangular": (("aten.linalg_solve_triangular.default", L, r(6, 3, 2), {"upper": False}), "b0"),
+    "ldl": (("aten.linalg_ldl_factor_ex.default", A), "b0"),
+    "matrix_exp": (("aten.linalg_matrix_exp.default", A), "b0"),
+    "cross": (("aten.linalg_cross.default", r(4, 3, 6), r(4, 3, 6), {"dim": 1}), "d0 d2"),
+    "cdist": (("aten._cdist_forward.default", r(2, 4, 3), r(2, 6, 3), 2.0, None), "b0 p q"),
+    "cdist back": (("aten._cdist_backward.default", r(2, 4, 6), r(2, 4, 3), r(2, 6, 3), 1.0, r(2, 4, 6).abs()), "b0 p q"),
+    "weight_norm": (("aten._weight_norm_interface.default", r(6, 4, 3), r(6, 1, 1), 0), "c"),
+    "weight_norm back": (
+        ("aten._weight_norm_interface_backward.default", r(4, 6), r(4, 6), r(1, 6), r(1, 6).abs() + 1, 1), "c"),
+    "renorm": (("aten.renorm.default", r(6, 4, 3), 2, 0, 1.0), "c"),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule_holds_and_splits(name: str, ranks: Ranks) -> None:
+def test_rule_holds_and_splits(name: str) -> None:
     (target, *args), factors = CASES[name]
     kwargs = args.pop() if isinstance(args[-1], dict) else {}
-    split = check(ranks, *make_call(target, tuple(args), kwargs))
+    split = check(*make_call(target, tuple(args), kwargs))
     assert split == set(factors.split())
 
 
@@ -202,9 +247,9 @@ PLACED = {
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_parts_that_know_where_they_lie(name: str, ranks: Ranks) -> None:
+def test_parts_that_know_where_they_lie(name: str) -> None:
     (target, *args), factors = PLACED[name]
-    assert check(ranks, *make_call(target, tuple(args), {})) == set(factors.split())
+    assert check(*make_call(target, tuple(args), {})) == set(factors.split())
 
 
 # --- strategies that split what the rule keeps whole
@@ -223,7 +268,7 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_strategies_split_the_indexed_dim(name: str, ranks: Ranks) -> None:
+def test_strategies_split_the_indexed_dim(name: str) -> None:
     target, *args = SPLIT[name]
     kwargs = args.pop() if isinstance(args[-1], dict) else {}
     call, tensors = make_call(target, tuple(args), kwargs)
@@ -231,6 +276,6 @@ def test_strategies_split_the_indexed_dim(name: str, ranks: Ranks) -> None:
     sharded = set()
     for mesh in (mesh_of(2), mesh_of(3), mesh_of(2, 2), mesh_of(2, 3)):
         for strategy in strategies_for(call, mesh):
-            verify(call, None, ranks.counting(strategy, mesh), mesh, tensors, whole)
+            verify(call, None, strategy, mesh, tensors, whole)
             sharded |= {factor for _, factor in strategy.axes}
     assert len(sharded & {"v", "s"}) == 1 and len(sharded) > 1
