@@ -9,20 +9,23 @@ that were really split. Shares no code with the planner beyond the records thems
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.parts import join, part
 from colofunc.dtensor.rule import Call, Ref, Rule, Strategy, TensorType
-from colofunc.dtensor.rules import rule_for
+from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import build, usable
 from colofunc.mesh import Mesh
+from colofunc.ops.collectives import COLLECTIVES
 from colofunc.program.ir import map_refs
 
 SIZES = (2, 3, 5)
@@ -33,8 +36,21 @@ class RuleBroken(AssertionError):
     """A rule claims something that the numbers deny."""
 
 
+def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, rstd: torch.Tensor, w: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """No CPU kernel: the derivative of x * rstd * w by autograd."""
+    with torch.enable_grad():
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        out = x * torch.rsqrt((x * x).mean(tuple(range(-len(shape), 0)), keepdim=True) + 1e-5) * w
+        return torch.autograd.grad(out, (x, w), g)
+
+
+REFERENCES = {"aten._fused_rms_norm_backward.default": _rms_norm_backward}
+
+
 def resolve(target: str) -> Callable[..., Any]:
     """The function behind a target name; views run as reshape, as they do after lowering."""
+    if target in REFERENCES:
+        return REFERENCES[target]
     space, name, *overload = VIEWS.get(target, target).split(".")
     packet = getattr(getattr(torch.ops, space), name)
     return getattr(packet, overload[0] if overload else "default")
@@ -119,23 +135,94 @@ def spread(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
             terms[key] = torch.where(keep, x, x - shift if hows == {"max"} else x + shift)
     terms[keys[-1]] = x - sum(terms.values()) if hows == {"sum"} else x
     bare = layout.with_pending(())
-    return [part(terms[where[r]], bare, mesh, r) for r in range(mesh.size)]
+    return [part(terms[where[r]], bare, mesh, r).contiguous() for r in range(mesh.size)]
 
 
 def verify(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, tensors: Sequence[torch.Tensor], whole: Sequence[Any]) -> None:
-    """Run one strategy on all ranks and compare with `whole`; raises RuleBroken. Local code must not communicate."""
+    """Run one strategy on all ranks and compare with `whole`; raises RuleBroken."""
     shards = [spread(x, layout, mesh) for x, layout in zip(tensors, strategy.ins, strict=True)]
     args, kwargs = call.args, call.kwargs
     if rule is not None and rule.localize is not None:
         args, kwargs = rule.localize(call, strategy.ins, strategy.outs)
-    results = []
-    for rank in range(mesh.size):
-        mine = [s[rank] for s in shards]
-        if strategy.local is not None:
-            results.append(flat(strategy.local(*mine, mesh=mesh)))
-        else:
-            results.append(run(call.target, args, kwargs, mine))
+    if strategy.local is None:
+        results = [run(call.target, args, kwargs, [s[rank] for s in shards]) for rank in range(mesh.size)]
+    else:
+        results = together(strategy.local, shards, mesh)
     compare(call, strategy, mesh, results, whole)
+
+
+class Meeting:
+    """Where the threads of all ranks exchange values: post, wait for all, read."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.posted: list[Any] = [None] * mesh.size
+        self.barrier = threading.Barrier(mesh.size)
+
+    def exchange(self, rank: int, value: Any, axes: Sequence[str]) -> list[Any]:
+        """The values of all ranks that differ from `rank` only along `axes`, in row-major order over them."""
+        self.posted[rank] = value
+        self.barrier.wait(timeout=30)
+        here = self.mesh.coordinates(rank)
+        peers = [r for r in range(self.mesh.size) if all(self.mesh.coordinates(r)[a] == i for a, i in here.items() if a not in axes)]
+        peers.sort(key=lambda r: [self.mesh.coordinates(r)[a] for a in axes])
+        found = [self.posted[r] for r in peers]
+        self.barrier.wait(timeout=30)
+        return found
+
+
+class RankMode(TorchDispatchMode):
+    """Runs collectives of one rank by meeting the other ranks' threads; everything else runs as it is."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__()
+        self.meeting, self.rank = meeting, rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removesuffix(".default")
+        where = self.meeting.mesh.coordinates(self.rank)
+        if name == "colofunc.axis_index":
+            index = 0
+            for axis in args[0]:
+                index = index * self.meeting.mesh.axis_size(axis) + where[axis]
+            return torch.tensor(index)
+        if name == "colofunc.all_reduce":
+            x, axes, _, how = args
+            fold = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how]
+            with _disable_current_modes():
+                return reduce(fold, self.meeting.exchange(self.rank, x, axes)).clone()
+        if name == "colofunc.all_gather":
+            x, axes, _ = args
+            with _disable_current_modes():
+                return torch.stack(self.meeting.exchange(self.rank, x, axes))
+        if name.startswith("colofunc.") and name in COLLECTIVES:
+            raise NotImplementedError(name)
+        return func(*args, **(kwargs or {}))
+
+
+def together(local: Callable[..., Any], shards: Sequence[Sequence[torch.Tensor]], mesh: Mesh) -> list[list[Any]]:
+    """Local code on every rank at once, one thread per rank; the flat results in rank order."""
+    meeting = Meeting(mesh)
+    results: list[Any] = [None] * mesh.size
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            with RankMode(meeting, rank):
+                results[rank] = flat(local(*[s[rank] for s in shards], mesh=mesh))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def compare(call: Call, strategy: Strategy, mesh: Mesh, results: Sequence[Sequence[Any]], whole: Sequence[Any]) -> None:
@@ -213,3 +300,24 @@ def check_op(target: str, *args: Any, sizes: Sequence[int] = SIZES, **kwargs: An
     """Check one call given as real tensors; returns the factors that were split."""
     call, tensors = make_call(target, args, kwargs)
     return {factor for factor, _, kind in check_call(call, tensors, sizes=sizes) if kind != "pending"}
+
+
+def check_strategies(target: str, *args: Any, **kwargs: Any) -> set[str]:
+    """Try every strategy with local code on meshes of 2, 3, 5 and 2x2; returns the names of those tried."""
+    call, tensors = make_call(target, args, kwargs)
+    return {f"{n}" for n in tried_strategies(call, tensors, (mesh_of(2), mesh_of(3), mesh_of(5), mesh_of(2, 2)))}
+
+
+def tried_strategies(call: Call, tensors: Sequence[torch.Tensor], meshes: Sequence[Mesh]) -> list[str]:
+    whole = run(call.target, call.args, call.kwargs, tensors)
+    done = []
+    for mesh in meshes:
+        for strategy in strategies_for(call, mesh):
+            try:
+                verify(call, None, strategy, mesh, tensors, whole)
+            except RuleBroken:
+                raise
+            except Exception as error:
+                raise RuleBroken(f"{call.target}{call.args} {strategy.name} fails: {error}") from error
+            done.append(strategy.name)
+    return done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_oracle import check_op, make_call
+from rule_oracle import check_op, check_strategies, make_call
 
 from colofunc.dtensor.rules import rule_for
 from colofunc.dtensor.rules.pattern import bind
@@ -13,7 +13,7 @@ f64 = torch.float64
 
 
 def r(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=f64)
+    return torch.randn(shape, dtype=f64)
 
 
 CASES = {
@@ -88,3 +88,76 @@ def test_pattern_with_any_number_of_dims() -> None:
     call, _ = make_call("aten.mm.default", (r(4, 6), r(6, 10)), {})
     assert bind("b* i, i o -> b* o", call, reduce={"i": "sum"}).text() == "b0 i, i o -> b0 o"
     assert bind("b i, o i -> b o", call) is None
+
+
+def labels(*shape: int, classes: int = 30) -> torch.Tensor:
+    found = torch.randint(0, classes, shape)
+    found.view(-1)[::4] = -100
+    return found
+
+
+aten = torch.ops.aten
+x34, w30 = r(4, 30), r(30)
+bn = r(6, 10, 2), r(10), r(10), r(10), r(10).abs()
+bn_saved = aten._native_batch_norm_legit_functional(*bn, True, 0.1, 1e-5)
+ln = aten.native_layer_norm(x34, [30], w30, w30, 1e-5)
+rms = aten._fused_rms_norm(x34, [30], w30, 1e-5)
+gn_x = r(4, 30, 2)
+gn = aten.native_group_norm(gn_x, w30, w30, 4, 30, 2, 5, 1e-5)
+mask3 = (True, True, True)
+target, nll_total = labels(4), torch.tensor(7.0, dtype=f64)
+probability = torch.sigmoid(r(6, 10))
+
+NORMS = {
+    "softmax": ("aten._softmax.default", x34, 1, False),
+    "safe softmax": ("aten._safe_softmax.default", x34, 1),
+    "log_softmax": ("aten._log_softmax.default", x34, 1, False),
+    "softmax backward": ("aten._softmax_backward_data.default", r(4, 30), torch.softmax(x34, 1), 1, f64),
+    "log_softmax backward": ("aten._log_softmax_backward_data.default", r(4, 30), torch.log_softmax(x34, 1), 1, f64),
+    "layer norm": ("aten.native_layer_norm.default", x34, (30,), w30, w30, 1e-5),
+    "layer norm plain": ("aten.native_layer_norm.default", x34, (30,), None, None, 1e-5),
+    "layer norm backward": ("aten.native_layer_norm_backward.default", r(4, 30), x34, (30,), *ln[1:], w30, w30, mask3),
+    "rms norm": ("aten._fused_rms_norm.default", x34, (30,), w30, 1e-5),
+    "rms norm backward": ("aten._fused_rms_norm_backward.default", r(4, 30), x34, (30,), rms[1], w30, (True, True)),
+    "batch norm": ("aten._native_batch_norm_legit_functional.default", *bn, True, 0.1, 1e-5),
+    "batch norm without state": ("aten._native_batch_norm_legit.no_stats", *bn[:3], True, 0.1, 1e-5),
+    "batch norm backward": ("aten.native_batch_norm_backward.default", r(6, 10, 2), bn[0], bn[1], *bn[3:], *bn_saved[1:3], True, 1e-5, mask3),
+    "vector norm": ("aten.linalg_vector_norm.default", x34, 2),
+    "vector norm 3": ("aten.linalg_vector_norm.default", x34, 3, (1,), True),
+}
+PLAIN = {
+    "group norm": ("aten.native_group_norm.default", gn_x, w30, w30, 4, 30, 2, 5, 1e-5),
+    "group norm backward": ("aten.native_group_norm_backward.default", r(4, 30, 2), gn_x, *gn[1:], w30, 4, 30, 2, 5, mask3),
+    "batch norm evaluated": ("aten._native_batch_norm_legit_no_training.default", *bn, 0.1, 1e-5),
+    "batch norm evaluated backward": (
+        "aten.native_batch_norm_backward.default", r(6, 10, 2), bn[0], bn[1], *bn[3:], r(0), r(0), False, 1e-5, mask3),
+    **{f"nll {k}": ("aten.nll_loss_forward.default", x34, target, None, k, -100) for k in range(3)},
+    **{f"nll weight {k}": ("aten.nll_loss_forward.default", x34, target, w30.abs(), k, -100) for k in range(3)},
+    **{f"nll back {k}": ("aten.nll_loss_backward.default", r(), x34, target, None, k, -100, nll_total) for k in (1, 2)},
+    "nll back none": ("aten.nll_loss_backward.default", r(4), x34, target, w30.abs(), 0, -100, nll_total),
+    "nll2d": ("aten.nll_loss2d_forward.default", r(2, 30, 2, 3), labels(2, 2, 3), w30.abs(), 1, -100),
+    "nll2d back": ("aten.nll_loss2d_backward.default", r(), r(2, 30, 2, 3), labels(2, 2, 3), w30.abs(), 1, -100, nll_total),
+    **{f"mse {k}": ("aten.mse_loss.default", r(6, 10), r(6, 10), k) for k in range(3)},
+    "mse back": ("aten.mse_loss_backward.default", r(), r(6, 10), r(6, 10), 1),
+    "huber": ("aten.huber_loss.default", r(6, 10), r(6, 10), 1, 0.7),
+    "bce": ("aten.binary_cross_entropy.default", probability, probability, r(10).abs(), 1),
+    "bce back": ("aten.binary_cross_entropy_backward.default", r(), probability, probability, r(6, 10).abs(), 1),
+    "bce logits": ("aten.binary_cross_entropy_with_logits.default", r(6, 10), probability, None, None, 1),
+    "glu": ("aten.glu.default", r(4, 12), 1),
+    "glu back": ("aten.glu_backward.default", r(4, 6), r(4, 12), 1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN | NORMS)
+def test_norm_or_loss_splits(name: str) -> None:
+    assert check_op(*(PLAIN | NORMS)[name]) or name == "vector norm"
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalised_dim_is_split_with_collectives(name: str) -> None:
+    tried = check_strategies(*NORMS[name])
+    assert len(tried) >= 3
+
+
+def test_vocabulary_parallel_loss_uses_the_global_weight() -> None:
+    assert {"d0", "d1"} <= check_op("aten.nll_loss_forward.default", x34, target, None, 1, -100)

@@ -3,7 +3,7 @@
     softmax  b [s] -> b [s]     opened at s: all-reduce the maximum, all-reduce the sum of exponentials
 
 `opened` takes the rule, frees the given factors, and makes a strategy of every placement that uses one of them. A
-result that lacks an opened factor is complete on every rank (the local code reduces it) unless `pending` says "sum".
+result that lacks an opened factor is complete on every rank (the local code reduces it) unless `how` says otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ Traffic = Callable[[Call, Split], float]  # bytes that are all-reduced over the 
 
 
 def opened(
-    call: Call, mesh: Mesh, rule: Rule | None, factors: Collection[str], code: Code, traffic: Traffic, calls: int = 1, how: str | None = None
+    call: Call,
+    mesh: Mesh,
+    rule: Rule | None,
+    factors: Collection[str],
+    code: Code,
+    traffic: Traffic,
+    calls: int = 1,
+    how: str | None = None,
 ) -> Iterator[Strategy]:
     """All strategies in which an opened factor is split. `calls`: how many all-reduces share the traffic."""
     if rule is None:
@@ -45,10 +52,12 @@ def opened(
     missing = {
         (n, f) for n, op in enumerate(rule.outs) if op is not None for f in factors if not any(f in dim for dim in op)
     }
-    if how is None:
-        free = attrs.evolve(rule, whole=rule.whole - set(factors), copied=rule.copied | missing)
-    else:
-        free = attrs.evolve(rule, whole=rule.whole - set(factors), reduce={**rule.reduce, **dict.fromkeys(factors, how)})
+    free = attrs.evolve(
+        rule,
+        whole=rule.whole - set(factors),
+        reduce={**rule.reduce, **dict.fromkeys(factors, how or "sum")},
+        copied=rule.copied | (missing if how is None else set()),
+    )
     axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
     for placement, passing in placements(free, mesh, axes):
         on = tuple(axis for f in factors for _, axis in placement.get(f, ()) if axis is not None)
