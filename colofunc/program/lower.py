@@ -94,7 +94,7 @@ class Builder:
         copies[layout] = current
         return current
 
-    def splice(self, body: Program, ids: Sequence[int], node: Node, name: str) -> tuple[int | None, ...]:
+    def splice(self, body: Program, ids: Sequence[int], node: Node, name: str) -> tuple[int, ...]:
         """Append the nodes of a recorded local function applied to `ids`; returns the ids of its outputs."""
         here: dict[int, int] = dict(zip(body.inputs, ids, strict=True))
         if body.constants:
@@ -142,9 +142,9 @@ def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, re
         types = [TensorType(build.values[i].shape, build.values[i].dtype) for i in operands]
         body = record_local(partial(strategy.local, mesh=build.mesh), types)
         results = build.splice(body, operands, node, strategy.name)
-        for o, layout, result in zip(node.outs, strategy.outs, results, strict=True):
-            if o is not None and layout is not None and result is not None:
-                _adopt(build, program, o, layout, result, node)
+        tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
+        for (o, layout), result in zip(tensors, results, strict=True):  # results that are None are not recorded
+            _adopt(build, program, o, layout, result, node)
         return
     args, kwargs = call.args, call.kwargs
     if choice.rule is not None and choice.rule.localize is not None:
