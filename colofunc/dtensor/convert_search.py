@@ -30,6 +30,9 @@ import attrs
 from colofunc.dtensor.convert_refine import COPY, HOW, Locations
 from colofunc.mesh import Mesh
 
+# States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
+PATIENCE = 600
+
 Step = tuple[str, tuple[int, ...], Locations]  # kind, parts that it acts on, locations after it
 Cost = tuple[float, float, int]
 
@@ -81,6 +84,7 @@ def answer(q: Question) -> tuple[Step, ...] | None:
         seconds, wire, moves = best[state]
         held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
         before = whole // held
+        haste = 1.0 if len(done) < PATIENCE else 4.0
         for kind, who, after in _moves(q.pieces, state):
             nbytes = whole // prod(n for n, loc in zip(sizes, after) if loc >= 0)
             if q.limit is not None and 2 * max(before, nbytes) > q.limit:
@@ -94,7 +98,7 @@ def answer(q: Question) -> tuple[Step, ...] | None:
                 left_s, left_bytes = bound(after)
                 count += 1
                 done.discard(after)
-                heapq.heappush(queue, ((cost[0] + left_s, cost[1] + left_bytes, cost[2]), count, after))
+                heapq.heappush(queue, ((cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2]), count, after))
     return None
 
 
@@ -196,8 +200,8 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         if p.goal >= 0 and p.goal not in held:
             return [p.goal]
         goals = {o.goal for o in pieces if o.goal >= 0 and o.size == p.size}
-        if roomy:
-            return sorted({*goals, p.scratch} - held)
+        if roomy or len(pieces) > 3:
+            return sorted({*goals, p.scratch} - held - {-1})
         # Scratch is scarce: any slot of this size will do.
         return sorted({*goals, *(loc for o in pieces if o.size == p.size for loc in (o.start, o.scratch) if loc >= 0)} - held)
 
