@@ -40,9 +40,10 @@ OPENED = ("torch.nn.functional", "torch.nn.init", "torch.functional", "torch._ji
 ALPHA = 1.7580993408473766
 
 
-def modes(seed: Callable[[], Tensor], sites: Iterator[int] | None = None) -> list[TorchFunctionMode]:
+def modes(seed: Tensor | Callable[[], Tensor], sites: Iterator[int] | None = None) -> list[TorchFunctionMode]:
     """The modes to enter, outermost first, while a step is traced or run as the single-device reference."""
-    return [Canonical(seed, count() if sites is None else sites)]
+    provide = (lambda: seed) if isinstance(seed, Tensor) else seed
+    return [Canonical(provide, count() if sites is None else sites)]
 
 
 @contextmanager

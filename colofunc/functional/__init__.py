@@ -1,0 +1,8 @@
+"""What a training script needs around the step: modules, gradients and optimizers as functions of trees."""
+
+from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
+from colofunc.functional.modules import Model, abstract, functional
+from colofunc.functional.optimizers import Optimizer, adapt
+from colofunc.functional.train import train_step
+
+__all__ = ["Model", "Optimizer", "abstract", "adapt", "clip_by_global_norm", "functional", "train_step", "value_and_grad"]

@@ -1,0 +1,121 @@
+"""Gradients of functions of trees.
+
+    loss, grads = value_and_grad(loss_fn)(params, batch)                       # grads: the tree of params
+    (loss, aux), grads = value_and_grad(loss_fn, has_aux=True)(params, batch)
+    grads, norm = clip_by_global_norm(grads, 1.0)
+
+Differentiated are the floating leaves of the chosen arguments; one that the loss does not use has a zero gradient. The
+same code runs eagerly and inside a trace. A call inside another is differentiable itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from colofunc.errors import InputError
+from colofunc.program.trace_meta import phase
+from colofunc.program.trace_tree import Tree, flatten, unflatten
+
+# How many value_and_grad calls surround this one.
+_DEPTH: ContextVar[int] = ContextVar("colofunc_grad_depth", default=0)
+
+
+def value_and_grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns (f(...), gradients with respect to the arguments `argnums`).
+
+    `f` returns a 0-dim floating tensor, or with `has_aux` a pair of it and anything; aux carries no gradient.
+    """
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not all(-len(args) <= n < len(args) for n in chosen):
+            raise InputError(f"value_and_grad: argnums {argnums} of a call with {len(args)} positional arguments")
+        inner = _DEPTH.get() > 0
+        token = _DEPTH.set(_DEPTH.get() + 1)
+        try:
+            with torch.enable_grad():
+                new, leaves, trees = _differentiated(args, chosen, inner)
+                result = f(*new, **kwargs)
+                loss, aux = _split(result, has_aux)
+                grads = _gradients(loss, leaves, inner)
+        finally:
+            _DEPTH.reset(token)
+        found = [unflatten(tree, [next(grads) for _ in tree.names()]) for tree in trees]
+        out = found[0] if isinstance(argnums, int) else tuple(found)
+        if inner:
+            return ((loss, aux) if has_aux else loss), out
+        plain = loss.detach()
+        return ((plain, _detached(aux)) if has_aux else plain), out
+
+    return wrapped
+
+
+def _differentiated(args: tuple[Any, ...], chosen: tuple[int, ...], inner: bool) -> tuple[list[Any], list[Tensor | None], list[Tree]]:
+    """The arguments with fresh leaves; those leaves (None where one cannot be differentiated); the trees of the chosen."""
+    new, leaves, trees = list(args), [], []
+    for n in chosen:
+        found, tree = flatten(args[n], f"arg{n}")
+        fresh = [_fresh(t, inner) for t in found]
+        new[n] = unflatten(tree, fresh)
+        leaves += [t if t.requires_grad else None for t in fresh]
+        trees.append(tree)
+    if all(leaf is None for leaf in leaves):
+        raise InputError(f"value_and_grad: no floating tensor in argument {chosen}. Try: argnums=")
+    return new, leaves, trees  # type: ignore[return-value]
+
+
+def _fresh(t: Tensor, inner: bool) -> Tensor:
+    if not (t.is_floating_point() or t.is_complex()):
+        return t
+    # Inside another value_and_grad the outer graph has to go on through this leaf.
+    return t.view_as(t) if inner and t.requires_grad else t.detach().requires_grad_()
+
+
+def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise InputError(f"value_and_grad(has_aux=True): the function returned {type(result).__name__}, not (loss, aux)")
+    loss, aux = result if has_aux else (result, None)
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"value_and_grad: the loss is {what}, not a 0-dim floating tensor. Try: loss.mean(), or has_aux=True")
+    return loss, aux
+
+
+def _gradients(loss: Tensor, leaves: list[Tensor | None], inner: bool) -> Any:
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    grads: Any = (None,) * len(wanted)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=inner)
+    found = iter(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, grads, strict=True))
+    return iter([None if leaf is None else next(found) for leaf in leaves])
+
+
+def _detached(aux: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach() if t.requires_grad else t, aux)
+
+
+def clip_by_global_norm(grads: Any, max_norm: float | Tensor) -> tuple[Any, Tensor]:
+    """(gradients scaled so that their joint 2-norm is at most `max_norm`, the norm before), as `clip_grad_norm_` does.
+
+    The squares are summed in at least float32, so that sharded gradients add up their parts.
+    """
+    leaves, tree = flatten(grads, "grads")
+    if not leaves:
+        return grads, torch.zeros(())
+    with phase("update"):
+        total = torch.stack([_sum_of_squares(g) for g in leaves]).sum().sqrt()
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        return unflatten(tree, [g * scale.to(g.dtype) for g in leaves]), total
+
+
+def _sum_of_squares(g: Tensor) -> Tensor:
+    wide = g.to(torch.promote_types(g.dtype, torch.float32))
+    return (wide * wide).sum()

@@ -1,0 +1,116 @@
+"""Modules as functions: `cf.functional(module)` separates what a module computes from what it holds.
+
+Problem: an `nn.Module` hides its parameters and statistics in attributes and changes them in place; a step that is
+planned takes and returns them. Idea: three dicts by dotted name and a pure `apply`.
+
+    model = functional(module)                       # module itself is not changed
+    out, buffers = model.apply(model.params, model.buffers, x)
+
+`params` are trainable, `frozen` are not and enter `apply` by themselves (a trace sees captured tensors), `buffers` are
+running statistics and tables. A weight that is used twice has one name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError, near
+from colofunc.program.trace_meta import watch_modules
+
+Tensors = dict[str, Tensor]
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """A module taken apart. Build it with `functional`."""
+
+    module: nn.Module
+    params: Tensors
+    frozen: Tensors
+    buffers: Tensors
+
+    @property
+    def key(self) -> tuple[bool, ...]:
+        """Train or eval mode of every submodule: part of what decides whether a trace can be used again."""
+        return tuple(m.training for m in self.module.modules())
+
+    def train(self, mode: bool = True) -> Model:
+        """The same model in train mode (or eval mode). Modes belong to the module, so the receiver changes too."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Model:
+        return self.train(False)
+
+    def apply(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+        """(out, new buffers): the module's forward with these parameters; nothing that is passed in changes."""
+        self._check_names(params, buffers)
+        # The forward may write to its buffers in place, so it gets copies.
+        copies = {name: b.clone() for name, b in buffers.items()}
+        held = {**self.frozen, **params, **copies}
+        with watch_modules(self.module):
+            out = functional_call(self.module, held, args, kwargs)
+        # A forward may also have put another tensor in a buffer's place.
+        return out, {name: held[name].detach() for name in copies}
+
+    def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
+            return
+        found = []
+        for what, given, wanted in (("parameter", params, self.params), ("buffer", buffers, self.buffers)):
+            found += [f"missing {what} {name!r}" for name in wanted if name not in given]
+            found += [f"unknown {what} {name!r}{near(name, wanted)}" for name in given if name not in wanted]
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        raise InputError(f"apply: {'; '.join(found[:8])}{more}. Try: the dicts of model.params and model.buffers")
+
+    def to_module(self, params: Mapping[str, Tensor] | None = None, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """A new module that holds these values (the model's own by default). Collective where they are sharded."""
+        params = self.params if params is None else params
+        buffers = self.buffers if buffers is None else buffers
+        self._check_names(params, buffers)
+        module = copy.deepcopy(self.module)
+        held = dict(module.named_parameters()) | dict(module.named_buffers())
+        with torch.no_grad():
+            for name, value in {**params, **buffers}.items():
+                full = value.full() if isinstance(value, DTensor) else value
+                held[name].copy_(full)
+        return module
+
+
+def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model:
+    """Take a module apart. `trainable`: globs over dotted names; "*" trains what the module says requires a gradient.
+
+    Raises InputError where a glob matches no parameter, or one that cannot be differentiated.
+    """
+    globs = (trainable,) if isinstance(trainable, str) else tuple(trainable)
+    named = dict(module.named_parameters())
+    for glob in globs:
+        if glob != "*" and not any(fnmatchcase(name, glob) for name in named):
+            raise InputError(f"trainable={glob!r} matches no parameter{near(glob, named)}")
+
+    def trains(name: str, p: Tensor) -> bool:
+        if globs == ("*",):
+            return p.requires_grad
+        return any(fnmatchcase(name, glob) for glob in globs)
+
+    params = {name: p.detach() for name, p in named.items() if trains(name, p)}
+    whole = [name for name, p in params.items() if not p.is_floating_point()]
+    if whole:
+        raise InputError(f"{whole[0]!r} holds {params[whole[0]].dtype} and cannot be trained. Try: a glob that leaves it out")
+    frozen = {name: p.detach() for name, p in named.items() if name not in params}
+    buffers = {name: b.detach() for name, b in module.named_buffers()}
+    return Model(module, params, frozen, buffers)
+
+
+def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that has a shape and a dtype and no data, to plan a step before there is a batch."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
