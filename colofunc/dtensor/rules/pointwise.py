@@ -83,7 +83,7 @@ MONOTONE: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         "positive deg2rad rad2deg clone detach alias lift_fresh lift_fresh_copy contiguous to _to_copy "
         "convert_element_type relu relu6 exp expm1 exp2 tanh sigmoid erf atan floor ceil trunc sign asinh sinh "
-        "clamp clamp_min clamp_max hardtanh sqrt log log1p log2 log10 log_sigmoid".split(),
+        "clamp clamp_min clamp_max hardtanh log_sigmoid".split(),
         (0,),
     ),
     "add": (0, 1),
@@ -224,7 +224,7 @@ def monotone_sets(call: Call, name: str) -> tuple[frozenset[int], ...]:
     found = []
     for index in MONOTONE.get(name, ()):
         value = _argument(call, index)
-        if type(value) is not Ref or call.ins[value.id].dtype.is_complex or len(call.outs) != 1:
+        if type(value) is not Ref or call.ins[value.id].dtype in _UNORDERED or len(call.outs) != 1:
             continue
         if name in ("add", "sub") and _negative_alpha(call, index):
             continue
@@ -232,6 +232,9 @@ def monotone_sets(call: Call, name: str) -> tuple[frozenset[int], ...]:
             continue
         found.append(frozenset((value.id,)))
     return tuple(found)
+
+
+_UNORDERED = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 
 
 def _negative_alpha(call: Call, index: int) -> bool:

@@ -25,7 +25,7 @@ Local = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable
 
 def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """The dims that a `dim` argument names: None and () are all of them."""
-    if dim is None or dim == ():
+    if dim is None or dim == () or ndim == 0:
         return tuple(range(ndim))
     return tuple(sorted(wrap(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))))
 
@@ -46,12 +46,14 @@ def reduced(call: Call, dims: Sequence[int], keepdim: bool, how: str | None, *, 
     )
 
 
-def _over(dim_at: int, keepdim_at: int, how: str | None, linear: bool = False, local: Local | None = None) -> RuleFn:
+def _over(
+    dim_at: int, keepdim_at: int, how: str | None, linear: bool = False, local: Local | None = None, default: Any = None
+) -> RuleFn:
     """A reduction with (dim, keepdim) arguments at these positions; overloads without them reduce everything."""
 
     def rule(call: Call) -> Rule | None:
         ndim = len(call.ins[0].shape)
-        dims = reduced_dims(call.arg(dim_at, "dim"), ndim)
+        dims = reduced_dims(call.arg(dim_at, "dim", default), ndim)
         keepdim = bool(call.arg(keepdim_at, "keepdim", False))
         if how == "sum" and linear and call.ins[0].dtype is torch.bool:
             return reduced(call, dims, keepdim, how, local=local)
@@ -193,8 +195,8 @@ RULES: dict[str, RuleFn] = {
     "aten.count_nonzero": _over(1, 99, "sum"),
     "aten.median.dim": _over(1, 2, None),
     "aten.nanmedian.dim": _over(1, 2, None),
-    "aten.mode.default": lambda call: _over(1, 2, None)(call) if call.ins[0].shape else None,
+    "aten.mode.default": _over(1, 2, None, default=-1),
     "aten.median.default": lambda call: reduced(call, range(len(call.ins[0].shape)), False, None),
     "aten.nanmedian.default": lambda call: reduced(call, range(len(call.ins[0].shape)), False, None),
-    "aten.kthvalue.default": _over(2, 3, None),
+    "aten.kthvalue.default": _over(2, 3, None, default=-1),
 }

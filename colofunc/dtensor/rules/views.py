@@ -209,9 +209,9 @@ def blocks(cut: int, sizes: dict[str, int], name: str, size: int) -> Factors:
     """`([name] c)`: a dim of `size` as whole blocks of `cut`, which may be split. `c` is shared by all such dims."""
     sizes["c"] = cut
     count = size // cut
-    if count > 1:
+    if count != 1:
         sizes[name] = count
-    return ((name,) if count > 1 else ()) + (("c",) if cut > 1 else ())
+    return ((name,) if count != 1 else ()) + (("c",) if cut > 1 else ())
 
 
 def _bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
@@ -441,6 +441,8 @@ def unfold(call: Call) -> Rule | None:
 
 def unfold_backward(call: Call) -> Rule | None:
     out, sizes = dims_of(_shape(call))
+    if not out:
+        return None
     dim = wrap(call.arg(2, "dim"), len(out))
     sizes |= {"n": call.ins[0].shape[dim], "w": call.ins[0].shape[-1]}
     whole = frozenset((*out[dim], "n", "w"))
