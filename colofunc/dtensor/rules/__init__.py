@@ -29,6 +29,7 @@ from colofunc.dtensor.rules import (
     reduce,
     resize,
     sequence_ops,
+    slices,
     softmax,
     sort_scan,
     views,
@@ -43,6 +44,7 @@ StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 FAMILIES: tuple[ModuleType, ...] = (
     pointwise,
     views,
+    slices,
     factories,
     reduce,
     matmul,
