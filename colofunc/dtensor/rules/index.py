@@ -53,7 +53,7 @@ def scatter(call: Call) -> Rule | None:
     how = "sum" if name == "scatter_add" else _MERGES.get(_reduction(call) or "")
     if how is not None and not call.arg(5, "include_self", True):
         how = None
-    merged = how is not None and (src is None or shapes[0:1] and shapes[1][dim] == shapes[src][dim])
+    merged = how is not None and bool(shapes[0]) and (src is None or shapes[1][dim] == shapes[src][dim])
     texts = []
     for k in range(len(shapes)):
         words = []
@@ -99,8 +99,8 @@ def index_select(call: Call) -> Rule | None:
     return bind(call, {0: " ".join(words), 1: "j"}, [" ".join(words).replace("[s]", "j")], linear=[{0}])
 
 
-def _write_rows(free: bool) -> RuleFn:
-    """index_add (free: contributions add up) and index_copy (whole: the last one wins)."""
+def _write_rows(free: bool, linear: bool = True) -> RuleFn:
+    """index_add (free: contributions add up), index_copy (whole: the last one wins), index_reduce (not linear)."""
 
     def rule(call: Call) -> Rule | None:
         words, dim = _rows(call)
@@ -115,7 +115,7 @@ def _write_rows(free: bool) -> RuleFn:
             [rows],
             reduce={"j": "sum"} if free else {},
             addends=[0] if free else [],
-            linear=[{0, source}],
+            linear=[{0, source}] if linear else [],
         )
 
     return rule
@@ -331,6 +331,7 @@ RULES: dict[str, RuleFn] = {
     "aten.index_select": index_select,
     "aten.index_add": _write_rows(free=True),
     "aten.index_copy": _write_rows(free=False),
+    "aten.index_reduce": _write_rows(free=False, linear=False),
     "aten.index_fill": index_fill,
     "aten.take": take,
     "aten.index": index,

@@ -21,6 +21,20 @@ def solve_ex(call: Call) -> Rule | None:
     return batched(2, n, outs=(n, 2, 1, 0))(call)
 
 
+def pinv(call: Call) -> Rule | None:
+    """The tolerances that may follow the matrix are per matrix or without dims."""
+    if any(t.shape not in ((), call.ins[0].shape[:-2]) for t in call.ins[1:]):
+        return None
+    return batched(2, *(0 for _ in call.ins[1:]), outs=(2,))(call)
+
+
+def lstsq(call: Call) -> Rule | None:
+    """Residuals and singular values are left out for some drivers and ranks."""
+    if len(call.ins[1].shape) != len(call.ins[0].shape):
+        return None
+    return batched(2, 2, outs=(2, 1, 0, 1))(call)
+
+
 def cross(call: Call) -> Rule | None:
     if any(t.shape != call.ins[0].shape for t in call.ins):
         return None
@@ -69,6 +83,8 @@ RULES: dict[str, RuleFn] = {
     "aten.linalg_ldl_factor_ex": batched(2, outs=(2, 1, 0)),
     "aten.linalg_ldl_solve": batched(2, 1, 2, outs=(2,), linear=[{2}]),
     "aten.linalg_matrix_exp": batched(2, outs=(2,)),
+    "aten.linalg_pinv": pinv,
+    "aten.linalg_lstsq": lstsq,
     "aten.linalg_cross": cross,
     "aten._cdist_forward": cdist,
     "aten._cdist_backward": cdist_backward,

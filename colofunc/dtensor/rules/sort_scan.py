@@ -1,9 +1,8 @@
-"""Sorting, selecting and scanning along one dim: that dim is whole, the others are free.
+"""Sorting and scanning along one dim: that dim is whole, the others are free.
 
     sort      d0 [s] -> d0 [s], d0 [s]
     topk      d0 [s] -> d0 [k], d0 [k]
-    kthvalue  d0 [s] -> d0, d0
-    cumsum    d0 [s] -> d0 [s]            linear; a strategy splits s
+    cumsum    d0 [s] -> d0 [s]            linear
 
 Operators whose result size is data (unique) and those that count over everything (histc) have no rule.
 """
@@ -13,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import StrategyFn, along, bind
-from colofunc.dtensor.rules.pattern import RuleFn, wrap
+from colofunc.dtensor.rules.build import StrategyFn, along
+from colofunc.dtensor.rules.pattern import RuleFn
 
 
 def _kept(index: int, linear: bool = False) -> RuleFn:
@@ -32,24 +31,6 @@ def _dim(call: Call, index: int) -> int:
     return int(call.arg(99 if call.target.endswith(".stable") else index, "dim", -1))
 
 
-def _reduced(index: int) -> RuleFn:
-    """kthvalue, median, mode along a dim, which goes unless `keepdim`. Without a dim they look at everything: no rule."""
-
-    def rule(call: Call) -> Rule | None:
-        if len(call.outs) != 2:
-            return None
-        if call.arg(index + 1, "keepdim", False):
-            return along(call, [_dim(call, index)])
-        rank = len(call.ins[0].shape)
-        words = [f"d{d}" for d in range(rank)]
-        if rank:
-            words[wrap(_dim(call, index), rank)] = "[s]"
-        rest = " ".join(w for w in words if w != "[s]")
-        return bind(call, {0: " ".join(words)}, [rest, rest])
-
-    return rule
-
-
 def _named(names: Sequence[str], rule: RuleFn) -> dict[str, RuleFn]:
     return {f"aten.{name}": rule for name in names}
 
@@ -58,7 +39,5 @@ RULES: dict[str, RuleFn] = {
     **_named(["sort", "argsort", "cumprod", "cummax", "cummin", "logcumsumexp"], _kept(1)),
     **_named(["topk"], _kept(2)),
     **_named(["cumsum"], _kept(1, linear=True)),
-    **_named(["kthvalue"], _reduced(2)),
-    **_named(["median", "nanmedian", "mode"], _reduced(1)),
 }
 STRATEGIES: dict[str, StrategyFn] = {}
