@@ -36,7 +36,9 @@ class RuleBroken(AssertionError):
     """A rule claims something that the numbers deny."""
 
 
-def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, rstd: torch.Tensor, w: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm_backward(
+    g: torch.Tensor, x: torch.Tensor, shape: Any, rstd: torch.Tensor, w: Any, mask: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """No CPU kernel: the derivative of x * rstd * w by autograd."""
     with torch.enable_grad():
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
@@ -64,7 +66,11 @@ def run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) ->
 
 
 def _lists(tree: Any) -> Any:
-    return [_lists(t) for t in tree] if isinstance(tree, tuple) and any(isinstance(t, torch.Tensor) for t in tree) else tree
+    return (
+        [_lists(t) for t in tree]
+        if isinstance(tree, tuple) and any(isinstance(t, torch.Tensor) for t in tree)
+        else tree
+    )
 
 
 def flat(out: Any) -> list[Any]:
@@ -128,7 +134,9 @@ def spread(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
         if not hows:
             terms[key] = x
         elif hows == {"sum"}:
-            terms[key] = (torch.round(noise * 4 - 2) if not x.dtype.is_floating_point and not x.dtype.is_complex else noise).to(x.dtype)
+            terms[key] = (
+                torch.round(noise * 4 - 2) if not x.dtype.is_floating_point and not x.dtype.is_complex else noise
+            ).to(x.dtype)
         else:
             keep = torch.rand(x.shape, generator=gen) < 0.5
             shift = torch.ceil(noise * 3).to(x.dtype)
@@ -138,7 +146,9 @@ def spread(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     return [part(terms[where[r]], bare, mesh, r).contiguous() for r in range(mesh.size)]
 
 
-def verify(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, tensors: Sequence[torch.Tensor], whole: Sequence[Any]) -> None:
+def verify(
+    call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, tensors: Sequence[torch.Tensor], whole: Sequence[Any]
+) -> None:
     """Run one strategy on all ranks and compare with `whole`; raises RuleBroken."""
     shards = [spread(x, layout, mesh) for x, layout in zip(tensors, strategy.ins, strict=True)]
     args, kwargs = call.args, call.kwargs
@@ -164,7 +174,11 @@ class Meeting:
         self.posted[rank] = value
         self.barrier.wait(timeout=30)
         here = self.mesh.coordinates(rank)
-        peers = [r for r in range(self.mesh.size) if all(self.mesh.coordinates(r)[a] == i for a, i in here.items() if a not in axes)]
+        peers = [
+            r
+            for r in range(self.mesh.size)
+            if all(self.mesh.coordinates(r)[a] == i for a, i in here.items() if a not in axes)
+        ]
         peers.sort(key=lambda r: [self.mesh.coordinates(r)[a] for a in axes])
         found = [self.posted[r] for r in peers]
         self.barrier.wait(timeout=30)
@@ -238,8 +252,10 @@ def compare(call: Call, strategy: Strategy, mesh: Mesh, results: Sequence[Sequen
                 )
         got = join(locals_, layout, mesh)
         if not close(got, want):
-            raise RuleBroken(f"{call.target}{call.args}{call.kwargs} {strategy.name} result {k} ({layout}): values differ by "
-                             f"{(got.double() - want.double()).abs().max() if got.numel() and not got.dtype.is_complex else '?'}")
+            raise RuleBroken(
+                f"{call.target}{call.args}{call.kwargs} {strategy.name} result {k} ({layout}): values differ by "
+                f"{(got.double() - want.double()).abs().max() if got.numel() and not got.dtype.is_complex else '?'}"
+            )
 
 
 def deterministic(call: Call, tensors: Sequence[torch.Tensor], first: Sequence[Any]) -> bool:
@@ -250,7 +266,9 @@ def deterministic(call: Call, tensors: Sequence[torch.Tensor], first: Sequence[A
     )
 
 
-def cases(rule: Rule, call: Call, sizes: Sequence[int] = SIZES) -> Iterator[tuple[Strategy, Mesh, tuple[str, int, str]]]:
+def cases(
+    rule: Rule, call: Call, sizes: Sequence[int] = SIZES
+) -> Iterator[tuple[Strategy, Mesh, tuple[str, int, str]]]:
     """Every strategy that the rule claims, with its mesh and the (factor, axis size, layout) it stands for."""
     free = usable(rule)
     for factor in free:
@@ -269,13 +287,21 @@ def cases(rule: Rule, call: Call, sizes: Sequence[int] = SIZES) -> Iterator[tupl
                 if rule.sizes[factor] % 2 == 0:
                     placement = {factor: ((2, "x1"), (rule.sizes[factor] // 2, None))}
                     yield build(call, rule, placement, (("x0", i, how),)), mesh_of(2, 2), (name, 4, "pending split")
-    pairs = [(a, b, m, n) for a, b in combinations(free, 2) for m in (2, 3) for n in (2, 3) if rule.sizes[a] % m == 0 and rule.sizes[b] % n == 0]
+    pairs = [
+        (a, b, m, n)
+        for a, b in combinations(free, 2)
+        for m in (2, 3)
+        for n in (2, 3)
+        if rule.sizes[a] % m == 0 and rule.sizes[b] % n == 0
+    ]
     for a, b, m, n in pairs[:6]:
         placement = {a: ((m, "x0"), (rule.sizes[a] // m, None)), b: ((n, "x1"), (rule.sizes[b] // n, None))}
         yield build(call, rule, placement), mesh_of(m, n), (f"{a} {b}", m * n, "two axes")
 
 
-def check_call(call: Call, tensors: Sequence[torch.Tensor], rule: Rule | None = None, sizes: Sequence[int] = SIZES) -> list[tuple[str, int, str]]:
+def check_call(
+    call: Call, tensors: Sequence[torch.Tensor], rule: Rule | None = None, sizes: Sequence[int] = SIZES
+) -> list[tuple[str, int, str]]:
     """Try everything that the call's rule claims; returns what was tried. Raises RuleBroken."""
     rule = rule or rule_for(call)
     if rule is None:

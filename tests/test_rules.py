@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rule_oracle import check_op, check_strategies, make_call
 
-from colofunc.dtensor.rules import rule_for
+import colofunc.ops.linear
+import colofunc.ops.update  # noqa: F401 - registers the operators
+from colofunc.dtensor.rule import TensorType
+from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.rules.pattern import bind
+from colofunc.dtensor.strategies import build
+from colofunc.mesh import Mesh
+from colofunc.program.trace import record_local
 
 f64 = torch.float64
 
@@ -63,6 +71,27 @@ CASES = {
     "new_zeros": (("aten.new_zeros.default", r(3), (6, 4)), {"d0", "d1"}),
     "zeros_like": (("aten.zeros_like.default", r(6, 4)), {"d0", "d1"}),
     "arange": (("aten.arange.default", 6), set()),
+    "amax all": (("aten.amax.default", r(4, 6)), {"d0", "d1"}),
+    "argmax": (("aten.argmax.default", r(4, 6), 1), {"d0"}),
+    "any": (("aten.any.dim", r(4, 6) > 0, 1), {"d0"}),
+    "all": (("aten.all.dims", r(4, 6, 10) > 0, (0, 2)), {"d1"}),
+    "count_nonzero": (("aten.count_nonzero.dim_IntList", r(4, 6), (0,)), {"d0", "d1"}),
+    "median": (("aten.median.dim", r(4, 6), 1), {"d0"}),
+    "diagonal": (("aten.diagonal.default", r(4, 6, 10), 0, 1, 2), {"d0"}),
+    "diagonal_backward": (("aten.diagonal_backward.default", r(4, 6), (4, 6, 10), 0, 1, 2), {"d0"}),
+    "diagonal_scatter": (("aten.diagonal_scatter.default", r(4, 6, 10), r(4, 6), 0, 1, 2), {"d0"}),
+    "tril": (("aten.tril.default", r(4, 6, 10), 1), {"d0"}),
+    "reflection_pad": (("aten.reflection_pad1d.default", r(4, 6, 10), (1, 2)), {"d0", "d1"}),
+    "reflection_pad backward": (
+        ("aten.reflection_pad1d_backward.default", r(4, 6, 13), r(4, 6, 10), (1, 2)),
+        {"d0", "d1"},
+    ),
+    "roll": (("aten.roll.default", r(4, 6), (1,), (0,)), {"d1"}),
+    "flip": (("aten.flip.default", r(4, 6), (0,)), {"d1"}),
+    "unfold": (("aten.unfold.default", r(4, 6), 1, 2, 1), {"d0"}),
+    "view_as_complex": (("aten.view_as_complex.default", r(4, 6, 2)), {"b0", "b1"}),
+    "as_strided": (("aten.as_strided.default", r(4, 6), (4, 2, 3), (6, 3, 1)), {"f0", "f1", "f2"}),
+    "einsum": (("aten.einsum.default", "bij,bjk->bik", [r(2, 4, 6), r(2, 6, 10)]), {"b", "i", "j", "k"}),
 }
 
 
@@ -71,6 +100,36 @@ def test_rule_holds_and_splits(name: str) -> None:
     (target, *args), factors = CASES[name]
     split = {f for f in check_op(target, *args) if " " not in f and not f.startswith(("sum", "max"))}
     assert split == factors
+
+
+x, w, b = r(2, 4, 6), r(10, 6), r(10)
+LINEAR = {
+    "linear": (("colofunc.linear", x, w), {"b0", "b1", "i", "o"}),
+    "linear bias": (("colofunc.linear", x, w, b), {"b0", "b1", "i", "o"}),
+    "linear_dx": (("colofunc.linear_dx", r(2, 4, 10), w), {"b0", "b1", "i", "o"}),
+    "linear_dw": (("colofunc.linear_dw", r(2, 4, 10), x), {"b0", "b1", "i", "o"}),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_and_its_gradients_split_everywhere(name: str) -> None:
+    (target, *args), factors = LINEAR[name]
+    assert factors <= check_op(target, *args)
+
+
+def test_a_bias_is_added_once_where_the_contraction_is_split() -> None:
+    call, _ = make_call("colofunc.linear", (x, w, b), {})
+    rule = rule_for(call)
+    strategy = build(call, rule, {"i": ((2, "tp"), (3, None))})
+    assert strategy.ins[2].pending == strategy.outs[0].pending == (("tp", "sum"),)
+
+
+def test_optimizer_updates_split_like_the_parameter() -> None:
+    p, scalar = r(4, 6), torch.tensor(1e-3, dtype=f64)
+    step = torch.tensor(3.0)
+    adamw = ("colofunc.adamw", p, r(4, 6), r(4, 6), r(4, 6).abs(), step, scalar, 0.9, 0.99, 1e-8, 0.01, True)
+    assert {"d0", "d1"} <= check_op(*adamw)
+    assert {"d0", "d1"} <= check_op("colofunc.sgd", p, r(4, 6), r(4, 6), step, scalar, 0.9, 0.0, 0.01, False)
 
 
 def test_a_pending_sum_does_not_pass_a_constant() -> None:
@@ -121,22 +180,62 @@ NORMS = {
     "rms norm backward": ("aten._fused_rms_norm_backward.default", r(4, 30), x34, (30,), rms[1], w30, (True, True)),
     "batch norm": ("aten._native_batch_norm_legit_functional.default", *bn, True, 0.1, 1e-5),
     "batch norm without state": ("aten._native_batch_norm_legit.no_stats", *bn[:3], True, 0.1, 1e-5),
-    "batch norm backward": ("aten.native_batch_norm_backward.default", r(6, 10, 2), bn[0], bn[1], *bn[3:], *bn_saved[1:3], True, 1e-5, mask3),
+    "batch norm backward": (
+        "aten.native_batch_norm_backward.default",
+        r(6, 10, 2),
+        bn[0],
+        bn[1],
+        *bn[3:],
+        *bn_saved[1:3],
+        True,
+        1e-5,
+        mask3,
+    ),
     "vector norm": ("aten.linalg_vector_norm.default", x34, 2),
     "vector norm 3": ("aten.linalg_vector_norm.default", x34, 3, (1,), True),
 }
 PLAIN = {
     "group norm": ("aten.native_group_norm.default", gn_x, w30, w30, 4, 30, 2, 5, 1e-5),
-    "group norm backward": ("aten.native_group_norm_backward.default", r(4, 30, 2), gn_x, *gn[1:], w30, 4, 30, 2, 5, mask3),
+    "group norm backward": (
+        "aten.native_group_norm_backward.default",
+        r(4, 30, 2),
+        gn_x,
+        *gn[1:],
+        w30,
+        4,
+        30,
+        2,
+        5,
+        mask3,
+    ),
     "batch norm evaluated": ("aten._native_batch_norm_legit_no_training.default", *bn, 0.1, 1e-5),
     "batch norm evaluated backward": (
-        "aten.native_batch_norm_backward.default", r(6, 10, 2), bn[0], bn[1], *bn[3:], r(0), r(0), False, 1e-5, mask3),
+        "aten.native_batch_norm_backward.default",
+        r(6, 10, 2),
+        bn[0],
+        bn[1],
+        *bn[3:],
+        r(0),
+        r(0),
+        False,
+        1e-5,
+        mask3,
+    ),
     **{f"nll {k}": ("aten.nll_loss_forward.default", x34, target, None, k, -100) for k in range(3)},
     **{f"nll weight {k}": ("aten.nll_loss_forward.default", x34, target, w30.abs(), k, -100) for k in range(3)},
     **{f"nll back {k}": ("aten.nll_loss_backward.default", r(), x34, target, None, k, -100, nll_total) for k in (1, 2)},
     "nll back none": ("aten.nll_loss_backward.default", r(4), x34, target, w30.abs(), 0, -100, nll_total),
     "nll2d": ("aten.nll_loss2d_forward.default", r(2, 30, 2, 3), labels(2, 2, 3), w30.abs(), 1, -100),
-    "nll2d back": ("aten.nll_loss2d_backward.default", r(), r(2, 30, 2, 3), labels(2, 2, 3), w30.abs(), 1, -100, nll_total),
+    "nll2d back": (
+        "aten.nll_loss2d_backward.default",
+        r(),
+        r(2, 30, 2, 3),
+        labels(2, 2, 3),
+        w30.abs(),
+        1,
+        -100,
+        nll_total,
+    ),
     **{f"mse {k}": ("aten.mse_loss.default", r(6, 10), r(6, 10), k) for k in range(3)},
     "mse back": ("aten.mse_loss_backward.default", r(), r(6, 10), r(6, 10), 1),
     "huber": ("aten.huber_loss.default", r(6, 10), r(6, 10), 1, 0.7),
@@ -157,6 +256,20 @@ def test_norm_or_loss_splits(name: str) -> None:
 def test_a_normalised_dim_is_split_with_collectives(name: str) -> None:
     tried = check_strategies(*NORMS[name])
     assert len(tried) >= 3
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_local_code_is_recorded_with_the_shapes_it_promises(name: str) -> None:
+    target, *args = NORMS[name]
+    call, _ = make_call(target, tuple(args), {})
+    mesh = Mesh(dp=2)
+    for strategy in strategies_for(call, mesh):
+        types = [TensorType(lay.local_shape, t.dtype) for lay, t in zip(strategy.ins, call.ins, strict=True)]
+        program = record_local(partial(strategy.local, mesh=mesh), types)
+        made = [(program.values[o].shape, program.values[o].dtype) for o in program.outputs]
+        assert made == [
+            (lay.local_shape, t.dtype) for lay, t in zip(strategy.outs, call.outs, strict=True) if t is not None
+        ]
 
 
 def test_vocabulary_parallel_loss_uses_the_global_weight() -> None:

@@ -74,7 +74,9 @@ def _merge() -> tuple[dict[str, RuleFn], dict[str, StrategyFn]]:
     return rules, strategies
 
 
-def _add(table: dict[str, RuleFn] | dict[str, StrategyFn], more: Mapping[str, Callable[..., object]], family: str) -> None:
+def _add(
+    table: dict[str, RuleFn] | dict[str, StrategyFn], more: Mapping[str, Callable[..., object]], family: str
+) -> None:
     twice = sorted(set(table) & set(more))
     if twice:
         raise RuleError(f"family {family!r} defines {', '.join(twice)} again; keep an operator in one family")

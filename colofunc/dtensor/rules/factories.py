@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Call, Rule
+from colofunc.dtensor.rule import Call, Operand, Rule
 from colofunc.dtensor.rules.pattern import Args, RuleFn, dims_of, with_arg
 
 
@@ -27,7 +27,8 @@ def _sized(index: int, name: str) -> RuleFn:
         if out is None:
             return None
         dims, sizes = dims_of(out.shape)
-        ins, read = [], {}
+        ins: list[Operand] = []
+        read: dict[str, int] = {}
         for k, typ in enumerate(call.ins):
             operand, own = dims_of(typ.shape, f"x{k}_")
             ins.append(operand)

@@ -122,7 +122,7 @@ def _nll_forward_local(call: Call, ins: tuple[Layout, ...], outs: Layouts) -> Ca
     scores = ins[nll.scores]
     c = _class_dim(scores.shape)
     classes, everywhere = scores.dims[c], scores.axes
-    if not everywhere or nll.reduction != MEAN and not any(axis for _, axis in classes):
+    if not everywhere or (nll.reduction != MEAN and not any(axis for _, axis in classes)):
         return None
 
     def local(*shards: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,8 +35,7 @@ def linear(call: Call) -> Rule | None:
 
 def with_addend(product: str) -> Callable[[Call], Rule | None]:
     """beta * c + alpha * a @ b, where c broadcasts to the result: joint linearity, and c counted once."""
-    left, right = (side.strip() for side in product.split("->"))
-    names = right.split()
+    names = product.split("->")[1].split()
 
     def rule(call: Call) -> Rule | None:
         out = call.outs[0]

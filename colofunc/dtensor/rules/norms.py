@@ -38,7 +38,9 @@ def _pick(shards: Sequence[T], value: Any) -> T | None:
     return shards[value.id] if isinstance(value, Ref) else None
 
 
-def _rule(call: Call, operands: dict[Any, Operand], outs: Sequence[Operand | None], sizes: dict[str, int], **more: Any) -> Rule | None:
+def _rule(
+    call: Call, operands: dict[Any, Operand], outs: Sequence[Operand | None], sizes: dict[str, int], **more: Any
+) -> Rule | None:
     """A rule from argument -> dims (arguments that are absent are left out); None if an operand is not covered."""
     ins = {arg.id: dims for arg, dims in operands.items() if isinstance(arg, Ref)}
     if set(ins) != set(range(len(call.ins))):
@@ -65,7 +67,9 @@ def layer_norm(call: Call) -> Rule | None:
     tensors = {call.args[0]: x, call.args[2]: z}
     if "layer" in call.target:
         tensors[call.args[3]] = z
-    return _rule(call, tensors, (x, stat, stat)[: len(call.outs)], sizes, whole=frozenset(factors(z)), localize=_local_shape(1))
+    return _rule(
+        call, tensors, (x, stat, stat)[: len(call.outs)], sizes, whole=frozenset(factors(z)), localize=_local_shape(1)
+    )
 
 
 def layer_norm_backward(call: Call) -> Rule | None:
@@ -74,11 +78,11 @@ def layer_norm_backward(call: Call) -> Rule | None:
     args = call.args
     if "layer" in call.target:
         tensors = {args[0]: x, args[1]: x, args[3]: stat, args[4]: stat, args[5]: z, args[6]: z}
-        outs = (x, z, z)
+        outs: tuple[Operand, ...] = (x, z, z)
     else:
         tensors = {args[0]: x, args[1]: x, args[3]: stat, args[4]: z}
         outs = (x, z)
-    batch = {f: "sum" for f in factors(x) - factors(z)}
+    batch = dict.fromkeys(factors(x) - factors(z), "sum")
     more = dict(whole=frozenset(factors(z)), linear=(frozenset({args[0].id}),), localize=_local_shape(2))
     return _rule(call, tensors, outs, sizes, reduce=batch, **more)
 

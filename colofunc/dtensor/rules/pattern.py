@@ -8,7 +8,7 @@ call's shapes; a call whose shapes do not fit the text has no rule (None), which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ Args = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 Sets = Iterable[Iterable[int]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(text: str) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...] | None, ...]]:
     left, right = text.split("->")
 
@@ -34,7 +34,9 @@ def _parse(text: str) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[s
     return side(left) if left.strip() else (), side(right)
 
 
-def bind(text: str, call: Call, *, reduce: Mapping[str, str] | None = None, linear: Sets = (), **more: Any) -> Rule | None:
+def bind(
+    text: str, call: Call, *, reduce: Mapping[str, str] | None = None, linear: Sets = (), **more: Any
+) -> Rule | None:
     """The rule that `text` gives for this call's shapes; None where they do not fit."""
     left, right = _parse(text)
     if len(left) != len(call.ins) or len(right) != len(call.outs):
@@ -96,7 +98,9 @@ def sets(groups: Sets) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(g) for g in groups)
 
 
-def pattern(text: str, *, reduce: Mapping[str, str] | None = None, linear: Sets = (), mults: bool = False, **more: Any) -> RuleFn:
+def pattern(
+    text: str, *, reduce: Mapping[str, str] | None = None, linear: Sets = (), mults: bool = False, **more: Any
+) -> RuleFn:
     """A rule function from text. `mults`: costs 2 operations per combination of all factors (matrix products)."""
     _parse(text)
 

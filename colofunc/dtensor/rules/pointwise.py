@@ -11,6 +11,7 @@ pointwise and that is not listed shards the same way and passes nothing.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "addcdiv": ((0, 1),),
     "where": ((1, 2),),
     "copy": ((1,),),
+    "alias_copy": ((0,),),
+    "detach_copy": ((0,),),
     "fill": ((1,),),
     "clone": ((0,),),
     "detach": ((0,),),
@@ -81,9 +84,42 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 MONOTONE: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
-        "positive deg2rad rad2deg clone detach alias lift_fresh lift_fresh_copy contiguous to _to_copy "
-        "convert_element_type relu relu6 exp expm1 exp2 tanh sigmoid erf atan floor ceil trunc sign asinh sinh "
-        "clamp clamp_min clamp_max hardtanh log_sigmoid".split(),
+        [
+            "positive",
+            "deg2rad",
+            "rad2deg",
+            "clone",
+            "detach",
+            "alias",
+            "alias_copy",
+            "detach_copy",
+            "lift_fresh",
+            "lift_fresh_copy",
+            "contiguous",
+            "to",
+            "_to_copy",
+            "convert_element_type",
+            "relu",
+            "relu6",
+            "exp",
+            "expm1",
+            "exp2",
+            "tanh",
+            "sigmoid",
+            "erf",
+            "atan",
+            "floor",
+            "ceil",
+            "trunc",
+            "sign",
+            "asinh",
+            "sinh",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+            "hardtanh",
+            "log_sigmoid",
+        ],
         (0,),
     ),
     "add": (0, 1),
@@ -95,13 +131,66 @@ MONOTONE: dict[str, tuple[int, ...]] = {
 
 # Elementwise operators without torch's pointwise tag, or whose decompositions a trace may keep.
 UNTAGGED = frozenset(
-    "to _to_copy detach alias lift_fresh lift_fresh_copy contiguous copy fill zero real imag conj _conj _neg_view "
-    "resolve_conj resolve_neg isin_scalar isclose isreal float_power floor_divide special_xlog1py hardswish "
-    "hardswish_backward hardsigmoid_backward hardtanh_backward leaky_relu_backward elu_backward softplus_backward "
-    "softshrink_backward hardshrink_backward log_sigmoid_forward log_sigmoid_backward logit mish_backward _prelu_kernel "
-    "_prelu_kernel_backward rrelu_with_noise_backward angle polar complex view_as_polar convert_element_type "
-    "xlogy __and__ __or__ __xor__ __lshift__ __rshift__ rrelu_backward nan_to_num special_expit absolute log_sigmoid "
-    "fake_quantize_per_tensor_affine special_entr special_gammaln".split()
+    [
+        "to",
+        "_to_copy",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "contiguous",
+        "copy",
+        "fill",
+        "zero",
+        "real",
+        "imag",
+        "conj",
+        "_conj",
+        "_neg_view",
+        "resolve_conj",
+        "resolve_neg",
+        "isin_scalar",
+        "isclose",
+        "isreal",
+        "float_power",
+        "floor_divide",
+        "special_xlog1py",
+        "hardswish",
+        "hardswish_backward",
+        "hardsigmoid_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "elu_backward",
+        "softplus_backward",
+        "softshrink_backward",
+        "hardshrink_backward",
+        "log_sigmoid_forward",
+        "log_sigmoid_backward",
+        "logit",
+        "mish_backward",
+        "_prelu_kernel",
+        "_prelu_kernel_backward",
+        "rrelu_with_noise_backward",
+        "angle",
+        "polar",
+        "complex",
+        "view_as_polar",
+        "convert_element_type",
+        "xlogy",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "__lshift__",
+        "__rshift__",
+        "rrelu_backward",
+        "nan_to_num",
+        "special_expit",
+        "absolute",
+        "log_sigmoid",
+        "fake_quantize_per_tensor_affine",
+        "special_entr",
+        "special_gammaln",
+    ]
 )
 
 # Our own elementwise operators (optimizer updates: every state tensor has the parameter's factors).
@@ -129,14 +218,18 @@ def pointwise(call: Call) -> Rule | None:
     if copied:
         sizes = sizes | {"none": 0}
     name = base(call.target)
-    return None if None in ins else Rule(
-        tuple(op for op in ins if op is not None),
-        tuple(outs),
-        sizes,
-        whole=frozenset({"none"} & set(sizes)),
-        linear=linear_sets(call, name),
-        monotone=monotone_sets(call, name),
-        copied=frozenset(copied),
+    return (
+        None
+        if None in ins
+        else Rule(
+            tuple(op for op in ins if op is not None),
+            tuple(outs),
+            sizes,
+            whole=frozenset({"none"} & set(sizes)),
+            linear=linear_sets(call, name),
+            monotone=monotone_sets(call, name),
+            copied=frozenset(copied),
+        )
     )
 
 
@@ -203,20 +296,22 @@ def keeps_sums(call: Call, operands: frozenset[int]) -> bool:
     return all(_widens(call.ins[k].dtype, out.dtype) for k in operands for out in call.outs if out is not None)
 
 
+@cache
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
-    if source == target:
-        return source is not torch.bool
-    if torch.bool in (source, target) or source.is_complex and not target.is_complex and target.itemsize * 2 < source.itemsize:
+    """Whether a value of `source` is kept as it is by `target`, apart from an imaginary part that is dropped."""
+    if torch.bool in (source, target):
         return False
-    if source.is_floating_point:
-        return (target.is_floating_point or target.is_complex) and target.itemsize >= source.itemsize and not _half_pair(source, target)
+    if source == target:
+        return True
     if source.is_complex:
-        return target.is_complex and target.itemsize >= source.itemsize or target.is_floating_point
-    return target.is_floating_point and target.itemsize >= 4 or not target.is_floating_point and target.itemsize >= source.itemsize
-
-
-def _half_pair(source: torch.dtype, target: torch.dtype) -> bool:
-    return source.itemsize == target.itemsize and source != target
+        return (
+            target.itemsize * 2 >= source.itemsize
+            if target.is_floating_point
+            else torch.promote_types(source, target) == target
+        )
+    if not source.is_floating_point and (target.is_floating_point or target.is_complex):
+        return target.itemsize >= 4  # sums of integers are as exact there as the operator itself is
+    return torch.promote_types(source, target) == target
 
 
 def monotone_sets(call: Call, name: str) -> tuple[frozenset[int], ...]:
@@ -256,7 +351,10 @@ def is_pointwise(call: Call) -> bool:
 
 
 RULES: dict[str, RuleFn] = {
-    **{f"aten.{name}": pointwise for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})},
+    **{
+        f"aten.{name}": pointwise
+        for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})
+    },
     "prims.convert_element_type": pointwise,
     **dict.fromkeys(OURS, pointwise),
 }

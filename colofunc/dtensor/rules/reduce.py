@@ -19,6 +19,7 @@ import torch
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Operand, Rule
 from colofunc.dtensor.rules.pattern import RuleFn, dims_of, wrap
+from colofunc.dtensor.rules.pointwise import keeps_sums
 
 Local = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None]
 
@@ -30,7 +31,9 @@ def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(wrap(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))))
 
 
-def reduced(call: Call, dims: Sequence[int], keepdim: bool, how: str | None, *, linear: bool = False, **more: Any) -> Rule:
+def reduced(
+    call: Call, dims: Sequence[int], keepdim: bool, how: str | None, *, linear: bool = False, **more: Any
+) -> Rule:
     """The rule of a reduction over `dims` of operand 0, for every result. `how` None: the reduced dims are whole."""
     operand, sizes = dims_of(call.ins[0].shape)
     gone = [f for d in dims for f in operand[d]]
@@ -55,9 +58,8 @@ def _over(
         ndim = len(call.ins[0].shape)
         dims = reduced_dims(call.arg(dim_at, "dim", default), ndim)
         keepdim = bool(call.arg(keepdim_at, "keepdim", False))
-        if how == "sum" and linear and call.ins[0].dtype is torch.bool:
-            return reduced(call, dims, keepdim, how, local=local)
-        return reduced(call, dims, keepdim, how, linear=linear, local=local)
+        passes = linear and keeps_sums(call, frozenset({0}))
+        return reduced(call, dims, keepdim, how, linear=passes, local=local)
 
     return rule
 
@@ -83,7 +85,12 @@ def max_(how: str) -> RuleFn:
         if overload == "default":
             return reduced(call, range(len(call.ins[0].shape)), False, None if call.ins[0].dtype is torch.bool else how)
         if overload == "dim":
-            return reduced(call, reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape)), bool(call.arg(2, "keepdim", False)), None)
+            return reduced(
+                call,
+                reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape)),
+                bool(call.arg(2, "keepdim", False)),
+                None,
+            )
         return None
 
     return rule
@@ -106,7 +113,8 @@ def _mean_local(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, 
 
 def mean(call: Call) -> Rule | None:
     if call.target.endswith("default"):
-        return reduced(call, range(len(call.ins[0].shape)), False, "sum", linear=True, local=_mean_local_all)
+        passes = keeps_sums(call, frozenset({0}))
+        return reduced(call, range(len(call.ins[0].shape)), False, "sum", linear=passes, local=_mean_local_all)
     return _over(1, 2, "sum", True, _mean_local)(call)
 
 
@@ -122,7 +130,9 @@ def var(call: Call) -> Rule | None:
     ndim = len(call.ins[0].shape)
     if overload == "default":
         return reduced(call, range(ndim), False, None)
-    keepdim = bool(dict(call.kwargs).get("keepdim", False) if overload == "correction" else call.arg(3, "keepdim", False))
+    keepdim = bool(
+        dict(call.kwargs).get("keepdim", False) if overload == "correction" else call.arg(3, "keepdim", False)
+    )
     return reduced(call, reduced_dims(call.arg(1, "dim"), ndim), keepdim, None)
 
 
@@ -162,21 +172,26 @@ def sum_to_size(call: Call) -> Rule | None:
         size = outs[0].local_shape
         return lambda x, mesh: x.sum_to_size(size)
 
-    return Rule((operand,), (result,), sizes, {f: "sum" for f in sizes if f not in kept}, linear=(frozenset({0}),), local=local)
+    return Rule(
+        (operand,), (result,), sizes, {f: "sum" for f in sizes if f not in kept}, linear=(frozenset({0}),), local=local
+    )
 
 
 RULES: dict[str, RuleFn] = {
     "aten.sum": _over(1, 2, "sum", linear=True),
     "aten.nansum": _over(1, 2, "sum"),
     "aten.sum.default": lambda call: reduced(
-        call, range(len(call.ins[0].shape)), False, "sum", linear=call.ins[0].dtype is not torch.bool
+        call, range(len(call.ins[0].shape)), False, "sum", linear=keeps_sums(call, frozenset({0}))
     ),
     "aten.sum_to_size.default": sum_to_size,
     "aten.mean": mean,
     "aten.amax": amax("max"),
     "aten.amin": amax("min"),
     "aten.aminmax": lambda call: reduced(
-        call, reduced_dims(dict(call.kwargs).get("dim"), len(call.ins[0].shape)), bool(dict(call.kwargs).get("keepdim", False)), None
+        call,
+        reduced_dims(dict(call.kwargs).get("dim"), len(call.ins[0].shape)),
+        bool(dict(call.kwargs).get("keepdim", False)),
+        None,
     ),
     "aten.max": max_("max"),
     "aten.min": max_("min"),

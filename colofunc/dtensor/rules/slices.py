@@ -61,7 +61,9 @@ def _bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[i
     return low, max(high, low)
 
 
-def _slice_rule(call: Call, full: Operand, sizes: dict[str, int], dim: int, size: int, at: int) -> tuple[Operand, Operand, dict[str, Any]]:
+def _slice_rule(
+    call: Call, full: Operand, sizes: dict[str, int], dim: int, size: int, at: int
+) -> tuple[Operand, Operand, dict[str, Any]]:
     """(whole operand, sliced operand, more) of slice and its scatter and backward; slice arguments begin at `at`."""
     step = call.arg(at + 2, "step", 1)
     low, high = _bounds(size, call.arg(at, "start"), call.arg(at + 1, "end"), step)
@@ -80,8 +82,11 @@ def _slice_rule(call: Call, full: Operand, sizes: dict[str, int], dim: int, size
     return outer, inner, {"whole": frozenset("kj") & frozenset(sizes), "scale": (dim, size, low, high)}
 
 
-def _scaled(at: int, dim: int, size: int, low: int, high: int, which: int | None) -> Any:
-    """localize for slices: start and end shrink with the dim. `which`: operand that has the whole dim, None: the result."""
+def _scaled(at: int, scale: tuple[int, int, int, int] | None, which: int | None) -> Any:
+    """localize for slices: start and end shrink with the dim. `which`: operand with the whole dim, None: the result."""
+    if scale is None:
+        return None
+    dim, size, low, high = scale
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
         whole = outs[0] if which is None else ins[which]
@@ -99,7 +104,7 @@ def slice_(call: Call) -> Rule | None:
     size = call.ins[0].shape[dim]
     a, b, more = _slice_rule(call, dims, sizes, dim, size, 2)
     scale = more.pop("scale", None)
-    return moves([a], [b], sizes, localize=scale and _scaled(2, *scale, 0), **more)
+    return moves([a], [b], sizes, localize=_scaled(2, scale, 0), **more)
 
 
 def slice_backward(call: Call) -> Rule | None:
@@ -107,7 +112,7 @@ def slice_backward(call: Call) -> Rule | None:
     dim = wrap(call.arg(2, "dim"), len(dims))
     a, b, more = _slice_rule(call, dims, sizes, dim, out_shape(call)[dim], 3)
     scale = more.pop("scale", None)
-    inner = scale and _scaled(3, *scale, None)
+    inner = _scaled(3, scale, None)
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
         assert outs[0] is not None
@@ -121,12 +126,14 @@ def slice_scatter(call: Call) -> Rule | None:
     dim, dims, sizes = split_dim(call, 2)
     a, b, more = _slice_rule(call, dims, sizes, dim, call.ins[0].shape[dim], 3)
     scale = more.pop("scale", None)
-    return moves([a, b], [a], sizes, localize=scale and _scaled(3, *scale, 0), **more)
+    return moves([a, b], [a], sizes, localize=_scaled(3, scale, 0), **more)
 
 
 def narrow(call: Call) -> Rule | None:
     dim, dims, sizes = split_dim(call, 1)
-    return moves([dims], [put(dims, dim, ("j",))], sizes | {"j": out_shape(call)[dim]}, whole=frozenset((*dims[dim], "j")))
+    return moves(
+        [dims], [put(dims, dim, ("j",))], sizes | {"j": out_shape(call)[dim]}, whole=frozenset((*dims[dim], "j"))
+    )
 
 
 def split(call: Call) -> Rule | None:
@@ -216,7 +223,8 @@ def pad(call: Call) -> Rule | None:
     widths = tuple(call.arg(1, "pad" if "constant" in call.target else "padding"))
     offset = len(before) - len(widths) // 2
     dims, sizes = dims_of(before)
-    out, whole = list(dims), set()
+    out: list[Factors] = list(dims)
+    whole: set[str] = set()
     for i in range(offset, len(before)):
         low, high = widths[2 * (len(before) - 1 - i) : 2 * (len(before) - i)]
         if (low, high) != (0, 0):
@@ -225,7 +233,9 @@ def pad(call: Call) -> Rule | None:
             out[i] = (f"p{i}",)
     is_constant = "constant" in call.target
     linear = ONE if not is_constant or call.arg(2, "value", 0) in (0, None, False) else ()
-    return moves([dims], [tuple(out)], sizes, whole=frozenset(whole), linear=linear, monotone=() if is_constant else ONE)
+    return moves(
+        [dims], [tuple(out)], sizes, whole=frozenset(whole), linear=linear, monotone=() if is_constant else ONE
+    )
 
 
 def pad_backward(call: Call) -> Rule | None:
@@ -288,7 +298,14 @@ def unfold_backward(call: Call) -> Rule | None:
     dim = wrap(call.arg(2, "dim"), len(out))
     sizes |= {"n": call.ins[0].shape[dim], "w": call.ins[0].shape[-1]}
     whole = frozenset((*out[dim], "n", "w"))
-    return moves([(*put(out, dim, ("n",)), ("w",))], [out], sizes, whole=whole, monotone=(), localize=sizes_from_out(1, "input_sizes"))
+    return moves(
+        [(*put(out, dim, ("n",)), ("w",))],
+        [out],
+        sizes,
+        whole=whole,
+        monotone=(),
+        localize=sizes_from_out(1, "input_sizes"),
+    )
 
 
 def _named_dim(call: Call, index: int, name: str) -> tuple[int, Operand, dict[str, int]]:

@@ -93,7 +93,9 @@ def reshape_like(call: Call) -> Rule | None:
         shape = out.local_shape
         return lambda x, mesh: x.reshape(shape)
 
-    return Rule(rule.ins, rule.outs, rule.sizes, whole=rule.whole, linear=rule.linear, monotone=rule.monotone, local=local)
+    return Rule(
+        rule.ins, rule.outs, rule.sizes, whole=rule.whole, linear=rule.linear, monotone=rule.monotone, local=local
+    )
 
 
 def unsqueeze(call: Call) -> Rule | None:
@@ -121,7 +123,9 @@ def repeat(call: Call) -> Rule | None:
     times = tuple(call.arg(1, "repeats"))
     offset = len(times) - len(before)
     sizes |= {f"r{i}": n for i, n in enumerate(times)}
-    out = tuple(((f"r{i}",) if times[i] != 1 else ()) + (before[i - offset] if i >= offset else ()) for i in range(len(times)))
+    out = tuple(
+        ((f"r{i}",) if times[i] != 1 else ()) + (before[i - offset] if i >= offset else ()) for i in range(len(times))
+    )
     if 0 in times:
         return None
 
@@ -179,7 +183,11 @@ def movedim(call: Call) -> Rule | None:
 def as_strided(call: Call) -> Rule | None:
     """Only where it says what a view says: contiguous strides over all elements."""
     size, stride = tuple(call.arg(1, "size")), tuple(call.arg(2, "stride"))
-    if call.arg(3, "storage_offset") not in (None, 0) or prod(size) != prod(call.ins[0].shape) or stride != _contiguous(size):
+    if (
+        call.arg(3, "storage_offset") not in (None, 0)
+        or prod(size) != prod(call.ins[0].shape)
+        or stride != _contiguous(size)
+    ):
         return None
     rule = view(call)
 
@@ -188,7 +196,9 @@ def as_strided(call: Call) -> Rule | None:
         local = outs[0].local_shape
         return (call.args[0], local, _contiguous(local)), ()
 
-    return rule and Rule(rule.ins, rule.outs, rule.sizes, whole=rule.whole, linear=rule.linear, monotone=rule.monotone, localize=localize)
+    return rule and Rule(
+        rule.ins, rule.outs, rule.sizes, whole=rule.whole, linear=rule.linear, monotone=rule.monotone, localize=localize
+    )
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
