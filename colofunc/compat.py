@@ -15,7 +15,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.tensor import placement_types
 from torch.utils import _python_dispatch
 
 __all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
@@ -106,3 +112,16 @@ def identity_saved_hooks() -> Iterator[None]:
     """Inside, autograd keeps what it saves as it is, whatever hooks stand outside (activation checkpointing)."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
+
+
+_strided: Any = getattr(placement_types, "_StridedShard", None)
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """torch's placement that splits each of `split_factor` blocks of a dim; None where torch has none."""
+    return None if _strided is None else _strided(dim, split_factor=split_factor)
+
+
+def strided_factor(placement: Any) -> int | None:
+    """The split factor of a strided shard, None for every other placement."""
+    return int(placement.split_factor) if _strided is not None and isinstance(placement, _strided) else None

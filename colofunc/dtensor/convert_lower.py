@@ -54,20 +54,15 @@ def fuse_steps(steps: tuple[Step, ...]) -> list[Step]:
     return out
 
 
-def axes_text(parts: tuple[Part, ...]) -> tuple[str, ...]:
-    """Names of parts, those of one axis that follow one another joined: dp[2:2], dp[1:2] -> dp of 4."""
-    out: list[Part] = []
-    whole: dict[str, int] = {}
+def axes_text(parts: tuple[Part, ...], axis_sizes: dict[str, int]) -> tuple[str, ...]:
+    """Names of parts, those of one axis that follow one another joined: dp[2:2], dp[1:2] -> dp where dp has 4."""
+    runs: list[tuple[str, int, int]] = []
     for part in parts:
-        last = out[-1] if out else None
-        if last is not None and last.axis == part.axis and last.stride == part.stride * part.size:
-            joined = Part(part.axis, part.stride, last.size * part.size, "")
-            out[-1] = attrs.evolve(joined, name=f"{part.axis}[{joined.stride}:{joined.size}]")
+        if runs and runs[-1][0] == part.axis and runs[-1][1] == part.stride * part.size:
+            runs[-1] = (part.axis, part.stride, runs[-1][2] * part.size)
         else:
-            out.append(part)
-        whole[part.axis] = whole.get(part.axis, 1) * part.size
-    # A joined run that starts at stride 1 and is as large as the axis is the axis itself.
-    return tuple(p.name if "[" not in p.name else p.name for p in out)
+            runs.append((part.axis, part.stride, part.size))
+    return tuple(a if size == axis_sizes[a] else f"{a}[{stride}:{size}]" for a, stride, size in runs)
 
 
 @attrs.define
@@ -104,10 +99,6 @@ class _Value:
             return
         self.emit("rearrange", _pattern(old, new, self.puzzle.sizes), form)
 
-    def names(self, who: tuple[int, ...]) -> tuple[str, ...]:
-        texts = axes_text(tuple(self.puzzle.parts[k] for k in who))
-        return tuple(t.split("[")[0] if t.endswith(f"[1:{self.axis_sizes[t.split('[')[0]]}]") else t for t in texts)
-
     def layout(self) -> Layout | None:
         """The layout with parts where they are now; None if an axis is spread over separate places."""
         holder = {loc: self.puzzle.parts[k] for k, loc in enumerate(self.where) if loc >= 0}
@@ -143,7 +134,7 @@ def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict
     value.form = value.home(puzzle.start)
     for kind, who, after in fuse_steps(steps):
         n = prod(puzzle.parts[k].size for k in who)
-        axes = value.names(who)
+        axes = axes_text(tuple(puzzle.parts[k] for k in who), axis_sizes)
         before, value.where = value.where, after
         old, new = tuple(before[k] for k in who), tuple(after[k] for k in who)
         if kind == "all_gather":

@@ -70,7 +70,9 @@ GROUPED: dict[str, Callable[..., Shards]] = {
 }
 
 
-LOCAL: dict[str, Callable[..., Tensor]] = {"rearrange": KERNELS["colofunc.rearrange"], "fit": KERNELS["colofunc.fit"]}
+LOCAL: dict[str, Callable[..., Tensor]] = {
+    name: KERNELS[f"colofunc.{name}"] for name in ("rearrange", "fit", "take_range", "put_range")
+}
 
 
 def run_group(target: str, shards: Sequence[Tensor], axes: Iterable[str], mesh: Mesh, *args: Any) -> Shards:

@@ -145,7 +145,8 @@ def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
 
 def layout_text(layout: Layout) -> str:
     """A spec string that binds back to `layout` on the same mesh."""
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    placed = {*layout.axes, *(axis for axis, _ in layout.pending)}
+    letters = iter([c for c in "abcdefghijklmnopqrstuvwxyz" if c not in placed])
     words: list[str] = []
     padded = layout.padded_shape
     for d, dim in enumerate(layout.dims):
