@@ -25,9 +25,16 @@ _RELAXED = {
 }
 
 
+def _as_strided(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> torch.Tensor:
+    """Strides in a program are those of the contiguous tensor."""
+    return torch.ops.aten.as_strided.default(x.contiguous(), size, stride, offset)
+
+
 @lru_cache(maxsize=None)
 def resolve(target: str) -> Callable[..., Any]:
     """The callable of a target; raises ProgramError where no such operator is registered."""
+    if target == "aten.as_strided.default":
+        return _as_strided
     return overload(_RELAXED.get(target, target))
 
 

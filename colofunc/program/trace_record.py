@@ -22,7 +22,8 @@ import torch
 
 from colofunc import compat
 from colofunc.errors import TraceError
-from colofunc.ops.targets import overload
+from colofunc.ops.collectives import COLLECTIVES
+from colofunc.ops.targets import resolve
 from colofunc.program import trace_views
 from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.trace_infer import Meta, Results, TraceTensor, remembered
@@ -108,7 +109,7 @@ class Recorder(compat.TorchDispatchMode):
         phase, path, line = self.where.now()
         node = Node(target, args, kwargs, (), phase, path, line)
         values = self.values
-        free = all(values[r].device_free for r in node.refs)
+        free = target not in COLLECTIVES and all(values[r].device_free for r in node.refs)
         outs = tuple(None if t is None else self.new_value(t[0], t[1], device_free=free) for t in types)
         node = Node(target, args, kwargs, outs, phase, path, line)
         self.nodes.append(node)
@@ -281,7 +282,7 @@ class Recorder(compat.TorchDispatchMode):
 
 def run_node(node: Node, real: dict[int, torch.Tensor]) -> list[Any]:
     """Execute one node on real tensors; results are flat, in the order of `node.outs`."""
-    func = overload(node.target)
+    func = resolve(node.target)
     args = map_refs(node.args, lambda i: real[i])
     kwargs = {k: map_refs(v, lambda i: real[i]) for k, v in node.kwargs}
     return flat_results(func(*args, **kwargs))

@@ -1,0 +1,178 @@
+"""Check: a program keeps its own promises, or an error shows the node that breaks them.
+
+Problem: a pass that makes a wrong program is found much later, by wrong numbers. Idea: after every pass, type the
+program again: single assignment, every operand defined before, shapes and dtypes as the operator gives them, layouts
+that fit, only what the stage allows.
+
+    stage      nodes                                  values
+    global     functional, no collectives             no layout
+    local      functional, collectives                a layout whose local shape is the value's shape
+    inplace    all                                    as local
+
+Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from colofunc.errors import ProgramError
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import COLLECTIVES
+from colofunc.ops.targets import overload, resolve
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.text import node_text, type_text
+from colofunc.program.trace_infer import Meta, contiguous, remembered, slots
+
+STAGES = ("global", "local", "inplace")
+NEIGHBOURS = 3
+
+
+def check_program(program: Program, mesh: Mesh | None = None) -> None:
+    """Raise ProgramError where the program breaks its invariants. With a mesh, layouts may use only its axes."""
+    if program.stage not in STAGES:
+        raise ProgramError(f"program stage {program.stage!r} is none of {', '.join(STAGES)}")
+    defined = _check_inputs(program, mesh)
+    for index, node in enumerate(program.nodes):
+        problem = _node_problem(program, node, defined, mesh)
+        if problem:
+            raise ProgramError(f"{problem}\n{_around(program, index)}")
+        defined.update(o for o in node.outs if o is not None)
+    _check_outputs(program, defined)
+
+
+def _check_inputs(program: Program, mesh: Mesh | None) -> set[int]:
+    if len(set(program.inputs)) != len(program.inputs):
+        raise ProgramError("an id stands twice among the program's inputs")
+    for vid in program.inputs:
+        if vid not in program.values:
+            raise ProgramError(f"input %{vid} has no value")
+        problem = _value_problem(program, program.values[vid], mesh)
+        if problem:
+            raise ProgramError(f"input {problem}")
+    for vid, tensor in program.constants.items():
+        if vid not in program.inputs:
+            raise ProgramError(f"constant %{vid} is not among the inputs")
+        value = program.values[vid]
+        if program.stage == "global" and (tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype):
+            raise ProgramError(f"constant %{vid} is {tensor.dtype} {tuple(tensor.shape)}, its value says {type_text(value)}")
+    return set(program.inputs)
+
+
+def _check_outputs(program: Program, defined: set[int]) -> None:
+    for vid in program.outputs:
+        if vid not in defined:
+            raise ProgramError(f"output %{vid} is never defined")
+    for out, into in program.aliases:
+        if not (0 <= out < len(program.outputs) and 0 <= into < len(program.inputs)):
+            raise ProgramError(f"alias ({out}, {into}) points outside of the outputs or inputs")
+        mine, theirs = program.values[program.outputs[out]], program.values[program.inputs[into]]
+        if (mine.shape, mine.dtype, mine.layout) != (theirs.shape, theirs.dtype, theirs.layout):
+            raise ProgramError(f"output {out} ({type_text(mine)}) cannot be updated in place of input {into} ({type_text(theirs)})")
+
+
+def _value_problem(program: Program, value: Value, mesh: Mesh | None) -> str:
+    """What is wrong with a value's layout, "" if nothing is."""
+    layout = value.layout
+    if program.stage == "global":
+        return f"%{value.id} has a layout in a global program" if layout is not None else ""
+    if layout is None:  # half-way through a conversion or inside local code
+        named = value.id in program.inputs or value.id in program.outputs
+        return f"%{value.id} has no layout in a {program.stage} program" if named else ""
+    if layout.local_shape != value.shape:
+        return f"%{value.id} has shape {value.shape}, its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
+    if mesh is not None:
+        sizes = mesh.shape
+        for axis in (*layout.axes, *(a for a, _ in layout.pending)):
+            if axis.split("[")[0] not in sizes:
+                return f"%{value.id} is laid out over axis {axis!r}, which the mesh does not have"
+    return ""
+
+
+def _node_problem(program: Program, node: Node, defined: set[int], mesh: Mesh | None) -> str:
+    """What is wrong with a node, "" if nothing is."""
+    for ref in node.refs:
+        if ref not in defined:
+            return f"%{ref} is read before it is defined"
+    for out in node.outs:
+        if out is None:
+            continue
+        if out in defined:
+            return f"%{out} is defined twice"
+        if out not in program.values:
+            return f"%{out} has no value"
+        problem = _value_problem(program, program.values[out], mesh)
+        if problem:
+            return problem
+    return _legal_problem(program, node) or _type_problem(program, node)
+
+
+def _legal_problem(program: Program, node: Node) -> str:
+    if program.stage == "global" and node.target in COLLECTIVES:
+        return f"a collective ({node.target}) stands in a global program"
+    try:
+        func = overload(node.target)
+    except ProgramError as error:
+        return str(error)
+    if program.stage != "inplace" and func._schema.is_mutable:
+        return f"{node.target} writes to its operands, which only the in-place stage allows"
+    return ""
+
+
+def _type_problem(program: Program, node: Node) -> str:
+    """Compare the node's results with what the operator gives for its operands."""
+    try:
+        types = node_types(node, program.values)
+    except ProgramError:
+        raise
+    except Exception as error:  # whatever the operator says about its operands
+        return f"{node.target} refuses its operands: {type(error).__name__}: {error}"
+    if len(types) != len(node.outs):
+        return f"{node.target} gives {len(types)} results, the node defines {len(node.outs)}"
+    for out, meta in zip(node.outs, types, strict=True):
+        if out is None:
+            continue
+        value = program.values[out]
+        if meta is None or meta.shape != value.shape or meta.dtype != value.dtype:
+            given = "no tensor" if meta is None else f"{meta.dtype} {meta.shape}"
+            return f"%{out} is {type_text(value)}, the operator gives {given}"
+    return ""
+
+
+def node_types(node: Node, values: Any) -> list[Meta | None]:
+    """Shape and dtype of each flat result of a node, found by its operator's shape function."""
+    key: list[Any] = [node.target, torch.get_default_dtype()]
+    metas: list[Meta] = []
+
+    def collect(arg: Any) -> None:
+        if type(arg) is Ref:
+            value = values[arg.id]
+            meta = contiguous(value.shape, value.dtype)
+            metas.append(meta)
+            key.append(meta)
+        elif type(arg) is tuple:
+            key.append(len(arg))
+            for item in arg:
+                collect(item)
+        else:
+            key.append(type(arg))
+            key.append(arg)
+
+    for arg in node.args:
+        collect(arg)
+    for name, arg in node.kwargs:
+        key.append(name)
+        collect(arg)
+    results = remembered(tuple(key), resolve(node.target), node.args, node.kwargs, metas)
+    return [None if i is None else results.metas[i] for i in slots(results.form)]
+
+
+def _around(program: Program, index: int) -> str:
+    """The offending node between its neighbours."""
+    lines = []
+    for k in range(max(0, index - NEIGHBOURS), min(len(program.nodes), index + NEIGHBOURS + 1)):
+        mark = "-->" if k == index else "   "
+        lines.append(f"{mark} {node_text(program.nodes[k], program.values)}")
+    return "\n".join(lines)

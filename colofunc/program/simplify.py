@@ -1,0 +1,222 @@
+"""Simplify: the same numbers from fewer nodes.
+
+Problem: a trace holds what Python happened to do: copies that only mattered because tensors were mutated, views undone
+by views, the same thing computed in forward and again in backward. Idea: small passes, each Program -> Program.
+
+    tidy           copies, casts and views that change nothing; equal calls computed once
+    fold_masks     dense attention masks that depend on no input become `causal` and `window`
+    fold_constants small tables that depend on no input become constants
+    drop_dead      what no output needs
+
+`tidy` merges calls with equal arguments, so what `torch.utils.checkpoint` recomputes disappears; random operators carry
+their call site among the arguments, so different draws are never merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from colofunc.ops.targets import overload
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.simplify_known import fold_constants, fold_masks
+
+__all__ = ["drop_dead", "fold_constants", "fold_masks", "simplify", "tidy"]
+
+
+def simplify(program: Program) -> Program:
+    """All passes, in the order in which they help one another."""
+    program = drop_dead(tidy(program))
+    program = drop_dead(fold_masks(program))
+    return drop_dead(tidy(fold_constants(program)))
+
+
+# ---- dead code ----
+
+
+def drop_dead(program: Program) -> Program:
+    """Without nodes and constants that no output needs. The user's inputs stay."""
+    alive = set(program.outputs)
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        if any(o in alive for o in node.outs) or overload(node.target)._schema.is_mutable:
+            kept.append(node)
+            alive.update(node.refs)
+    constants = {vid: t for vid, t in program.constants.items() if vid in alive}
+    inputs = tuple(vid for vid in program.inputs if vid in constants or vid not in program.constants)
+    defined = set(inputs) | {o for node in kept for o in node.outs}
+    values = {vid: value for vid, value in program.values.items() if vid in defined}
+    return attrs.evolve(program, inputs=inputs, nodes=tuple(reversed(kept)), values=values, constants=constants)
+
+
+# ---- copies, views, equal calls ----
+
+
+@attrs.frozen
+class Scope:
+    """What a rewrite may look at: values, and the node that made each value so far."""
+
+    values: Mapping[int, Value]
+    makers: Mapping[int, Node]
+
+    def shape(self, arg: Any) -> tuple[int, ...]:
+        return self.values[arg.id].shape
+
+    def maker(self, arg: Any, *targets: str) -> Node | None:
+        """The node that made the operand, if it is one of `targets` and has a single result."""
+        node = self.makers.get(arg.id)
+        return node if node is not None and node.target in targets and len(node.outs) == 1 else None
+
+
+# A rewrite returns an operand that the result equals, another node, or None to leave the node.
+Rewrite = Callable[[Node, Scope], "int | Node | None"]
+
+
+def tidy(program: Program) -> Program:
+    """Drop calls that change nothing and compute equal calls once."""
+    same: dict[int, int] = {}
+    makers: dict[int, Node] = {}
+    scope = Scope(program.values, makers)
+    seen: dict[Any, Node] = {}
+    nodes: list[Node] = []
+    for original in program.nodes:
+        node = _renamed(original, same)
+        rewrite = REWRITES.get(node.target)
+        found = rewrite(node, scope) if rewrite is not None else None
+        if isinstance(found, int):
+            same[_only(node)] = found
+            continue
+        node = found or node
+        key = call_key(node)
+        twin = seen.get(key)
+        if twin is not None and not overload(node.target)._schema.is_mutable:
+            same.update({o: t for o, t in zip(node.outs, twin.outs, strict=True) if o is not None and t is not None})
+            continue
+        seen[key] = node
+        nodes.append(node)
+        makers.update({o: node for o in node.outs if o is not None})
+    outputs = tuple(same.get(o, o) for o in program.outputs)
+    return attrs.evolve(program, nodes=tuple(nodes), outputs=outputs)
+
+
+def _only(node: Node) -> int:
+    (out,) = node.outs
+    assert out is not None
+    return out
+
+
+def _renamed(node: Node, same: Mapping[int, int]) -> Node:
+    if not any(ref in same for ref in node.refs):
+        return node
+    args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(same.get(i, i)))
+    return attrs.evolve(node, args=args, kwargs=kwargs)
+
+
+def call_key(node: Node) -> Any:
+    """Equal for calls that compute the same. 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    return (node.target, _typed(node.args), _typed(node.kwargs), tuple(o is None for o in node.outs))
+
+
+def _typed(arg: Any) -> Any:
+    kind = type(arg)
+    if kind is tuple:
+        return tuple([_typed(a) for a in arg])
+    if kind is float:
+        return (float, arg.hex())
+    return arg if kind is Ref or kind is str or arg is None else (kind, arg)
+
+
+def _clone(node: Node, scope: Scope) -> int | None:
+    return int(node.args[0].id)
+
+
+def _to_copy(node: Node, scope: Scope) -> int | None:
+    dtype = dict(node.kwargs).get("dtype")
+    source: int = node.args[0].id
+    return source if dtype is None or dtype == scope.values[source].dtype else None
+
+
+def _view(node: Node, scope: Scope) -> int | Node | None:
+    source, shape = node.args
+    if scope.shape(source) == shape:
+        return int(source.id)
+    inner = scope.maker(source, "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+    if inner is not None:
+        if scope.shape(inner.args[0]) == shape:
+            return int(inner.args[0].id)
+        return attrs.evolve(node, target="aten.view.default", args=(inner.args[0], shape))
+    return attrs.evolve(node, target="aten.view.default") if node.target != "aten.view.default" else None
+
+
+def _same_shape(node: Node, scope: Scope) -> int | None:
+    """Operators that only ever change the shape: expand, slice, squeeze."""
+    out = _only(node)
+    step = node.args[4] if node.target == "aten.slice.Tensor" and len(node.args) > 4 else 1
+    return int(node.args[0].id) if scope.values[out].shape == scope.shape(node.args[0]) and step == 1 else None
+
+
+def _permute(node: Node, scope: Scope) -> int | None:
+    rank = len(node.args[1])
+    order = tuple(d % rank for d in node.args[1])
+    if order == tuple(range(rank)):
+        return int(node.args[0].id)
+    inner = scope.maker(node.args[0], "aten.permute.default")
+    if inner is not None and tuple(inner.args[1][d] % rank for d in order) == tuple(range(rank)):
+        return int(inner.args[0].id)
+    return None
+
+
+def _transpose(node: Node, scope: Scope) -> int | None:
+    rank = len(scope.shape(node.args[0]))
+    dims = {d % rank for d in node.args[1:]} if rank else set()
+    if len(dims) < 2:
+        return int(node.args[0].id)
+    inner = scope.maker(node.args[0], "aten.transpose.int")
+    return int(inner.args[0].id) if inner is not None and {d % rank for d in inner.args[1:]} == dims else None
+
+
+def _t(node: Node, scope: Scope) -> int | None:
+    if len(scope.shape(node.args[0])) < 2:
+        return int(node.args[0].id)
+    inner = scope.maker(node.args[0], "aten.t.default")
+    return int(inner.args[0].id) if inner is not None else None
+
+
+def _cat(node: Node, scope: Scope) -> int | Node | None:
+    """Without empty operands (the start of a cache); one operand is itself."""
+    operands = node.args[0]
+    full = tuple(a for a in operands if scope.shape(a) != (0,))
+    dtype = scope.values[_only(node)].dtype
+    if not full or len({scope.values[a.id].dtype for a in operands} | {dtype}) > 1:
+        return None
+    if len(full) == 1:
+        return int(full[0].id)
+    return attrs.evolve(node, args=(full, *node.args[1:])) if len(full) < len(operands) else None
+
+
+def _scatter(node: Node, scope: Scope) -> int | None:
+    """A part that covers the whole."""
+    whole, part = node.args[:2]
+    step = node.args[5] if len(node.args) > 5 else 1
+    same = scope.values[whole.id].dtype == scope.values[part.id].dtype
+    return int(part.id) if scope.shape(whole) == scope.shape(part) and step == 1 and same else None
+
+
+REWRITES: dict[str, Rewrite] = {
+    "aten.clone.default": _clone,
+    "aten.contiguous.default": _clone,
+    "aten._to_copy.default": _to_copy,
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _view,
+    "aten.expand.default": _same_shape,
+    "aten.slice.Tensor": _same_shape,
+    "aten.squeeze.dim": _same_shape,
+    "aten.squeeze.dims": _same_shape,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    "aten.t.default": _t,
+    "aten.cat.default": _cat,
+    "aten.slice_scatter.default": _scatter,
+}

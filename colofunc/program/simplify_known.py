@@ -1,0 +1,191 @@
+"""What a program computes from no input: evaluate it, recognise attention masks, keep small tables.
+
+Problem: a model hands attention a dense (b, 1, s, s) mask that is the same in every step; nobody can shard it well and
+it costs s * s memory. Idea: its value is known while tracing. If it says "causal" or "a window of w", attention is told
+so and the tensor is dropped.
+
+    bias[i, j] visible for j <= i              ->  causal=True
+    bias[i, j] visible for i - w < j <= i      ->  causal=True, window=w
+
+A mask is left alone if a row sees nothing (operators differ in what they return there), if its visible entries are not
+exactly zero, or if its rows and columns differ in number and are not counted from the same end.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc import compat
+from colofunc.ops.targets import resolve
+from colofunc.program.ir import Node, Program, Ref, map_refs
+
+# A mask is evaluated for real up to this many elements (bytes for bool).
+MAX_MASK = 1 << 28
+# Tables up to this size become constants.
+MAX_TABLE = 4096
+# Chains of these alone are as good as a constant, in any layout.
+PLAIN = {
+    "aten.full.default", "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.view.default",
+    "aten.expand.default", "aten.unsqueeze.default", "aten.permute.default", "aten.transpose.int", "aten.t.default",
+    "aten.slice.Tensor", "aten.select.int", "aten._to_copy.default", "aten.squeeze.dim",
+}  # fmt: skip
+
+
+class Known:
+    """Values of a program that depend on no input, computed when asked for."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.makers = program.producers()
+        self.real: dict[int, torch.Tensor] = dict(program.constants)
+
+    def __contains__(self, vid: int) -> bool:
+        return self.program.values[vid].device_free
+
+    def value(self, vid: int) -> torch.Tensor:
+        """The real value; computes what it needs and keeps it."""
+        with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+            for node in self.chain(vid):
+                args, kwargs = map_refs((node.args, node.kwargs), self.real.__getitem__)
+                out = resolve(node.target)(*args, **dict(kwargs))
+                flat = out if isinstance(out, (list, tuple)) else [out]
+                self.real.update({o: t for o, t in zip(node.outs, flat, strict=True) if o is not None})
+        return self.real[vid]
+
+    def chain(self, vid: int) -> list[Node]:
+        """Nodes that `vid` needs and that have not run, in order."""
+        order: list[Node] = []
+        done: set[int] = set()
+        stack = [(vid, False)]
+        while stack:
+            top, ready = stack.pop()
+            if top in self.real or (top in done and not ready):
+                continue
+            node = self.makers[top]
+            if ready:
+                if not any(o in done for o in node.outs if o is not None and o != top):
+                    order.append(node)
+                done.add(top)
+                continue
+            stack.append((top, True))
+            stack.extend((ref, False) for ref in node.refs)
+        seen: set[int] = set()
+        return [n for n in order if not (id(n) in seen or seen.add(id(n)))]  # type: ignore[func-returns-value]
+
+
+# ---- attention masks ----
+
+# target -> (position of bias, of causal, of window)
+ATTENTION = {"colofunc.attention": (3, 5, 6), "colofunc.attention_backward": (4, 8, 9)}
+
+
+def fold_masks(program: Program) -> Program:
+    """Attention with a mask that depends on no input gets `causal` and `window` instead, where they say the same."""
+    known = Known(program)
+    verdicts: dict[Any, tuple[bool, int] | None] = {}
+    nodes = []
+    for node in program.nodes:
+        where = ATTENTION.get(node.target)
+        if where is not None and isinstance(node.args[where[0]], Ref) and node.args[where[0]].id in known:
+            node = _folded(node, where, known, verdicts)
+        nodes.append(node)
+    return program.with_nodes(nodes)
+
+
+def _folded(node: Node, where: tuple[int, int, int], known: Known, verdicts: dict[Any, Any]) -> Node:
+    bias_at, causal_at, window_at = where
+    args = list(node.args) + [False, 0][max(0, len(node.args) - causal_at) :]
+    bias, causal, window = args[bias_at].id, args[causal_at], args[window_at]
+    q, k = (known.program.values[node.args[bias_at - 3 + i].id].shape for i in (0, 1))
+    shifted = any(isinstance(a, Ref) for a in node.args[window_at + 4 : window_at + 6])  # explicit positions
+    if shifted or prod(known.program.values[bias].shape) > MAX_MASK:
+        return node
+    key = (bias, causal, window, q[2], k[2])
+    if key not in verdicts:
+        verdicts[key] = classify(known.value(bias), q[2], k[2], causal, window)
+    verdict = verdicts[key]
+    if verdict is None:
+        return node
+    args[bias_at], args[causal_at], args[window_at] = None, verdict[0], verdict[1]
+    return attrs.evolve(node, args=tuple(args))
+
+
+def classify(mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0) -> tuple[bool, int] | None:
+    """(causal, window) that show exactly what `mask` shows beside the given ones; None if there are none.
+
+    `mask`: (..., rows or 1, columns or 1), bool (True is visible) or added to the scores (0 is visible).
+    """
+    visible = _visible(mask)
+    if visible is None:
+        return None
+    visible = visible.reshape(-1, *visible.shape[-2:])
+    if not bool((visible == visible[:1]).all()):
+        return None
+    seen = visible[0].expand(rows, columns)
+    i, j = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    if causal:
+        seen = seen & (j <= i)
+    if window > 0:
+        seen = seen & (j > i - window)
+    if not bool(seen.any(1).all()):
+        return None
+    if bool(seen.all()):
+        return False, 0
+    if torch.equal(seen, (j <= i).expand(rows, columns)):
+        return True, 0
+    first = int(seen[rows - 1].int().argmax())
+    width = rows - first
+    if width > 0 and torch.equal(seen, (j <= i) & (j > i - width)):
+        return True, width
+    if width > 0 and torch.equal(seen, (j > i - width).expand(rows, columns)):
+        return False, width
+    return None
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor | None:
+    """Which entries are visible; None if the mask also weighs them."""
+    if mask.dtype == torch.bool:
+        return mask
+    shown = mask == 0
+    # Half of the least number is far below every score, so its weight is exactly zero.
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return shown if bool((shown | hidden).all()) else None
+
+
+# ---- small tables ----
+
+
+def fold_constants(program: Program) -> Program:
+    """Small values that depend on no input, and take some computing, become constants of the program."""
+    known = Known(program)
+    wanted = set(program.outputs) | {r for n in program.nodes for r in n.refs if not _free(program, n)}
+    found = {}
+    for vid in sorted(wanted):
+        value = program.values[vid]
+        if vid not in known or vid in program.inputs or prod(value.shape) > MAX_TABLE:
+            continue
+        chain = known.chain(vid)
+        largest = max((prod(program.values[o].shape) for n in chain for o in n.outs if o is not None), default=0)
+        if all(n.target in PLAIN for n in chain) or largest > 64 * MAX_TABLE:
+            continue
+        found[vid] = known.value(vid)
+    if not found:
+        return program
+    nodes = tuple(n for n in program.nodes if not any(o in found for o in n.outs if o is not None) or len(n.outs) > 1)
+    # A node with several results keeps running for the others; its folded results get new, unread ids.
+    return _with_constants(program, nodes, found)
+
+
+def _free(program: Program, node: Node) -> bool:
+    return all(program.values[o].device_free for o in node.outs if o is not None)
+
+
+def _with_constants(program: Program, nodes: tuple[Node, ...], found: dict[int, torch.Tensor]) -> Program:
+    cut = tuple(attrs.evolve(n, outs=tuple(None if o in found else o for o in n.outs)) for n in nodes)
+    values = {**program.values, **{vid: attrs.evolve(program.values[vid], role="constant") for vid in found}}
+    constants = {**program.constants, **{vid: t.contiguous() for vid, t in found.items()}}
+    return attrs.evolve(program, inputs=(*program.inputs, *found), nodes=cut, values=values, constants=constants)

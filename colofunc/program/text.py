@@ -1,0 +1,75 @@
+"""Programs as text: one line per node, the same for equal programs.
+
+    %4: f32[8,128,256] «(dp a) b (tp c)» = linear(%3, %1, %2)    # forward transformer.h.0.mlp.c_fc modeling_gpt2.py:120 in forward
+
+`aten.` and an overload named `default` are left out of targets, our own namespace too. Layouts stand in « » where the
+program is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from colofunc.program.ir import Node, Program, Ref, Value
+
+DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def type_text(value: Value) -> str:
+    """`f32[8,128]`, with the layout where there is one."""
+    out = f"{dtype_text(value.dtype)}[{','.join(map(str, value.shape))}]"
+    return f"{out} «{value.layout.text()}»" if value.layout is not None else out
+
+
+def target_text(target: str) -> str:
+    """`aten.mm.default` -> `mm`, `colofunc.linear` -> `linear`."""
+    return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
+
+
+def argument_text(arg: Any) -> str:
+    kind = type(arg)
+    if kind is Ref:
+        return f"%{arg.id}"
+    if kind is tuple:
+        return "(" + ", ".join(map(argument_text, arg)) + ("," if len(arg) == 1 else "") + ")"
+    if kind is torch.dtype:
+        return dtype_text(arg)
+    return repr(arg).removeprefix("torch.")
+
+
+def value_text(value: Value) -> str:
+    name = f" {value.name}" if value.name else ""
+    return f"%{value.id}{name}: {type_text(value)}"
+
+
+def node_text(node: Node, values: Mapping[int, Value]) -> str:
+    """One line: results, call, where it comes from."""
+    results = ", ".join("_" if o is None else value_text(values[o]) if o in values else f"%{o}: ?" for o in node.outs)
+    arguments = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs]
+    call = f"{target_text(node.target)}({', '.join(arguments)})"
+    origin = " ".join(filter(None, (node.phase, node.path, node.line, f"({node.note})" if node.note else "")))
+    return f"{results} = {call}    # {origin}" if results else f"{call}    # {origin}"
+
+
+def text(program: Program) -> str:
+    """The whole program: inputs with roles, nodes, outputs."""
+    lines = []
+    for vid in program.inputs:
+        value = program.values[vid]
+        lines.append(f"input {value_text(value)}    # {value.role}")
+    lines += [node_text(node, program.values) for node in program.nodes]
+    aliased = dict(program.aliases)
+    outs = [f"%{o}" + (f" in place of {aliased[k]}" if k in aliased else "") for k, o in enumerate(program.outputs)]
+    lines.append(f"return {', '.join(outs)}")
+    return "\n".join(lines) + "\n"
