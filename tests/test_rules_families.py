@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from rule_oracle import cases, make_call, mesh_of, run, verify
+from rule_oracle import cases, close, make_call, mesh_of, run, spread, verify
 
+from colofunc.dtensor.parts import join
 from colofunc.dtensor.rule import Call
 from colofunc.dtensor.rules import rule_for, strategies_for
+from colofunc.dtensor.strategies import enumerate_strategies
+from colofunc.executors.simulated import run_simulated
 from colofunc.ops import attention, random  # noqa: F401 - registers the operators
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lower import Choice, lower
+from colofunc.program.trace import record_local
 
 f64 = torch.float64
 
@@ -282,3 +288,36 @@ def test_strategies_split_the_indexed_dim(name: str) -> None:
             verify(call, None, strategy, mesh, tensors, whole)
             sharded |= {factor for _, factor in strategy.axes}
     assert len(sharded & {"v", "s"}) == 1 and len(sharded) > 1
+
+
+# --- the same as programs: local code recorded, lowered and run by the simulated mesh
+
+TRACED = {
+    **{name: call for name, (call, _) in PLACED.items()},
+    **SPLIT,
+    **{name: CASES[name][0] for name in ("conv back groups", "bicubic back", "index_put add", "affine", "weight_norm")},
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_lowered_calls_equal_the_whole(name: str) -> None:
+    target, *args = TRACED[name]
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    call, tensors = make_call(target, tuple(args), kwargs)
+    whole = run(call.target, call.args, call.kwargs, tensors)
+    mesh, n = mesh_of(2, 3), len(tensors)
+    outs = tuple(None if t is None else n + k for k, t in enumerate(call.outs))
+    types = {**dict(enumerate(call.ins)), **{o: t for o, t in zip(outs, call.outs, strict=True) if o is not None}}
+    values = {i: Value(i, t.shape, t.dtype) for i, t in types.items() if t is not None}
+    made = tuple(o for o in outs if o is not None)
+    program = Program(tuple(range(n)), (Node(call.target, call.args, call.kwargs, outs),), made, values)
+    rule = rule_for(call)
+    options = [*enumerate_strategies(call, rule, mesh), *strategies_for(call, mesh)]
+    assert len(options) > 1
+    for strategy in options:
+        layouts = [lay for lay in strategy.outs if lay is not None]
+        local = lower(program, [Choice(strategy, rule)], dict(enumerate(strategy.ins)), layouts, mesh, record_local)
+        shards = [spread(x, lay, mesh) for x, lay in zip(tensors, strategy.ins, strict=True)]
+        results = run_simulated(local, mesh, shards)
+        for got, lay, o in zip(results, layouts, made, strict=True):
+            assert close(join(got, lay, mesh), whole[o - n]), f"{strategy.name}: result {o - n}"
