@@ -125,3 +125,8 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 def strided_factor(placement: Any) -> int | None:
     """The split factor of a strided shard, None for every other placement."""
     return int(placement.split_factor) if _strided is not None and isinstance(placement, _strided) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that is equal for tensors that share memory, tensors without data (`meta`) included."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,175 +1,259 @@
 """The simulated mesh: all ranks of a local program in this process, in lock step.
 
-A value is a list with one tensor per rank. Ranks whose operands are the *same objects* share one computation: an
-operator is a pure function, so equal objects in means equal results out. Nothing is taken on trust from layouts, hence
-a wrong rule still shows as a wrong number; yet eight data-parallel ranks cost about one step, because what is
-replicated is computed once.
+Ranks whose operands are the *same tensors* share one computation: an operator is a pure function, so equal tensors in
+means equal results out. Nothing is taken on trust from layouts, hence a wrong rule still shows as a wrong number; yet
+eight data-parallel ranks cost about one step, because what is replicated is computed once. Which ranks share what
+follows from the inputs, so the whole mesh becomes one straight-line function (see `source`).
+
+    v4_0 = linear(v2_0, v0)              # ranks 0 and 1
+    v4_1 = linear(v2_1, v0)              # ranks 2 and 3
+    v5 = all_reduce((v4_0, v4_1), 'sum')
+
+An asynchronous start hands out a buffer of NaN that the wait fills, so that a missing wait fails here too. A write in
+place to a tensor that ranks share, but with different operands, first gives each its own copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import einops
 import torch
 
-from colofunc.errors import ProgramError
+from colofunc.errors import InputError, ProgramError
+from colofunc.executors.faults import ask
+from colofunc.executors.kernels import reduce_members
+from colofunc.executors.source import Partition, StepFunction, Writer, only
 from colofunc.mesh import Mesh
-from colofunc.ops.targets import resolve
-from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.facts import written
+from colofunc.program.ir import Node, Program, Ref
 
 Shards = list[torch.Tensor]
-Groups = tuple[tuple[int, ...], ...]
+
+
+class SimulatedProgram:
+    """A program ready to run on every rank of a mesh. Call with `inputs[i][r]`: input i on rank r, without constants."""
+
+    def __init__(self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self.program = program
+        self.mesh = mesh
+        self._bound = bound
+        self._expected = sum(i not in program.constants for i in program.inputs)
+        self._functions: dict[tuple[Partition, torch.device], StepFunction] = {}
+        positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
+        self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
+
+    def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
+        if len(inputs) != self._expected:
+            raise InputError(f"the program takes {self._expected} tensors, {len(inputs)} were given")
+        partition, flat = distinct(inputs, self.mesh.size)
+        if self._written:
+            own_memory(flat, partition, self._written)
+        device = flat[0].device if flat else torch.device("cpu")
+        function = self._functions.get((partition, device))
+        if function is None:
+            function = self._functions[partition, device] = self.write(partition, device).function()
+        outs = function(flat)
+        return [[outs[k] for k in slots] for slots in function.slots]
+
+    def write(self, partition: Partition, device: torch.device) -> Writer:
+        """The source for inputs that are shared as `partition` says."""
+        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound)
+        writer.write()
+        return writer
+
+
+def compile_program(program: Program, mesh: Mesh) -> SimulatedProgram:
+    """`program` as a function of its inputs' shards; keep it, compiling costs tens of microseconds per node."""
+    return SimulatedProgram(program, mesh)
 
 
 def run_simulated(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
-    """Run `program` on every rank of `mesh`; `inputs[i][r]` is input i on rank r, and so are the outputs.
-
-    `inputs` excludes the program's own constants.
-    """
-    env: dict[int, Shards] = {}
-    given = iter(inputs)
-    for id in program.inputs:
-        env[id] = [program.constants[id]] * mesh.size if id in program.constants else next(given)
-    last = program.last_uses()
-    dying: dict[int, list[int]] = {}
-    for id, index in last.items():
-        dying.setdefault(index, []).append(id)
-    with torch.no_grad():
-        for index, node in enumerate(program.nodes):
-            try:
-                run_node(node, env, mesh)
-            except Exception as error:
-                error.add_note(f"while running {node.target} of {node.path or 'the step'} ({node.line}): {node.note}")
-                raise
-            for id in dying.get(index, ()):
-                env.pop(id, None)
-    return [env[o] for o in program.outputs]
+    """Compile and run once."""
+    return compile_program(program, mesh)(inputs)
 
 
-def run_node(node: Node, env: dict[int, Shards], mesh: Mesh) -> None:
-    """Run one node for all ranks and bind its results in `env`."""
-    name = node.target.removeprefix("colofunc.")
-    if name in COLLECTIVES:
-        (ref, *args) = node.args
-        values = env[ref.id] if isinstance(ref, Ref) else []
-        results = COLLECTIVES[name](values, mesh, ref, *args)
-        env[_only(node)] = results
-        return
-    fn = resolve(node.target)
-    ids = node.refs
-    operands = [env[i] for i in ids]
-    done: dict[tuple[int, ...], tuple[Any, ...]] = {}
-    outs: list[Shards] = [[] for _ in node.outs]
-    for rank in range(mesh.size):
-        key = tuple(id(values[rank]) for values in operands)
-        if key not in done:
-            args = map_refs(node.args, lambda i: env[i][rank])
-            kwargs = {k: map_refs(v, lambda i: env[i][rank]) for k, v in node.kwargs}
-            done[key] = flat_results(fn(*args, **kwargs))
-        for out, result in zip(outs, done[key], strict=True):
-            out.append(result)
-    for o, out in zip(node.outs, outs, strict=True):
-        if o is not None:
-            env[o] = out
+def distinct(inputs: Sequence[Shards], lanes: int) -> tuple[Partition, list[torch.Tensor]]:
+    """Which lanes hold the same memory, and the distinct tensors of all inputs in order."""
+    if lanes == 1:
+        return ((0,),) * len(inputs), [shards[0] for shards in inputs]
+    partition: list[tuple[int, ...]] = []
+    flat: list[torch.Tensor] = []
+    for shards in inputs:
+        first = shards[0]
+        if all(s is first for s in shards):
+            partition.append((0,) * lanes)
+            flat.append(first)
+            continue
+        classes: dict[Any, int] = {}
+        mine: list[int] = []
+        for shard in shards:
+            # Different objects may be views of the same memory; writing to it once per object would be wrong.
+            key = (shard.data_ptr(), shard.stride()) if shard.numel() else id(shard)
+            if key not in classes:
+                classes[key] = len(classes)
+                flat.append(shard)
+            mine.append(classes[key])
+        partition.append(tuple(mine))
+    return tuple(partition), flat
 
 
-def flat_results(result: Any) -> tuple[Any, ...]:
-    """The flat results of an operator: lists and tuples opened one level deep, as `Node.outs` numbers them."""
-    if isinstance(result, (tuple, list)):
-        flat: list[Any] = []
-        for item in result:
-            flat.extend(item) if isinstance(item, (tuple, list)) else flat.append(item)
-        return tuple(flat)
-    return (result,) if result is not None else ()
+def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequence[int]) -> None:
+    """Inputs that will be written to must not share memory with other inputs: such ones are copied, in `flat`."""
+    starts = [0]
+    for lanes in partition:
+        starts.append(starts[-1] + max(lanes) + 1)
+    owners: dict[int, int] = {}
+    shared: set[int] = set()
+    for k in range(len(partition)):
+        for j in range(starts[k], starts[k + 1]):
+            address = flat[j].untyped_storage().data_ptr()
+            if address and owners.setdefault(address, k) != k:
+                shared.add(address)
+    for k in positions:
+        for j in range(starts[k], starts[k + 1]):
+            if shared and flat[j].untyped_storage().data_ptr() in shared:
+                flat[j] = flat[j].clone()
 
 
-def _only(node: Node) -> int:
-    (out,) = node.outs
-    if out is None:
-        raise ProgramError(f"{node.target} defines no value")
-    return out
+class SimulatedWires:
+    """Collectives among the lanes of one function."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._hidden: dict[int, tuple[str, ...]] = {}  # started value -> per lane, the variable that has the result
+
+    def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        if kind == "wait":
+            self._wait(writer, node)
+        elif kind in ("axis_index", "take_shard", "keep_first"):
+            getattr(self, "_" + kind)(writer, node)
+        else:
+            writer.line(f"{writer.bind(ask, 'ask')}({kind!r}, {tuple(range(self.mesh.size))!r})")
+            out = only(node)
+            results = self._collective(writer, node, kind, f"h{out}" if asynchronous else f"v{out}")
+            if asynchronous:
+                self._start(writer, out, results)
+            else:
+                writer.where[out] = results
+
+    # ---- communication ----
+
+    def _collective(self, writer: Writer, node: Node, kind: str, stem: str) -> tuple[str, ...]:
+        """Write a collective; the variable of its result per lane. Groups with equal members are computed once."""
+        ref, axes, _, *rest = node.args
+        source = writer.where[ref.id]
+        groups = self.mesh.groups(axes)
+        if kind == "permute":
+            return self._permute(writer, source, groups, rest[0], stem)
+        fn = writer.bind(_MEMBERS[kind], kind)
+        each = kind in ("reduce_scatter", "all_to_all")
+        result: list[str] = [""] * len(source)
+        done: dict[tuple[str, ...], list[str]] = {}
+        for group in groups:
+            members = tuple(source[r] for r in group)
+            if members not in done:
+                n = len(done)
+                names = [f"{stem}_{n}_{j}" for j in range(len(group))] if each else [f"{stem}_{n}"] * len(group)
+                left = f"{', '.join(names)}{',' if len(names) == 1 else ''}" if each else names[0]
+                options = "".join(f", {option!r}" for option in rest)
+                writer.line(f"{left} = {fn}(({', '.join(members)},){options})")
+                done[members] = names
+            for r, name in zip(group, done[members], strict=True):
+                result[r] = name
+        return tuple(result)
+
+    def _permute(
+        self, writer: Writer, source: tuple[str, ...], groups: Sequence[Sequence[int]], table: Sequence[int], stem: str
+    ) -> tuple[str, ...]:
+        """What a rank receives is a buffer of its own, even if no other rank has the same data."""
+        came = list(source)
+        for group in groups:
+            for i, r in enumerate(group):
+                came[r] = source[group[table[i]]]
+        copies = {name: f"{stem}_{k}" for k, name in enumerate(dict.fromkeys(came))}
+        clone = writer.bind(contiguous_clone, "contiguous_clone")
+        for name, copy in copies.items():
+            writer.line(f"{copy} = {clone}({name})")
+        return tuple(copies[name] for name in came)
+
+    def _start(self, writer: Writer, out: int, results: tuple[str, ...]) -> None:
+        """The started value is NaN until it is waited for."""
+        blank = writer.bind(unfilled, "unfilled")
+        for name, lane in writer.assign(out, results):
+            writer.line(f"{name} = {blank}({results[lane]})")
+        self._hidden[out] = results
+        writer.extra[out] = tuple(dict.fromkeys(results))
+
+    def _wait(self, writer: Writer, node: Node) -> None:
+        (ref,) = node.args
+        if ref.id not in self._hidden:
+            raise ProgramError(f"wait for value {ref.id} ({writer.program.values[ref.id].name}), which nothing has started")
+        hidden, source = self._hidden.pop(ref.id), writer.where[ref.id]
+        for name, lane in writer.assign(only(node), source):
+            writer.line(f"{name} = {source[lane]}.copy_({hidden[lane]})")
+
+    # ---- without communication ----
+
+    def _axis_index(self, writer: Writer, node: Node) -> None:
+        groups = self.mesh.groups(node.args[0])
+        index = [0] * self.mesh.size
+        for group in groups:
+            for i, r in enumerate(group):
+                index[r] = i
+        for name, lane in writer.assign(only(node), index):
+            number = torch.tensor(index[lane], device=writer.device)
+            writer.line(f"{name} = {writer.bind(number, f'i{index[lane]}')}")
+
+    def _members(self, node: Node) -> list[int]:
+        """Each rank's place in its group."""
+        place = [0] * self.mesh.size
+        for group in self.mesh.groups(node.args[1]):
+            for i, r in enumerate(group):
+                place[r] = i
+        return place
+
+    def _take_shard(self, writer: Writer, node: Node) -> None:
+        ref: Ref = node.args[0]
+        place, source = self._members(node), writer.where[ref.id]
+        keys = list(zip(source, place, strict=True))
+        for name, lane in writer.assign(only(node), keys):
+            writer.line(f"{name} = {source[lane]}[{place[lane]}]")
+
+    def _keep_first(self, writer: Writer, node: Node) -> None:
+        ref, _, _, how = node.args
+        place, source = self._members(node), writer.where[ref.id]
+        keys = [(name, i == 0 or how != "sum") for name, i in zip(source, place, strict=True)]
+        zeros = writer.bind(torch.zeros_like, "zeros_like")
+        for name, lane in writer.assign(only(node), keys):
+            writer.line(f"{name} = {source[lane]}" if keys[lane][1] else f"{name} = {zeros}({source[lane]})")
 
 
-def _per_group(values: Shards, mesh: Mesh, axes: Sequence[str], fn: Callable[[Shards], Sequence[torch.Tensor]]) -> Shards:
-    """Apply `fn` (members' tensors -> members' results) to each group of `axes`; equal groups are computed once."""
-    out: list[Any] = [None] * mesh.size
-    done: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}
-    for group in mesh.groups(tuple(axes)):
-        members = [values[r] for r in group]
-        key = tuple(id(m) for m in members)
-        if key not in done:
-            done[key] = fn(members)
-        for r, result in zip(group, done[key], strict=True):
-            out[r] = result
-    return out
+def contiguous_clone(x: torch.Tensor) -> torch.Tensor:
+    """A copy in row-major order."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def _reduce(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
-    total = members[0]
-    for m in members[1:]:
-        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](total, m)
-    return total
+def unfilled(like: torch.Tensor) -> torch.Tensor:
+    """A buffer whose values nobody should read: NaN, or the least integer."""
+    target = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        return target.fill_(float("nan"))
+    return target.fill_(False if like.dtype == torch.bool else torch.iinfo(like.dtype).min)
 
 
-def _all_gather(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int) -> Shards:
-    return _per_group(values, mesh, axes, lambda members: [torch.stack(members)] * len(members))
+def _all_to_all(members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.stack([m[j] for m in members]) for j in range(len(members))]
 
 
-def _reduce_scatter(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int, how: str) -> Shards:
-    return _per_group(values, mesh, axes, lambda ms: list(_reduce(ms, how).unbind(0)))
+def _reduce_scatter(members: Sequence[torch.Tensor], how: str) -> list[torch.Tensor]:
+    # Chunk by chunk, so that every rank's part has memory of its own.
+    return [reduce_members([m[j] for m in members], how) for j in range(len(members))]
 
 
-def _all_reduce(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int, how: str) -> Shards:
-    return _per_group(values, mesh, axes, lambda ms: [_reduce(ms, how)] * len(ms))
-
-
-def _all_to_all(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int) -> Shards:
-    return _per_group(values, mesh, axes, lambda ms: [torch.stack([m[j] for m in ms]) for j in range(len(ms))])
-
-
-def _permute(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int, table: Sequence[int]) -> Shards:
-    return _per_group(values, mesh, axes, lambda ms: [ms[i] for i in table])
-
-
-def _axis_index(values: Shards, mesh: Mesh, axes: Any, *rest: Any) -> Shards:
-    groups = mesh.groups(tuple(axes))
-    numbers = [torch.tensor(i) for i in range(len(groups[0]))]
-    out: list[Any] = [None] * mesh.size
-    for group in groups:
-        for i, r in enumerate(group):
-            out[r] = numbers[i]
-    return out
-
-
-def _take_shard(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int) -> Shards:
-    return _per_group(values, mesh, axes, lambda ms: [m[i] for i, m in enumerate(ms)])
-
-
-def _keep_first(values: Shards, mesh: Mesh, _: Ref, axes: Sequence[str], n: int, how: str) -> Shards:
-    if how != "sum":
-        return values
-    return _per_group(values, mesh, axes, lambda ms: [ms[0], *([torch.zeros_like(ms[0])] * (len(ms) - 1))])
-
-
-def _rearrange(values: Shards, mesh: Mesh, _: Ref, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> Shards:
-    done: dict[int, torch.Tensor] = {}
-    known = dict(zip(names, sizes, strict=True))
-    for v in values:
-        if id(v) not in done:
-            done[id(v)] = einops.rearrange(v, pattern, **known)
-    return [done[id(v)] for v in values]
-
-
-COLLECTIVES: dict[str, Callable[..., Shards]] = {
-    "all_gather": _all_gather,
+_MEMBERS: dict[str, Callable[..., Any]] = {
+    "all_gather": torch.stack,
+    "all_reduce": reduce_members,
     "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
-    "permute": _permute,
-    "axis_index": _axis_index,
-    "take_shard": _take_shard,
-    "keep_first": _keep_first,
-    "rearrange": _rearrange,
 }

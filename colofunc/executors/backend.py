@@ -1,0 +1,128 @@
+"""Where local programs run: the interface that the simulated mesh, torch.distributed and compiled code share.
+
+A backend owns some ranks of a mesh: the simulated one owns all, a torchrun process exactly one. A value is a list with
+one tensor per *owned* rank, in rank order, so code above never asks which backend it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from colofunc.errors import MeshError, near
+from colofunc.executors.compiled import compile_segments
+from colofunc.executors.distributed import Distributed, init_from_env
+from colofunc.executors.keep import Kept
+from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Program
+
+Shards = list[torch.Tensor]
+Run = Callable[[Sequence[Shards]], list[Shards]]
+EXECUTORS = ("simulated", "distributed", "compiled")
+
+
+class Backend(Protocol):
+    """Runs local programs for the ranks it owns."""
+
+    name: str
+
+    def ranks(self, mesh: Mesh) -> tuple[int, ...]:
+        """The ranks of `mesh` whose tensors live in this process."""
+
+    def compile(self, program: Program, mesh: Mesh) -> Run:
+        """`program` as a function of its inputs' shards (constants excluded). Keep it: making one costs time."""
+
+    def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
+        """Outputs of `program` per owned rank; compiled programs are kept by identity."""
+
+
+class Simulated:
+    """All ranks in this process, in lock step."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        self._kept = Kept(self.compile)
+
+    def ranks(self, mesh: Mesh) -> tuple[int, ...]:
+        return tuple(range(mesh.size))
+
+    def compile(self, program: Program, mesh: Mesh) -> SimulatedProgram:
+        return compile_program(program, mesh)
+
+    def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
+        return self._kept.get(program, mesh)(inputs)
+
+
+class Compiled:
+    """The ranks of another backend, with the operators between collectives compiled by `torch.compile`."""
+
+    name = "compiled"
+
+    def __init__(self, inner: Simulated | Distributed, compiler: str = "inductor") -> None:
+        self._inner = inner
+        self._compiler = compiler
+        self._kept = Kept(self.compile)
+
+    def ranks(self, mesh: Mesh) -> tuple[int, ...]:
+        return self._inner.ranks(mesh)
+
+    def compile(self, program: Program, mesh: Mesh) -> Run:
+        segmented, bound = compile_segments(program, self._compiler)
+        if isinstance(self._inner, Simulated):
+            return SimulatedProgram(segmented, mesh, bound)
+        return self._inner.compile(segmented, mesh, bound)
+
+    def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
+        return self._kept.get(program, mesh)(inputs)
+
+
+def backend_for(mesh: Mesh, name: str | None = None) -> Backend:
+    """The backend a step on `mesh` runs on: real ranks where a process group of its size exists, else simulated.
+
+    A process that a launcher started joins its peers here.
+    """
+    real = init_from_env(mesh) if mesh.size > 1 and name in (None, "distributed", "compiled") else False
+    if name is None:
+        name = "distributed" if real else "simulated"
+    if name == "simulated":
+        return _simulated()
+    if name == "compiled":
+        return _compiled(_process_group(mesh) if real else None)
+    if name == "distributed":
+        return _distributed(_process_group(mesh))
+    raise MeshError(f"unknown executor {name!r}{near(name, EXECUTORS, 'executors')}")
+
+
+def _process_group(mesh: Mesh) -> Any:
+    if not dist.is_initialized():
+        raise MeshError(f"no process group for {mesh}; start with torchrun or cf.launch(fn, {mesh.size}), or use \"simulated\"")
+    if dist.get_world_size() != mesh.size:
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks but the process group has {dist.get_world_size()}; "
+            f"start as many processes as the mesh has ranks, or write one axis as -1"
+        )
+    return dist.group.WORLD
+
+
+# One backend per process group: its groups and its watch thread are the process's own.
+
+
+@lru_cache(maxsize=1)
+def _simulated() -> Simulated:
+    return Simulated()
+
+
+@lru_cache(maxsize=4)
+def _distributed(world: Any) -> Distributed:
+    return Distributed()
+
+
+@lru_cache(maxsize=4)
+def _compiled(world: Any) -> Compiled:
+    return Compiled(_simulated() if world is None else _distributed(world))

@@ -1,0 +1,187 @@
+"""Real ranks: one process per rank, `torch.distributed` between them.
+
+The same straight-line source as on the simulated mesh, with one lane and real collectives (see `groups`). Before a
+program runs for the first time all ranks compare a hash of it; a rank that fails publishes its traceback and all end
+(see `watch`). Started by `torchrun`, by `launch`, or inside a process group that the user made.
+
+    torchrun --nproc-per-node 2 train.py          # init_from_env(mesh) joins the group: gloo on CPU, NCCL on CUDA
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colofunc import env
+from colofunc.errors import InputError, MeshError
+from colofunc.executors.faults import ask
+from colofunc.executors.groups import Groups, Start, Started
+from colofunc.executors.keep import Kept
+from colofunc.executors.simulated import Shards, own_memory
+from colofunc.executors.source import StepFunction, Writer, only
+from colofunc.executors.watch import Watch
+from colofunc.mesh import Mesh
+from colofunc.program.facts import is_wire, written
+from colofunc.program.ir import Node, Program
+
+DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
+
+
+class RankProgram:
+    """A program ready to run on this rank. Making one is collective: process groups are made, hashes compared."""
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Groups,
+        watch: Watch | None,
+        bound: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        self.program = program
+        self._bound = bound
+        self._groups = groups
+        self._watch = watch
+        self._function: StepFunction | None = None
+        positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
+        self._expected = len(positions)
+        self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
+
+    def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
+        with self._watch or nullcontext():
+            return self._call(inputs)
+
+    def _call(self, inputs: Sequence[Shards]) -> list[Shards]:
+        if len(inputs) != self._expected:
+            raise InputError(f"the program takes {self._expected} tensors, {len(inputs)} were given")
+        flat = [shards[0] for shards in inputs]
+        partition = ((0,),) * len(flat)
+        if self._written:
+            own_memory(flat, partition, self._written)
+        if self._function is None:
+            if self._watch is not None and any(is_wire(node) for node in self.program.nodes):
+                self._watch.agree("the lowered program", program_hash(self.program, self._groups.mesh), DEADLINE_S)
+            device = flat[0].device if flat else torch.device("cpu")
+            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound)
+            writer.write()
+            self._function = writer.function()
+        outs = self._function(flat)
+        return [[outs[k] for k in slots] for slots in self._function.slots]
+
+
+class RankWires:
+    """Collectives of one rank with its peers."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        out = only(node)
+        name = f"v{out}"
+        writer.where[out] = (name,)
+        if kind == "axis_index":
+            place = self.groups.of(node.args[0]).place
+            number = writer.bind(torch.tensor(place, device=writer.device), f"i{place}")
+            writer.line(f"{name} = {number}")
+            return
+        source = writer.literal(node.args[0], 0)
+        if kind == "wait":
+            writer.line(f"{name} = {source}.wait()")
+            return
+        _, axes, _, *rest = node.args
+        if kind == "take_shard":
+            writer.line(f"{name} = {source}[{self.groups.of(axes).place}]")
+        elif kind == "keep_first":
+            zeros = rest[0] == "sum" and self.groups.of(axes).place != 0
+            writer.line(f"{name} = {writer.bind(torch.zeros_like, 'zeros_like')}({source})" if zeros else f"{name} = {source}")
+        else:
+            start = _watched(kind, self.groups.start(kind, axes, *rest), self.groups.rank)
+            fn = writer.bind(start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
+            writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
+
+
+def _watched(kind: str, start: Start, rank: int) -> Start:
+    ranks = (rank,)
+
+    def run(x: torch.Tensor) -> Started:
+        ask(kind, ranks)
+        return start(x)
+
+    return run
+
+
+class Distributed:
+    """Backend of a process that is one rank of the mesh."""
+
+    name = "distributed"
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self._backend = dist.get_backend()
+        self.watch = Watch(self.rank, dist.get_world_size()) if dist.get_world_size() > 1 else None
+        self._groups: dict[Mesh, Groups] = {}
+        self._kept = Kept(self.compile)
+
+    def ranks(self, mesh: Mesh) -> tuple[int, ...]:
+        return (self.rank,)
+
+    def compile(
+        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None
+    ) -> RankProgram:
+        """`program` ready to run on this rank. `bound`: callables of targets that are no registered operators."""
+        groups = self._groups.get(mesh)
+        if groups is None:
+            groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend)
+        return RankProgram(program, groups, self.watch, bound)
+
+    def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
+        return self._kept.get(program, mesh)(inputs)
+
+
+def init_from_env(mesh: Mesh, timeout_s: float = DEADLINE_S) -> bool:
+    """Join the process group that a launcher set up; True if this process is one of several ranks now."""
+    launch = env.launched()
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    if launch is None or launch.world_size == 1:
+        return False
+    if mesh.size != launch.world_size:
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks but {launch.world_size} processes were launched; "
+            "start as many processes as the mesh has ranks, or write one axis as -1"
+        )
+    cuda = torch.cuda.is_available() and mesh.device != "cpu" and torch.cuda.device_count() >= launch.local_world_size
+    if cuda:
+        torch.cuda.set_device(launch.local_rank)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+    return True
+
+
+def broadcast_object(thing: Any) -> Any:
+    """Rank 0's object on every rank; the object itself where there is one rank."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return thing
+    box = [thing if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def program_hash(program: Program, mesh: Mesh) -> str:
+    """A hash that is equal exactly on ranks that are about to run the same program."""
+    digest = hashlib.sha256(mesh.fingerprint.encode())
+    for node in program.nodes:
+        digest.update(repr((node.target, node.args, node.kwargs, node.outs)).encode())
+    for id, value in program.values.items():
+        digest.update(repr((id, value.shape, value.dtype, value.layout)).encode())
+    for id, tensor in program.constants.items():
+        digest.update(pickle.dumps((id, tuple(tensor.shape), str(tensor.dtype))))
+        if tensor.numel() <= 1 << 16:
+            digest.update(repr(tensor.tolist()).encode())
+    digest.update(repr((program.inputs, program.outputs, program.aliases)).encode())
+    return digest.hexdigest()

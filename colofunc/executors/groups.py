@@ -1,0 +1,208 @@
+"""Process groups of a mesh, and its collectives on real ranks.
+
+Problem: a group of ranks along mesh axes has an order of its own, a process group is sorted by rank; backends lack some
+collectives and some dtypes. Idea: one process group per set of ranks, made when a program first needs it and in the
+program's own order, which is the same on all ranks; chunks are reordered where the orders differ; what only moves data
+moves bytes. Each collective is one function that starts it and says how to finish it:
+
+    started = groups.start("all_gather", ("dp",), 2)(x)
+    started.wait()                                       # (2, *x.shape)
+
+Gloo: a reduce-scatter is an all-to-all and a local sum, which is faster than its own (it reduces in a ring in steps)
+and adds in member order, as the simulated mesh does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from colofunc.executors.kernels import reduce_members
+from colofunc.mesh import Mesh
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# What gloo can add; anything else is reduced in a wider type and comes back.
+_GLOO_SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
+
+
+class Started:
+    """A collective in flight: what it waits for, what must stay alive meanwhile, and how its result is made."""
+
+    __slots__ = ("_finish", "_keep", "_works")
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], torch.Tensor], keep: Any = None) -> None:
+        self._works = works
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        out = self._finish()
+        self._keep = None
+        return out
+
+
+Start = Callable[[torch.Tensor], Started]
+
+
+@attrs.frozen
+class Group:
+    """This rank's group along some axes. `members`: global ranks in mesh order; `place`: of this rank among them."""
+
+    pg: Any
+    members: tuple[int, ...]
+    place: int
+    order: tuple[int, ...] | None  # member k stands at order[k] in the process group; None: same order
+    inverse: tuple[int, ...] | None
+
+
+class Groups:
+    """All process groups that programs on one mesh have asked for so far."""
+
+    def __init__(self, mesh: Mesh, rank: int, backend: str) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.backend = backend
+        self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def of(self, axes: Sequence[str]) -> Group:
+        """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
+        key = tuple(axes)
+        if key not in self._groups:
+            groups = self.mesh.groups(key)
+            made = tuple(sorted(tuple(sorted(g)) for g in groups))
+            if made not in self._made:
+                self._made[made] = self._make(made)
+            members = next(g for g in groups if self.rank in g)
+            ordered = sorted(members)
+            order = tuple(ordered.index(r) for r in members)
+            same = order == tuple(range(len(order)))
+            inverse = None if same else tuple(order.index(k) for k in range(len(order)))
+            place = members.index(self.rank)
+            self._groups[key] = Group(self._made[made], members, place, None if same else order, inverse)
+        return self._groups[key]
+
+    def _make(self, made: tuple[tuple[int, ...], ...]) -> Any:
+        if len(made) == 1:
+            return dist.group.WORLD
+        mine = None
+        for ranks in made:
+            pg = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = pg
+        return mine
+
+    def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
+        """The function that starts one collective; `options`: the node's arguments after the group size."""
+        group = self.of(axes)
+        make: Callable[..., Start] = {
+            "all_gather": _all_gather,
+            "reduce_scatter": _reduce_scatter if self.backend != "gloo" else _exchange_and_reduce,
+            "all_reduce": _all_reduce,
+            "all_to_all": _all_to_all,
+            "permute": _permute,
+        }[kind]
+        return make(group, *options)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one flat run of bytes."""
+    return x.view(-1).view(torch.uint8) if x.dtype != torch.uint8 else x.view(-1)
+
+
+def _rows(x: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Chunks of dim 0 in another order, contiguous."""
+    return x.contiguous() if order is None else torch.stack([x[k] for k in order])
+
+
+def _all_gather(group: Group) -> Start:
+    n = len(group.members)
+
+    def start(x: torch.Tensor) -> Started:
+        x = x.contiguous()
+        out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return Started((), lambda: out)
+        work = dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=group.pg, async_op=True)
+        return Started((work,), lambda: out if group.order is None else _rows(out, group.order), x)
+
+    return start
+
+
+def _all_to_all(group: Group) -> Start:
+    def start(x: torch.Tensor) -> Started:
+        sent = _rows(x, group.inverse)
+        out = torch.empty_like(sent)
+        if not x.numel():
+            return Started((), lambda: out)
+        work = dist.all_to_all_single(_bytes(out), _bytes(sent), group=group.pg, async_op=True)
+        return Started((work,), lambda: out if group.order is None else _rows(out, group.order), sent)
+
+    return start
+
+
+def _exchange_and_reduce(group: Group, how: str) -> Start:
+    exchange = _all_to_all(group)
+
+    def start(x: torch.Tensor) -> Started:
+        started = exchange(x)
+        return Started((), lambda: reduce_members(started.wait().unbind(0), how))
+
+    return start
+
+
+def _reduce_scatter(group: Group, how: str) -> Start:
+    def start(x: torch.Tensor) -> Started:
+        sent = _rows(x, group.inverse)
+        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return Started((), lambda: out)
+        work = dist.reduce_scatter_tensor(out.view(-1), sent.view(-1), op=_OPS[how], group=group.pg, async_op=True)
+        return Started((work,), lambda: out, sent)
+
+    return start
+
+
+def _all_reduce(group: Group, how: str) -> Start:
+    def start(x: torch.Tensor) -> Started:
+        wire = x.dtype if x.dtype in _GLOO_SUMS else torch.uint8 if x.dtype == torch.bool else None
+        if x.dtype.is_complex:
+            total = torch.view_as_real(x.clone(memory_format=torch.contiguous_format))
+        elif wire is None:
+            total = x.to(torch.int32 if not x.dtype.is_floating_point else torch.float32, copy=True).contiguous()
+        else:
+            total = x.to(wire, copy=True, memory_format=torch.contiguous_format)
+        if not x.numel():
+            return Started((), lambda: total)
+        work = dist.all_reduce(total, op=_OPS[how], group=group.pg, async_op=True)
+        back = torch.view_as_complex if x.dtype.is_complex else (lambda t: t.to(x.dtype))
+        return Started((work,), lambda: back(total))
+
+    return start
+
+
+def _permute(group: Group, table: Sequence[int]) -> Start:
+    source, receivers = table[group.place], [k for k, s in enumerate(table) if s == group.place]
+
+    def start(x: torch.Tensor) -> Started:
+        if source == group.place and receivers == [group.place]:
+            return Started((), lambda: x.clone(memory_format=torch.contiguous_format))
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if not x.numel():
+            return Started((), lambda: out)
+        # Tensors travel as bytes; each rank posts its receive and its sends at once, so no order can deadlock.
+        ops = [dist.P2POp(dist.isend, _bytes(x), group.members[k], group.pg) for k in receivers if k != group.place]
+        if source == group.place:
+            out.copy_(x)
+        else:
+            ops.append(dist.P2POp(dist.irecv, _bytes(out), group.members[source], group.pg))
+        return Started(dist.batch_isend_irecv(ops) if ops else (), lambda: out, x)
+
+    return start

@@ -1,0 +1,71 @@
+"""Kernels: the quickest Python callable of each target, and facts about targets that executors need.
+
+Problem: a dispatcher call through a wrapper costs microseconds, thousands of times a step. Idea: look everything up
+once, when a program is compiled: our own operators become their plain kernels, `rearrange` becomes at most a reshape,
+a permute and a reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from colofunc.ops.define import KERNELS
+from colofunc.ops.targets import overload, resolve
+from colofunc.program.facts import Steps
+
+# Direct torch functions that do just what our kernel does.
+_FAST: dict[str, Callable[..., Any]] = {"colofunc.linear": F.linear, "colofunc.linear_dx": torch.matmul}
+
+
+
+@lru_cache(maxsize=None)
+def callable_of(target: str) -> Callable[..., Any]:
+    """What executors call for `target`."""
+    if target in _FAST:
+        return _FAST[target]
+    if target in KERNELS:
+        return KERNELS[target]
+    return resolve(target)
+
+
+@lru_cache(maxsize=None)
+def result_kind(target: str) -> str:
+    """How the results of a target come: "one" tensor, "flat" sequence, "nested" sequence of sequences, or "none"."""
+    returns = overload(target)._schema.returns
+    lists = [str(r.type).endswith("[]") for r in returns]
+    if not returns:
+        return "none"
+    if len(returns) == 1:
+        return "flat" if lists[0] else "one"
+    return "nested" if any(lists) else "flat"
+
+
+def rearrange_text(name: str, steps: Steps) -> str:
+    """The expression that applies `rearrange_steps` to a variable."""
+    first, order, last = steps
+    text = name
+    if first is not None:
+        text += f".reshape({first!r})"
+    if order is not None:
+        text += f".permute({order!r})"
+    if last is not None:
+        text += f".reshape({last!r})"
+    return text
+
+
+def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    """The reduction of the members' tensors in member order, in a contiguous buffer of its own."""
+    fn = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how]
+    first = members[0]
+    total = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    if len(members) == 1:
+        return total.copy_(first)
+    fn(first, members[1], out=total)
+    for m in members[2:]:
+        fn(total, m, out=total)
+    return total

@@ -1,0 +1,156 @@
+"""Launch: run a function on several real ranks of this machine, from a test or a notebook.
+
+Problem: `torchrun` starts scripts, not functions, and a test wants the function's results and errors back. Idea: one
+fresh process per rank (spawned, never forked: a forked process inherits locked threads), joined by gloo over loopback;
+each sends back its result or its error. The parent serves the store, so no port is guessed, and ends every process
+before it returns.
+
+    losses = launch(train, 2, config)              # [result of rank 0, result of rank 1]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colofunc.errors import CollectiveError, InputError
+
+
+def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, threads: int = 1) -> list[Any]:
+    """`[fn(*args) on rank 0, on rank 1, ...]`, each in a process of its own that is one of `ranks` gloo ranks.
+
+    fn, args and results must pickle (functions of a notebook or a closure: with cloudpickle installed). Raises the
+    error of the rank that failed first with its traceback as a note, CollectiveError after `timeout_s`; all processes
+    have ended then. In a script, call it under `if __name__ == "__main__":`.
+    """
+    if ranks < 1:
+        raise InputError(f"launch: {ranks} ranks; give at least 1")
+    payload = _pack(fn, args)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    workers, pipes = [], []
+    try:
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            options = (rank, ranks, store.port, timeout_s, threads, payload, theirs)
+            worker = context.Process(target=_worker, args=options, name=f"colofunc rank {rank}", daemon=True)
+            worker.start()
+            theirs.close()
+            workers.append(worker)
+            pipes.append(mine)
+        return _collect(workers, pipes, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for worker in workers:
+            _end(worker)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _collect(workers: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        left = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = multiprocessing.connection.wait(left, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(set(range(len(pipes))) - set(results))
+            raise CollectiveError(f"launch: ranks {late} had not ended after {timeout_s:g} s; they have been stopped")
+        died = []
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, content = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                died.append(rank)
+                continue
+            if not ok:
+                _raise(rank, *content)
+            results[rank] = content
+        if died:
+            _report_deaths(workers, pipes, died)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _report_deaths(workers: list[Any], pipes: list[Any], died: list[int]) -> None:
+    """A rank that ended without a word may have been ended by the watch: the rank at fault speaks within a moment."""
+    others = [pipe for rank, pipe in enumerate(pipes) if rank not in died]
+    for pipe in multiprocessing.connection.wait(others, timeout=3.0) if others else ():
+        with contextlib.suppress(EOFError):
+            ok, content = pickle.loads(pipe.recv_bytes())
+            if not ok:
+                _raise(pipes.index(pipe), *content)
+    workers[died[0]].join(5)
+    raise CollectiveError(f"launch: rank {died[0]} ended with exit code {workers[died[0]].exitcode} and no result")
+
+
+def _raise(rank: int, error: BaseException | None, text: str) -> None:
+    note = f"on rank {rank}:\n{text}"
+    if error is None:
+        raise CollectiveError(f"launch: rank {rank} failed") from RuntimeError(note)
+    error.add_note(note)
+    raise error
+
+
+def _end(worker: Any) -> None:
+    worker.join(0.2)
+    for stop in (worker.terminate, worker.kill):
+        if worker.is_alive():
+            stop()
+            worker.join(3)
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is not None:
+        import cloudpickle  # optional: carries closures and functions of a notebook
+
+        return cloudpickle.dumps((fn, args))
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise InputError(
+            f"launch: {fn!r} or its arguments cannot be pickled ({error}); define the function at the top of a module, "
+            "or install cloudpickle"
+        ) from error
+
+
+def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, payload: bytes, pipe: Any) -> None:
+    """What the process of one rank does."""
+    faulthandler.enable()
+    torch.set_num_threads(threads)
+    try:
+        fn, args = pickle.loads(payload)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        message = pickle.dumps((True, fn(*args)))
+    except BaseException as error:
+        message = _failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(message)
+        pipe.close()
+    # No orderly shutdown: destructors of process groups may wait for a peer that is gone.
+    os._exit(0)
+
+
+def _failure(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        message = pickle.dumps((False, (error, text)))
+        pickle.loads(message)  # errors with required arguments pickle and do not unpickle
+        return message
+    except Exception:
+        return pickle.dumps((False, (None, text)))

@@ -1,0 +1,304 @@
+"""Source: a program as one straight-line Python function.
+
+Problem: looking values up in dicts, building argument lists and deciding what to free costs more than many small
+operators do. Idea: decide all of it once and write it down as Python, with operators bound by name and a `del` after
+each last use:
+
+    v4 = linear(v2, v0, v1)
+    v5 = gelu(v4, approximate='tanh')
+    del v4
+
+The function runs one or several *lanes* at once. A lane is a rank; lanes whose operands are the same variables share
+one line, so what is replicated is computed once. What lanes share follows from what their inputs share, hence it is
+known when the source is written.
+"""
+
+from __future__ import annotations
+
+import keyword
+import linecache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from colofunc.errors import ProgramError
+from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
+from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
+from colofunc.program.ir import Node, Program, Ref
+
+Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
+
+_SERIAL = count()
+_PLAIN = (int, bool, str, type(None))
+
+
+class Wires(Protocol):
+    """How collectives are written into the source."""
+
+    def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        """Write the lines of one collective, `wait` or layout move and define its result."""
+
+
+class Writer:
+    """Collects the lines of one function."""
+
+    def __init__(
+        self,
+        program: Program,
+        lanes: int,
+        device: torch.device,
+        wires: Wires,
+        partition: Partition,
+        bound: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        self.program = program
+        self.lanes = lanes
+        self.device = device
+        self.wires = wires
+        self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane
+        self.lines: list[str] = []
+        self.origin: list[int] = []  # node index of each line
+        self.names: dict[str, Any] = {}
+        self.extra: dict[int, tuple[str, ...]] = {}  # value id -> hidden variables that die with it
+        self._bound_names: dict[int, str] = {}
+        self._keep: list[Any] = []  # what `_bound_names` knows by id must stay alive
+        self._bound = dict(bound or {})
+        self._node = -1
+        self._splits = count()
+        self.input_names = self._name_inputs(partition)
+
+    # ---- pieces ----
+
+    def _name_inputs(self, partition: Partition) -> list[str]:
+        """Variables of the inputs, one per distinct tensor; constants are bound by name."""
+        names: list[str] = []
+        classes = iter(partition)
+        for id in self.program.inputs:
+            if id in self.program.constants:
+                self.where[id] = (self.bind(self.program.constants[id].to(self.device), f"k{id}"),) * self.lanes
+                continue
+            lanes = next(classes)
+            several = max(lanes) > 0
+            mine = [f"v{id}_{c}" if several else f"v{id}" for c in range(max(lanes) + 1)]
+            names += mine
+            self.where[id] = tuple(mine[c] for c in lanes)
+        return names
+
+    def bind(self, thing: Any, hint: str) -> str:
+        """A name for an object that the source refers to."""
+        found = self._bound_names.get(id(thing))
+        if found is None:
+            found = f"{hint}_{len(self.names)}" if hint in self.names else hint
+            self.names[found] = thing
+            self._bound_names[id(thing)] = found
+            self._keep.append(thing)
+        return found
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+        self.origin.append(self._node)
+
+    def literal(self, arg: Any, lane: int) -> str:
+        """An argument as Python source."""
+        kind = type(arg)
+        if kind is Ref:
+            return self.where[arg.id][lane]
+        if kind in _PLAIN:
+            return repr(arg)
+        if kind is tuple:
+            return "(" + ", ".join(self.literal(item, lane) for item in arg) + ("," if len(arg) == 1 else "") + ")"
+        if kind is float and arg == arg and abs(arg) != float("inf"):
+            return repr(arg)
+        if kind is torch.device:
+            return self.bind(self.device, "device")
+        return self.bind(arg, "c" + "".join(ch for ch in str(arg) if ch.isalnum()))
+
+    def assign(self, id: int, keys: Sequence[Hashable]) -> list[tuple[str, int]]:
+        """Name the variables of value `id`, one per distinct key; returns (variable, first lane that has it)."""
+        classes: dict[Hashable, int] = {}
+        first: list[int] = []
+        for lane, key in enumerate(keys):
+            if key not in classes:
+                classes[key] = len(classes)
+                first.append(lane)
+        names = [f"v{id}_{c}" if len(classes) > 1 else f"v{id}" for c in range(len(classes))]
+        self.where[id] = tuple(names[classes[key]] for key in keys)
+        return list(zip(names, first, strict=True))
+
+    # ---- nodes ----
+
+    def write(self) -> None:
+        """Write every node, with frees after last uses."""
+        last = lifetimes(self.program)
+        inputs = set(self.program.inputs)
+        dying: dict[int, list[int]] = {}
+        for id, at in last.items():
+            if id not in inputs:
+                dying.setdefault(at, []).append(id)
+        for index, node in enumerate(self.program.nodes):
+            self._node = index
+            self.node(node)
+            dead = [o for o in node.outs if o is not None and o not in last]
+            self.free(dead + dying.get(index, []))
+
+    def node(self, node: Node) -> None:
+        kind = kind_of(node)
+        if kind is not None:
+            if kind[0] == "rearrange":
+                self.rearrange(node)
+            else:
+                self.wires.emit(self, node, *kind)
+        else:
+            self.compute(node)
+
+    def compute(self, node: Node) -> None:
+        """An ordinary operator: one line per distinct set of operands."""
+        refs = node.refs
+        bound = self._bound.get(node.target)
+        changed = () if bound is not None else written(node)
+        keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
+        if changed and len(set(keys)) > 1:
+            self.separate(changed, keys)
+            keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
+        name = self.bind(bound or callable_of(node.target), node.target.split(".")[1] if "." in node.target else node.target)
+        result = "flat" if bound is not None else result_kind(node.target)
+        kwargs = self._kwargs(node, bound is not None)
+        classes: dict[Hashable, int] = {}
+        for lane, key in enumerate(keys):
+            if key in classes:
+                continue
+            classes[key] = len(classes)
+        many = len(classes) > 1
+        for key, c in classes.items():
+            lane = keys.index(key)
+            words = [self.literal(a, lane) for a in node.args]
+            words += [
+                f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
+            ]
+            call = f"{name}({', '.join(words)})"
+            targets = ["_" if o is None else f"v{o}_{c}" if many else f"v{o}" for o in node.outs]
+            self.line(self._assignment(targets, call, result))
+        for o in node.outs:
+            if o is not None:
+                self.where[o] = tuple(f"v{o}_{classes[key]}" if many else f"v{o}" for key in keys)
+        if any(o is None for o in node.outs) and result != "none":
+            self.line("_ = None")
+
+    def _assignment(self, targets: list[str], call: str, result: str) -> str:
+        if not targets or all(t == "_" for t in targets):
+            return call
+        if result == "one":
+            return f"{targets[0]} = {call}"
+        if result == "nested":
+            call = f"{self.bind(flat_results, 'flat_results')}({call})"
+        return f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {call}"
+
+    def _kwargs(self, node: Node, bound: bool) -> tuple[tuple[str, Any], ...]:
+        """Keyword arguments; factories are told the device where it is not the default one."""
+        if self.device.type == "cpu" or bound or not node.target.startswith("aten.") or not takes_device(node.target):
+            return node.kwargs
+        given = dict(node.kwargs)
+        if node.refs and given.get("device") is None:
+            return node.kwargs
+        return tuple((given | {"device": self.device}).items())
+
+    def separate(self, changed: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """Give lanes that share a tensor, but are about to write different things into it, tensors of their own."""
+        for id in changed:
+            names = list(self.where[id])
+            owner: dict[str, Hashable] = {}
+            copies: dict[tuple[str, Hashable], str] = {}
+            for lane, key in enumerate(keys):
+                name = names[lane]
+                if owner.setdefault(name, key) == key:
+                    continue
+                if (name, key) not in copies:
+                    copies[name, key] = f"v{id}_s{next(self._splits)}"
+                    self.line(f"{copies[name, key]} = {name}.clone()")
+                names[lane] = copies[name, key]
+            self.where[id] = tuple(names)
+
+    def rearrange(self, node: Node) -> None:
+        ref, pattern, names, sizes = node.args
+        steps = rearrange_steps(pattern, tuple(names), tuple(sizes), self.program.values[ref.id].shape)
+        source = self.where[ref.id]
+        for name, lane in self.assign(only(node), source):
+            self.line(f"{name} = {rearrange_text(source[lane], steps)}")
+
+    def free(self, ids: Sequence[int]) -> None:
+        gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(id, ())))]
+        if gone:
+            self.line("del " + ", ".join(gone))
+
+    # ---- the function ----
+
+    def function(self) -> StepFunction:
+        return StepFunction(self)
+
+
+class StepFunction:
+    """A compiled straight-line function; errors carry a note with the node that failed."""
+
+    def __init__(self, writer: Writer) -> None:
+        outs = [writer.where[o] for o in writer.program.outputs]
+        order = {name: k for k, name in enumerate(dict.fromkeys(n for names in outs for n in names))}
+        # outputs -> per lane -> place in the returned tuple
+        self.slots = tuple(tuple(order[n] for n in names) for names in outs)
+        head = ["def step(inputs):"]
+        if writer.input_names:
+            head += [f"    {', '.join(writer.input_names)}, = inputs", "    inputs.clear()"]
+        body = ["    " + text for text in writer.lines]
+        tail = f"    return ({', '.join(order)}{',' if len(order) == 1 else ''})"
+        self.source = "\n".join([*head, *body, tail, ""])
+        self._first_line = len(head) + 1
+        self._origin = writer.origin
+        self._program = writer.program
+        self._file = f"<colofunc program {next(_SERIAL)}>"
+        namespace = dict(writer.names)
+        exec(compile(self.source, self._file, "exec"), namespace)
+        self._step: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = namespace["step"]
+        linecache.cache[self._file] = (len(self.source), None, self.source.splitlines(keepends=True), self._file)
+
+    def __del__(self) -> None:
+        linecache.cache.pop(self._file, None)
+
+    def __call__(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run on the distinct input tensors; the list is emptied."""
+        try:
+            with torch.no_grad():
+                return self._step(inputs)
+        except Exception as error:
+            node = self._failed_node(error)
+            if node is not None:
+                note = f": {node.note}" if node.note else ""
+                error.add_note(f"while running {node.target} of {node.path or 'the step'} ({node.line or 'no source line'}){note}")
+            raise
+
+    def _failed_node(self, error: Exception) -> Node | None:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self._file:
+                at = trace.tb_lineno - self._first_line
+                return self._program.nodes[self._origin[at]] if 0 <= at < len(self._origin) else None
+            trace = trace.tb_next
+        return None
+
+
+def flat_results(result: Any) -> tuple[Any, ...]:
+    """The flat results of an operator: lists and tuples opened one level deep, as `Node.outs` numbers them."""
+    if isinstance(result, (tuple, list)):
+        flat: list[Any] = []
+        for item in result:
+            flat.extend(item) if isinstance(item, (tuple, list)) else flat.append(item)
+        return tuple(flat)
+    return (result,) if result is not None else ()
+
+
+def only(node: Node) -> int:
+    """The single value that a node defines."""
+    (out,) = node.outs
+    if out is None:
+        raise ProgramError(f"{node.target} defines no value")
+    return out

@@ -1,0 +1,147 @@
+"""Facts about targets and lifetimes that passes and executors share.
+
+Which nodes communicate, which arguments an operator writes to, which results may share memory with an operand, and
+until when a value is needed.
+
+>>> rearrange_steps("a (b c) -> b a c", ("b",), (2,), (4, 6))
+((4, 2, 3), (1, 0, 2), None)
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+
+from colofunc.dtensor.strategies import FREE
+from colofunc.errors import ProgramError
+from colofunc.ops.targets import overload
+from colofunc.program.ir import Node, Program, Ref
+
+# Operators of one rank that only this package knows; executors emit them themselves.
+LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
+WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
+
+Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
+
+
+def kind_of(node: Node) -> tuple[str, bool] | None:
+    """(kind, asynchronous) of a node that executors emit themselves: collectives, `wait` and layout moves; else None."""
+    if not node.target.startswith("colofunc."):
+        return None
+    name = node.target[len("colofunc.") :]
+    if name in WIRE or name in LOCAL:
+        return name, False
+    base = name.removesuffix("_start")
+    return (base, True) if base != name and base in WIRE else None
+
+
+def is_wire(node: Node) -> bool:
+    """Whether a node communicates (asynchronous starts included)."""
+    kind = kind_of(node)
+    return kind is not None and kind[0] in WIRE
+
+
+@lru_cache(maxsize=None)
+def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an operator writes to; () for functional ones."""
+    if target.startswith("colofunc.") and kind_of(Node(target, (), (), ())) is not None:
+        return ()
+    arguments = overload(target)._schema.arguments
+    return tuple((k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written(node: Node) -> tuple[int, ...]:
+    """Ids of the values that a node writes to in place."""
+    found = []
+    for position, name in written_arguments(node.target):
+        arg = node.args[position] if position < len(node.args) else dict(node.kwargs).get(name)
+        if isinstance(arg, Ref):
+            found.append(arg.id)
+        elif isinstance(arg, tuple):
+            found += [item.id for item in arg if isinstance(item, Ref)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=None)
+def takes_device(target: str) -> bool:
+    """Whether an operator has a `device` argument."""
+    return any(a.name == "device" for a in overload(target)._schema.arguments)
+
+
+@lru_cache(maxsize=None)
+def _may_alias(target: str) -> bool:
+    if target.rsplit(".", 1)[0] in FREE:
+        return True
+    kind = kind_of(Node(target, (), (), ()))
+    if kind is not None:
+        return kind[0] in LOCAL and kind[0] != "axis_index"
+    schema = overload(target)._schema
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def may_alias(node: Node) -> bool:
+    """Whether a result of `node` may share memory with one of its operands."""
+    return _may_alias(node.target)
+
+
+_TOKEN = re.compile(r"[()]|\w+")
+
+
+def _side(text: str) -> list[list[str]]:
+    """The dims of one side of a pattern, each the list of its factors."""
+    dims: list[list[str]] = []
+    inside = False
+    for token in _TOKEN.findall(text):
+        if token == "(":
+            dims.append([])
+            inside = True
+        elif token == ")":
+            inside = False
+        elif inside:
+            dims[-1].append(token)
+        else:
+            dims.append([] if token == "1" else [token])
+    return [[f for f in dim if f != "1"] for dim in dims]
+
+
+@lru_cache(maxsize=1 << 14)
+def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Steps:
+    """(reshape, permutation, reshape) that carry out an einops pattern on `shape`; None where a step changes nothing."""
+    left, right = (_side(part) for part in pattern.split("->"))
+    known = dict(zip(names, sizes, strict=True))
+    if len(left) != len(shape):
+        raise ProgramError(f"rearrange {pattern!r} has {len(left)} dims, the value has shape {shape}")
+    for dim, size in zip(left, shape, strict=True):
+        unknown = [f for f in dim if f not in known]
+        if len(unknown) > 1:
+            raise ProgramError(f"rearrange {pattern!r}: sizes of {unknown} are not given")
+        if unknown:
+            known[unknown[0]] = size // max(1, prod(known[f] for f in dim if f in known))
+        if prod(known[f] for f in dim) != size:
+            raise ProgramError(f"rearrange {pattern!r} with {known} does not fit {shape}")
+    flat_left = [f for dim in left for f in dim]
+    flat_right = [f for dim in right for f in dim]
+    if sorted(flat_left) != sorted(flat_right):
+        raise ProgramError(f"rearrange {pattern!r}: both sides need the same names")
+    split = tuple(known[f] for f in flat_left)
+    order = tuple(flat_left.index(f) for f in flat_right)
+    moved = tuple(known[f] for f in flat_right)
+    final = tuple(prod(known[f] for f in dim) for dim in right)
+    identity = order == tuple(range(len(order)))
+    if identity:
+        return (final if final != shape else None), None, None
+    return (split if split != shape else None), order, (final if final != moved else None)
+
+def lifetimes(program: Program) -> dict[int, int]:
+    """Value id -> index of the last node that needs it, as `Program.last_uses`; a started collective needs its operand
+    until it is waited for."""
+    last = program.last_uses()
+    for node in program.nodes:
+        kind = kind_of(node)
+        if kind is not None and kind[1]:
+            (out,) = node.outs
+            ready = last.get(out, -1) if out is not None else -1
+            for ref in node.refs:
+                last[ref] = max(last[ref], ready)
+    return last

@@ -1,0 +1,254 @@
+"""Memory: live bytes of one rank, per tier, at every position of a local program.
+
+Problem: whether a step fits must be known before it runs, and to the byte, or a budget is a guess. Idea: follow
+storages, not values. A view lives in its operand's storage, an in-place update makes none, a collective makes a buffer;
+a storage is held from the node that makes it to the last node that needs a value in it. Whether a reshape is a view
+depends on strides, so each distinct call is run once on tensors without data (`meta`) and remembered.
+
+    report = memory(local)
+    report.peak_bytes["device"]; report.timeline["device"][k]     # while node k runs: its operands and results too
+    print(report)                                                 # what is alive at the peak, and which line made it
+
+Inputs and constants count from beginning to end, because the caller holds them. Transient workspace inside one operator
+is not counted. `executors.measure` measures the same numbers on the simulated mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc import compat
+from colofunc.ops.targets import resolve
+from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+
+Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+# Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
+Made = tuple[int, int, int, Meta]
+
+
+@attrs.frozen
+class Live:
+    """A storage that is alive at the peak."""
+
+    name: str
+    nbytes: int
+    shape: tuple[int, ...]
+    layout: str
+    line: str
+    path: str
+
+    def __str__(self) -> str:
+        where = " ".join(word for word in (self.path, self.line) if word)
+        return f"{self.nbytes:>14,} B  {self.name:<32} {self.layout or 'x'.join(map(str, self.shape)):<24} {where}"
+
+
+@attrs.frozen
+class MemoryReport:
+    """Live bytes per tier. `at_peak`: what is alive on the device at its peak, largest first."""
+
+    peak_bytes: Mapping[str, int]
+    timeline: Mapping[str, tuple[int, ...]]
+    peak_at: Mapping[str, int]
+    at_peak: tuple[Live, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{tier}: peak {self.peak_bytes[tier]:,} B at node {self.peak_at[tier]}" for tier in self.peak_bytes]
+        return "\n".join([*lines, *(f"  {live}" for live in self.at_peak[:20])])
+
+
+@attrs.define
+class _Storage:
+    nbytes: int
+    tier: str
+    value: int  # the first value that lives in it
+    born: int
+    dies: int
+
+
+def memory(program: Program) -> MemoryReport:
+    """Live bytes of one rank at every position of a local program (or a global one: then of one device)."""
+    storages, makers = _storages(program)
+    count = max(1, len(program.nodes))
+    tiers = sorted({s.tier for s in storages} | {"device"})
+    change = {tier: [0] * (count + 1) for tier in tiers}
+    for s in storages:
+        change[s.tier][max(0, s.born)] += s.nbytes
+        change[s.tier][min(s.dies, count - 1) + 1] -= s.nbytes
+    timeline: dict[str, tuple[int, ...]] = {}
+    for tier in tiers:
+        held, line = 0, []
+        for step in change[tier][:-1]:
+            held += step
+            line.append(held)
+        timeline[tier] = tuple(line)
+    peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
+    peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
+    at = peak_at["device"]
+    alive = [s for s in storages if s.tier == "device" and s.born <= at <= max(s.dies, s.born) and s.nbytes]
+    alive.sort(key=lambda s: -s.nbytes)
+    return MemoryReport(peak, timeline, peak_at, tuple(_live(program, s, makers) for s in alive))
+
+
+def _live(program: Program, storage: _Storage, makers: Mapping[int, Node]) -> Live:
+    value = program.values[storage.value]
+    node = makers.get(value.id)
+    name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
+    layout = value.layout.text() if value.layout is not None else ""
+    return Live(name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "")
+
+
+def _storages(program: Program) -> tuple[list[_Storage], dict[int, Node]]:
+    """Every storage with its lifetime, and the node that makes each value."""
+    last = lifetimes(program)
+    end = len(program.nodes)
+    storages: list[_Storage] = []
+    where: dict[int, int] = {}  # value -> storage
+    metas: dict[int, Meta] = {}
+    makers: dict[int, Node] = {}
+    for id in program.inputs:
+        value, constant = program.values[id], program.constants.get(id)
+        metas[id] = _contiguous(value.shape, value.dtype)
+        nbytes = value.nbytes if constant is None else constant.untyped_storage().nbytes()
+        if constant is not None:
+            metas[id] = (value.shape, tuple(constant.stride()), value.dtype)
+        where[id] = len(storages)
+        storages.append(_Storage(nbytes, _tier(value), id, -1, end))
+    for index, node in enumerate(program.nodes):
+        made = _results(node, program, metas)
+        fresh: dict[int, int] = {}
+        for k, (o, one) in enumerate(zip(node.outs, made, strict=True)):
+            if one is None:
+                continue
+            operand, share, nbytes, meta = one
+            if operand >= 0:
+                home = where[node.refs[operand]]
+            elif share in fresh:
+                home = fresh[share]
+            elif o is None:
+                continue
+            else:
+                home = fresh[share] = len(storages)
+                storages.append(_Storage(nbytes, _tier(program.values[o]), o, index, index))
+            if o is None:
+                continue
+            where[o], metas[o], makers[o] = home, meta, node
+            storages[home].dies = max(storages[home].dies, last.get(o, index), index)
+    return storages, makers
+
+
+def _tier(value: Value) -> str:
+    return "device" if value.layout is None else value.layout.tier
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(shape), tuple(reversed(strides)), dtype
+
+
+def _fresh(value: Value) -> Made:
+    return -1, 0, value.nbytes, _contiguous(value.shape, value.dtype)
+
+
+def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
+    """How each result of a node lies in memory."""
+    kind = kind_of(node)
+    values = program.values
+    if kind is None:
+        return _ordinary(node, program, metas)
+    (out,) = node.outs
+    if out is None:
+        return (None,)
+    value = values[out]
+    if kind[0] == "wait":
+        return ((0, 0, 0, metas[node.refs[0]]),)
+    if kind[0] == "take_shard":
+        shape, strides, dtype = metas[node.refs[0]]
+        return ((0, 0, 0, (shape[1:], strides[1:], dtype)),)
+    if kind[0] == "keep_first" and node.args[3] != "sum":
+        return ((0, 0, 0, metas[node.refs[0]]),)
+    if kind[0] == "rearrange":
+        _, pattern, names, sizes = node.args
+        steps = rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)
+        return (_rearranged(metas[node.refs[0]], steps),)
+    if kind[0] == "keep_first":
+        # The first rank keeps its own; the others make zeros, and they are what the budget must hold.
+        shape, strides, dtype = metas[node.refs[0]]
+        zeros = torch.zeros_like(_tensor((shape, strides, dtype)))
+        return ((-1, 0, zeros.untyped_storage().nbytes(), (shape, tuple(zeros.stride()), dtype)),)
+    return (_fresh(value),)
+
+
+@lru_cache(maxsize=1 << 14)
+def _rearranged(meta: Meta, steps: Any) -> Made:
+    x = out = _tensor(meta)
+    first, order, final = steps
+    out = out.reshape(first) if first is not None else out
+    out = out.permute(order) if order is not None else out
+    out = out.reshape(final) if final is not None else out
+    return _describe((out,), (x,))[0] or (-1, 0, 0, meta)
+
+
+def _tensor(meta: Meta) -> torch.Tensor:
+    return torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta")
+
+
+def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> tuple[Made | None, ...]:
+    homes = {compat.storage_key(x): k for k, x in reversed(list(enumerate(operands)))}
+    fresh: dict[int, int] = {}
+    out: list[Made | None] = []
+    for k, result in enumerate(results):
+        if not isinstance(result, torch.Tensor):
+            out.append(None)
+            continue
+        key = compat.storage_key(result)
+        meta = (tuple(result.shape), tuple(result.stride()), result.dtype)
+        share = fresh.setdefault(key, k)
+        out.append((homes.get(key, -1), share, result.untyped_storage().nbytes(), meta))
+    return tuple(out)
+
+
+def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
+    refs = node.refs
+    order = iter(range(len(refs)))
+    args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(next(order)))
+    try:
+        made = _run_meta(node.target, args, kwargs, tuple(metas[r] for r in refs))
+    except Exception:
+        made = None  # no shape function for these arguments: results in memory of their own
+    if made is None or len(made) != len(node.outs):
+        return tuple(None if o is None else (-1, k, *_fresh(program.values[o])[2:]) for k, o in enumerate(node.outs))
+    return made
+
+
+@lru_cache(maxsize=1 << 15)
+def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...]) -> tuple[Made | None, ...]:
+    operands = tuple(_tensor(m) for m in metas)
+    place = torch.device("meta")
+
+    def real(tree: Any) -> Any:
+        if type(tree) is Ref:
+            return operands[tree.id]
+        if type(tree) is tuple:
+            return tuple(real(item) for item in tree)
+        return place if isinstance(tree, torch.device) else tree
+
+    keywords = {k: real(v) for k, v in kwargs}
+    if target.startswith("aten.") and takes_device(target) and not (metas and keywords.get("device") is None):
+        keywords["device"] = place
+    result = resolve(target)(*real(args), **keywords)
+    return _describe(_flat(result), operands)
+
+
+def _flat(result: Any) -> tuple[Any, ...]:
+    if isinstance(result, (tuple, list)):
+        return tuple(item for part in result for item in _flat(part))
+    return (result,) if result is not None else ()

@@ -1,0 +1,134 @@
+"""Schedule: when nodes of a local program run.
+
+Three small passes that change order and nothing else:
+
+    updates_early   an in-place update runs as soon as its gradient is there, so gradients do not all live at once
+    overlap         a collective becomes a start, as early as its operand allows, and a wait just before the first use
+    Memory          which values may share memory, and until when each such group is read: what both must respect
+
+A gather of stored state has its operand from the very beginning; starting all of them at once would hold the whole
+model. `overlap` starts a collective earlier than it stands by at most `ahead` others of those that were moved up.
+The order of collectives is part of the program, hence the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from colofunc.program.facts import is_wire, lifetimes, may_alias, written
+from colofunc.program.ir import Node, Program, Ref
+
+
+class Memory:
+    """Groups of values that may share memory, by what operators say about aliasing (conservative)."""
+
+    def __init__(self, program: Program) -> None:
+        self._leader: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        for node in program.nodes:
+            if may_alias(node) and node.refs:
+                leader = self.group(node.refs[0])
+                for o in node.outs:
+                    if o is not None:
+                        self._leader[o] = leader
+        for id, at in lifetimes(program).items():
+            group = self.group(id)
+            if at < len(program.nodes):
+                self._last[group] = max(self._last.get(group, -1), at)
+        self._outputs: dict[int, set[int]] = {}
+        for o in program.outputs:
+            self._outputs.setdefault(self.group(o), set()).add(o)
+
+    def group(self, id: int) -> int:
+        """The first value of the memory that `id` may lie in."""
+        return self._leader.get(id, id)
+
+    def last_read(self, group: int) -> int:
+        """Index of the last node that reads any value of the group; -1 if none does."""
+        return self._last.get(group, -1)
+
+    def is_output(self, group: int, besides: int) -> bool:
+        """Whether a value of the group, other than `besides`, leaves the program."""
+        return bool(self._outputs.get(group, set()) - {besides})
+
+
+def updates_early(program: Program) -> Program:
+    """Move in-place nodes up to right behind what they need: their operands, and the last reader of what they write."""
+    memory = Memory(program)
+    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    touched: dict[int, int] = {}  # memory group -> last node so far that read or wrote it
+    wrote: dict[int, int] = {}  # memory group -> last node so far that wrote it
+    place: list[tuple[int, int]] = []
+    for index, node in enumerate(program.nodes):
+        changed = {memory.group(i) for i in written(node)}
+        at = index
+        if changed and not node.outs:
+            at = max((made.get(i, -1) for i in node.refs), default=-1)
+            at = max([at, *(wrote.get(memory.group(i), -1) for i in node.refs), *(touched.get(g, -1) for g in changed)])
+        place.append((at, index))
+        for i in node.refs:
+            touched[memory.group(i)] = index
+        for g in changed:
+            wrote[g] = index
+    # A moved node stands behind node `at`: that node's own place is (at, at), and at < index.
+    order = sorted(range(len(place)), key=lambda k: place[k])
+    return program.with_nodes(program.nodes[k] for k in order)
+
+
+def overlap(program: Program, ahead: int = 2) -> Program:
+    """Split collectives into starts and waits. `ahead`: how many collectives that were moved up may be in flight."""
+    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    first = _first_uses(program)
+    wrote: dict[int, list[int]] = {}
+    memory = Memory(program)
+    for index, node in enumerate(program.nodes):
+        for i in written(node):
+            wrote.setdefault(memory.group(i), []).append(index)
+    values = dict(program.values)
+    fresh = max(values, default=-1) + 1
+    before: dict[int, list[Node]] = {}  # nodes to insert before position k
+    hoisted: list[int] = []  # first uses of collectives that were moved up
+    dropped: set[int] = set()
+    waited: set[int] = set()
+    floor = 0  # starts keep their order
+    for index, node in enumerate(program.nodes):
+        if not is_wire(node) or node.target.endswith("_start"):
+            continue
+        (out,) = node.outs
+        if out is None or out not in first:
+            continue
+        ready = max((made.get(i, -1) for i in node.refs), default=-1) + 1
+        for i in node.refs:
+            ready = max([ready, *(w + 1 for w in wrote.get(memory.group(i), ()) if w < index)])
+        if any(i in waited for i in node.refs):
+            ready = index  # its operand is waited for just before its first use, which is here
+        waited.add(out)
+        gate = hoisted[-ahead] if len(hoisted) >= ahead else 0
+        at = min(index, max(ready, gate, floor))
+        if at < index:
+            hoisted.append(min(first[out], index))
+        floor = at
+        values[fresh] = attrs.evolve(values[out], id=fresh)
+        start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
+        wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
+        before.setdefault(at, []).append(start)
+        before.setdefault(first[out], []).append(wait)
+        dropped.add(index)
+        fresh += 1
+    nodes: list[Node] = []
+    for index in range(len(program.nodes) + 1):
+        # Waits first: the operand of a start here may be what a wait here delivers.
+        here = before.get(index, [])
+        nodes += [n for n in here if n.target == "colofunc.wait"] + [n for n in here if n.target != "colofunc.wait"]
+        if index < len(program.nodes) and index not in dropped:
+            nodes.append(program.nodes[index])
+    return program.with_nodes(nodes, values)
+
+
+def _first_uses(program: Program) -> dict[int, int]:
+    """Value id -> index of the first node that reads it; len(nodes) for outputs that no node reads."""
+    first: dict[int, int] = {o: len(program.nodes) for o in program.outputs}
+    for index in range(len(program.nodes) - 1, -1, -1):
+        for ref in program.nodes[index].refs:
+            first[ref] = index
+    return first
