@@ -26,10 +26,8 @@ from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.plugins import Registry, build_registry
 from colofunc.program.check import check_program
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lower import lower
-from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.decide import decide, given_layouts
@@ -80,7 +78,7 @@ class StepCompiler:
 
 
 def _leaf_key(leaf: Leaf) -> tuple[Any, ...]:
-    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.layout if isinstance(leaf, DTensor) else None
+    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.sharding if isinstance(leaf, DTensor) else None
 
 
 def mesh_of(staged: Staged) -> Mesh:
@@ -99,22 +97,21 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     options = dict(intent.options) if intent is not None else {}
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
-    traced = trace(staged.fn, args, modes=lambda seed: canonical.modes(lambda: seed))
-    program = simplify(traced.program)
+    traced = trace(staged.fn, args)
+    program = traced.program
     donated, aliases = donation(traced, program, options.get("donate", "auto"))
     program = attrs.evolve(program, aliases=aliases)
     traced_s = time.perf_counter() - began
-    given = {program.inputs[i]: leaf.layout for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
+    given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     decided = decide(program, mesh, registry, given_layouts(program, given), None)
     planned_s = time.perf_counter() - began - traced_s
     local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local)
     check_program(local, mesh)
-    local = in_place(local)
     if traced_s + planned_s > 2 and mesh.is_main and not env.switched_on("COLOFUNC_QUIET"):
         print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
     inputs = tuple(decided.input_layouts[i] for i in program.inputs)
     low = Lowered(
-        traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
+        traced, program, tuple(decided.choices), None, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
     )
     backend = backend_for(mesh, staged.executor)
     return Ready(low, backend, backend.compile(local, mesh))
@@ -184,8 +181,8 @@ def _placed(leaf: Leaf, layout: Layout, ready: Ready, copy: bool) -> list[torch.
     if isinstance(leaf, DTensor):
         if leaf.mesh != mesh:
             raise InputError(f"an argument lies on {leaf.mesh}, the step runs on {mesh}; bring it over with distribute(x.full(), spec, mesh)")
-        shards = convert_shards(leaf.parts, leaf.layout, layout, mesh, backend)
-        return [s.clone() for s in shards] if copy and leaf.layout is layout else shards
+        shards = convert_shards(leaf.parts, leaf.sharding, layout, mesh, backend)
+        return [s.clone() for s in shards] if copy and leaf.sharding is layout else shards
     if leaf.is_meta:
         raise InputError(f"an argument of shape {tuple(leaf.shape)} has no data (meta tensor); give real values to run, or use step.lower")
     plain = leaf.detach()
