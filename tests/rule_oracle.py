@@ -248,7 +248,8 @@ def compare(call: Call, strategy: Strategy, mesh: Mesh, results: Sequence[Sequen
         for rank, got in enumerate(locals_):
             if tuple(got.shape) != layout.local_shape:
                 raise RuleBroken(
-                    f"{call.target} {strategy.name} result {k} on rank {rank}: shape {tuple(got.shape)}, {layout} says {layout.local_shape}"
+                    f"{call.target} {strategy.name} result {k} on rank {rank}: shape {tuple(got.shape)}, "
+                    f"{layout} says {layout.local_shape}"
                 )
         got = join(locals_, layout, mesh)
         if not close(got, want):

@@ -26,9 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colofunc.dtensor.rules import rule_for
 
 # Entries that cannot be recorded as functional calls on dense tensors.
-SKIP_PREFIX = ("sparse", "masked.", "_refs", "torch._", "jiterator", "to_sparse", "nn.functional.ctc", "special.chebyshev", "special.hermite",
-               "special.laguerre", "special.legendre", "special.bessel", "special.modified", "special.scaled", "special.spherical",
-               "special.shifted", "special.airy")  # fmt: skip
+_SKIPPED = (
+    "sparse masked. _refs torch._ jiterator to_sparse nn.functional.ctc special.chebyshev special.hermite "
+    "special.laguerre special.legendre special.bessel special.modified special.scaled special.spherical "
+    "special.shifted special.airy"
+)
+SKIP_PREFIX = tuple(_SKIPPED.split())
 MAX_NUMEL = 20_000
 
 
@@ -145,10 +148,11 @@ def report(tally: Tally) -> str:
         split[target].add((factor, n))
     unchecked = sorted(set(tally.calls) - set(split))
     no_rule = [t for t in unchecked if t not in tally.ruled]
+    idle = [t for t in unchecked if t in tally.ruled]
     lines = [
         f"{sum(tally.calls.values())} calls of {len(tally.calls)} operators; {len(split)} operators really split, "
         f"{len(tally.triples)} (operator, factor, axis) triples; {len(tally.broken)} broken",
-        f"with a rule but never split ({len(unchecked) - len(no_rule)}): {' '.join(t for t in unchecked if t in tally.ruled)}",
+        f"with a rule but never split ({len(idle)}): {' '.join(idle)}",
         f"without a rule ({len(no_rule)}): {' '.join(no_rule)}",
         *(f"BROKEN {target}: {text}" for target, text in sorted(tally.broken.items())),
     ]
@@ -165,9 +169,9 @@ def check(samples: int, per_op: int, at_least: int) -> None:
 
 
 def test_rules_hold_on_the_operator_database() -> None:
-    check(samples=6, per_op=2, at_least=150)
+    check(samples=6, per_op=2, at_least=350)
 
 
 @pytest.mark.sweep
 def test_rules_hold_on_the_whole_operator_database() -> None:
-    check(samples=40, per_op=12, at_least=200)
+    check(samples=200, per_op=40, at_least=400)

@@ -73,7 +73,7 @@ def layer_norm(call: Call) -> Rule | None:
 
 
 def layer_norm_backward(call: Call) -> Rule | None:
-    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask), _fused_rms_norm_backward(g, x, shape, rstd, w, mask)."""
+    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask) and the one of rms norm, which has no mean and b."""
     x, stat, z, sizes = _layer_dims(call, 2)
     args = call.args
     if "layer" in call.target:
@@ -228,7 +228,7 @@ def _is_training(call: Call) -> bool:
 
 
 def batch_norm(call: Call) -> Rule | None:
-    """native_batch_norm(x, w, b, mean, var, training, momentum, eps), its functional form, and those without statistics."""
+    """native_batch_norm(x, w, b, mean, var, training, momentum, eps), its functional form, and without statistics."""
     x, c, sizes = _batch_dims(call, 0)
     running = {} if call.target.endswith("no_stats") else {call.args[3]: c, call.args[4]: c}
     tensors = {call.args[0]: x, call.args[1]: c, call.args[2]: c, **running}
@@ -329,7 +329,7 @@ def _open_batch(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, 
 
 
 def _has_side_effect(call: Call) -> bool:
-    """native_batch_norm with running statistics writes them behind the schema's back; traces use the functional form."""
+    """native_batch_norm writes running statistics behind the schema's back; traces use the functional form."""
     return call.target.split(".")[1] in ("native_batch_norm",) and isinstance(call.args[3], Ref)
 
 

@@ -82,46 +82,14 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "rrelu_with_noise_backward": ((0,),),
 }
 
+_NONDECREASING = (
+    "positive deg2rad rad2deg clone detach alias alias_copy detach_copy lift_fresh lift_fresh_copy contiguous to "
+    "_to_copy convert_element_type relu relu6 exp expm1 exp2 tanh sigmoid erf atan floor ceil trunc sign asinh sinh "
+    "clamp clamp_min clamp_max hardtanh"
+)
+# operator -> argument positions; logarithms and roots are left out, as their NaN below the domain would win
 MONOTONE: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(
-        [
-            "positive",
-            "deg2rad",
-            "rad2deg",
-            "clone",
-            "detach",
-            "alias",
-            "alias_copy",
-            "detach_copy",
-            "lift_fresh",
-            "lift_fresh_copy",
-            "contiguous",
-            "to",
-            "_to_copy",
-            "convert_element_type",
-            "relu",
-            "relu6",
-            "exp",
-            "expm1",
-            "exp2",
-            "tanh",
-            "sigmoid",
-            "erf",
-            "atan",
-            "floor",
-            "ceil",
-            "trunc",
-            "sign",
-            "asinh",
-            "sinh",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "hardtanh",
-            "log_sigmoid",
-        ],
-        (0,),
-    ),
+    **dict.fromkeys(_NONDECREASING.split(), (0,)),
     "add": (0, 1),
     "sub": (0,),
     "maximum": (0, 1),
@@ -130,68 +98,16 @@ MONOTONE: dict[str, tuple[int, ...]] = {
 }
 
 # Elementwise operators without torch's pointwise tag, or whose decompositions a trace may keep.
-UNTAGGED = frozenset(
-    [
-        "to",
-        "_to_copy",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "contiguous",
-        "copy",
-        "fill",
-        "zero",
-        "real",
-        "imag",
-        "conj",
-        "_conj",
-        "_neg_view",
-        "resolve_conj",
-        "resolve_neg",
-        "isin_scalar",
-        "isclose",
-        "isreal",
-        "float_power",
-        "floor_divide",
-        "special_xlog1py",
-        "hardswish",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-        "hardtanh_backward",
-        "leaky_relu_backward",
-        "elu_backward",
-        "softplus_backward",
-        "softshrink_backward",
-        "hardshrink_backward",
-        "log_sigmoid_forward",
-        "log_sigmoid_backward",
-        "logit",
-        "mish_backward",
-        "_prelu_kernel",
-        "_prelu_kernel_backward",
-        "rrelu_with_noise_backward",
-        "angle",
-        "polar",
-        "complex",
-        "view_as_polar",
-        "convert_element_type",
-        "xlogy",
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__lshift__",
-        "__rshift__",
-        "rrelu_backward",
-        "nan_to_num",
-        "special_expit",
-        "absolute",
-        "log_sigmoid",
-        "fake_quantize_per_tensor_affine",
-        "special_entr",
-        "special_gammaln",
-    ]
+_UNTAGGED = (
+    "to _to_copy detach alias lift_fresh lift_fresh_copy contiguous copy fill zero real imag conj _conj _neg_view "
+    "resolve_conj resolve_neg isclose isreal float_power floor_divide special_xlog1py hardswish hardswish_backward "
+    "hardsigmoid_backward hardtanh_backward leaky_relu_backward elu_backward softplus_backward softshrink_backward "
+    "hardshrink_backward log_sigmoid_forward log_sigmoid_backward logit mish_backward _prelu_kernel "
+    "_prelu_kernel_backward rrelu_with_noise_backward angle polar complex convert_element_type xlogy __and__ __or__ "
+    "__xor__ __lshift__ __rshift__ nan_to_num special_expit absolute log_sigmoid fake_quantize_per_tensor_affine "
+    "special_entr special_gammaln"
 )
+UNTAGGED = frozenset(_UNTAGGED.split())
 
 # Our own elementwise operators (optimizer updates: every state tensor has the parameter's factors).
 OURS = ("colofunc.adamw", "colofunc.sgd", "colofunc.adam", "colofunc.lion", "colofunc.rmsprop", "colofunc.where_mask")

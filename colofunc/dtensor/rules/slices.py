@@ -321,7 +321,8 @@ _BY_NAME: dict[RuleFn, str] = {
     slice_backward: "slice_backward",
     slice_scatter: "slice_scatter",
     narrow: "narrow narrow_copy",
-    split: "split split_copy split_with_sizes split_with_sizes_copy chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
+    split: "split split_copy split_with_sizes split_with_sizes_copy chunk unsafe_split unsafe_split_with_sizes "
+    "unsafe_chunk",
     unbind: "unbind unbind_copy",
     cat: "cat concat concatenate",
     stack: "stack",
@@ -329,7 +330,8 @@ _BY_NAME: dict[RuleFn, str] = {
     flip_lr: "flipud fliplr",
     roll: "roll",
     triangle: "tril triu",
-    pad: "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+    pad: "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
+    "replication_pad1d replication_pad2d replication_pad3d",
     pad_backward: "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
     "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
     diagonal: "diagonal diagonal_copy",

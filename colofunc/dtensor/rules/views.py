@@ -81,7 +81,7 @@ def view(call: Call) -> Rule | None:
 
 
 def reshape_like(call: Call) -> Rule | None:
-    """squeeze, unsqueeze, flatten: a view whose arguments do not say the size, so that a dim of local size 1 misleads it."""
+    """squeeze, flatten: a view whose arguments do not say the size, so that a dim of local size 1 misleads it."""
     rule = view(call)
     if rule is None:
         return None
@@ -126,7 +126,7 @@ def repeat(call: Call) -> Rule | None:
     out = tuple(
         ((f"r{i}",) if times[i] != 1 else ()) + (before[i - offset] if i >= offset else ()) for i in range(len(times))
     )
-    if 0 in times:
+    if 0 in times or 0 in call.ins[0].shape:
         return None
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
@@ -215,7 +215,7 @@ def view_dtype(call: Call) -> Rule | None:
 
 
 _BY_NAME: dict[RuleFn, str] = {
-    view: "view.default reshape.default _unsafe_view.default view_copy.default _reshape_alias.default reshape_copy.default",
+    view: "view.default reshape.default _unsafe_view.default view_copy.default reshape_copy.default",
     reshape_like: "squeeze squeeze_copy flatten unflatten ravel _reshape_copy",
     unsqueeze: "unsqueeze unsqueeze_copy",
     expand: "expand expand_copy broadcast_to",
