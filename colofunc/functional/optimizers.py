@@ -118,7 +118,7 @@ class Optimizer:
 
         def rate(lr: float | Schedule) -> Tensor:
             if lr not in made:
-                value = lr(step - 1) if callable(lr) else lr
+                value = lr((step - 1).to(torch.float64)) if callable(lr) else lr
                 made[lr] = value.to(torch.float64) if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64)
             return made[lr]
 

@@ -1,0 +1,323 @@
+"""Modules, gradients and optimizers as functions, against torch's own objects in float64."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from colofunc.errors import InputError
+from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.ops import canonical
+from colofunc.program.trace import trace
+
+D = torch.float64
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Some optimizers of torch keep their own scalars (NAdam's product of momenta) in the default dtype."""
+    torch.set_default_dtype(D)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def bias_free_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+
+
+class Tied(nn.Module):
+    """One weight under two names, one parameter on the outer module, one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(4))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x) * self.scale)
+
+
+def same(a: dict, b: dict, tol: float = 1e-12) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name].detach(), rtol=tol, atol=tol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# ---- modules ----
+
+
+def test_apply_is_the_modules_forward_and_changes_nothing() -> None:
+    net = norm_net()
+    ref, x = copy.deepcopy(net), torch.randn(5, 3, dtype=D)
+    model = functional(net)
+    before = {n: b.clone() for n, b in model.buffers.items()}
+    out, buffers = model.apply(model.params, model.buffers, x)
+    torch.testing.assert_close(out, ref(x))
+    same(buffers, dict(ref.named_buffers()))  # running statistics come out
+    same(model.buffers, before)  # and nothing was written
+    assert buffers["2.num_batches_tracked"] == 1 and net[2].num_batches_tracked == 0
+
+
+def test_mode_is_part_of_the_key() -> None:
+    model = functional(norm_net())
+    x = torch.randn(5, 3, dtype=D)
+    train_key = model.key
+    _, buffers = model.eval().apply(model.params, model.buffers, x)
+    same(buffers, model.buffers)
+    assert model.key != train_key
+
+
+def test_tied_outer_and_unused_parameters() -> None:
+    net = Tied().double()
+    model = functional(net)
+    assert sorted(model.params) == ["embed.weight", "scale", "unused"]
+    x = torch.tensor([[1, 2], [3, 1]])
+    loss, grads = value_and_grad(lambda p: (model.apply(p, {}, x)[0] ** 2).mean())(model.params)
+    want = (net(x) ** 2).mean()
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(grads["embed.weight"], net.embed.weight.grad)  # both uses
+    torch.testing.assert_close(grads["scale"], net.scale.grad)
+    assert torch.equal(grads["unused"], torch.zeros(2, dtype=D))
+
+
+def test_frozen_weights_are_used_and_not_trained() -> None:
+    net = norm_net()
+    model = functional(net, trainable=("3.*",))
+    assert sorted(model.params) == ["3.bias", "3.weight"] and "0.weight" in model.frozen
+    x = torch.randn(5, 3, dtype=D)
+    torch.testing.assert_close(model.apply(model.params, model.buffers, x)[0], copy.deepcopy(net)(x))
+    net[0].weight.requires_grad_(False)
+    assert "0.weight" in functional(net).frozen
+
+
+def test_to_module_is_a_new_module_with_these_values() -> None:
+    net = Tied().double()
+    model = functional(net)
+    changed = {n: p + 1 for n, p in model.params.items()}
+    made = model.to_module(changed, model.buffers)
+    assert made.head.weight is made.embed.weight  # still tied
+    same(changed, dict(made.named_parameters()))
+    assert not torch.equal(made.scale, net.scale)
+
+
+def test_names_that_do_not_fit() -> None:
+    model = functional(norm_net())
+    with pytest.raises(InputError, match=r"'3.weigt' matches no parameter; did you mean '3.weight'"):
+        functional(norm_net(), trainable="3.weigt")
+    with pytest.raises(InputError, match=r"missing parameter '0.bias'.*unknown parameter 'x'"):
+        model.apply({**{n: p for n, p in model.params.items() if n != "0.bias"}, "x": torch.ones(1)}, model.buffers)
+
+
+def test_abstract_has_no_data() -> None:
+    x = abstract((8, 1024), torch.int64)
+    assert x.is_meta and x.shape == (8, 1024) and x.dtype == torch.int64
+
+
+# ---- gradients ----
+
+
+def test_gradients_of_nested_trees() -> None:
+    params = {"a": {"w": torch.randn(3, dtype=D)}, "b": [torch.randn(3, dtype=D), torch.tensor(4)]}
+
+    def f(p, x):
+        return (p["a"]["w"] * p["b"][0] * x).sum(), {"seen": p["b"][1] + 1, "w": p["a"]["w"] * 2}
+
+    x = torch.randn(3, dtype=D)
+    (loss, aux), grads = value_and_grad(f, has_aux=True)(params, x)
+    torch.testing.assert_close(grads["a"]["w"], params["b"][0] * x)
+    torch.testing.assert_close(grads["b"][0], params["a"]["w"] * x)
+    assert grads["b"][1] is None and aux["seen"] == 5
+    assert not loss.requires_grad and not aux["w"].requires_grad and not params["a"]["w"].requires_grad
+
+
+def test_argnums() -> None:
+    x, y = torch.randn(3, dtype=D), torch.randn(3, dtype=D)
+    loss, (gx, gy) = value_and_grad(lambda a, b: (a * b).sum(), argnums=(0, 1))(x, y)
+    assert torch.equal(gx, y) and torch.equal(gy, x)
+    assert torch.equal(value_and_grad(lambda a, b: (a * b).sum(), argnums=1)(x, y)[1], x)
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    def inner(x):
+        value, g = value_and_grad(lambda z: (z**3).sum())(x)
+        return (g**2).sum() + value
+
+    x = torch.randn(4, dtype=D)
+    _, g = value_and_grad(inner)(x)
+    torch.testing.assert_close(g, 36 * x**3 + 3 * x**2)
+
+
+def test_losses_that_cannot_be_differentiated() -> None:
+    x = torch.randn(3)
+    with pytest.raises(InputError, match=r"shape \(3,\), not a 0-dim floating tensor"):
+        value_and_grad(lambda a: a)(x)
+    with pytest.raises(InputError, match=r"not \(loss, aux\)"):
+        value_and_grad(lambda a: a.sum(), has_aux=True)(x)
+    with pytest.raises(InputError, match="no floating tensor"):
+        value_and_grad(lambda a: a.sum())(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clip_is_torchs(max_norm: float) -> None:
+    grads = {"a": torch.randn(3, 4, dtype=D), "b": {"c": torch.randn(5, dtype=D)}}
+    leaves = [grads["a"].clone().requires_grad_(), grads["b"]["c"].clone().requires_grad_()]
+    for leaf in leaves:
+        leaf.grad = leaf.detach().clone()
+    want = nn.utils.clip_grad_norm_(leaves, max_norm)
+    clipped, norm = clip_by_global_norm(grads, max_norm)
+    torch.testing.assert_close(norm, want)
+    torch.testing.assert_close(clipped["a"], leaves[0].grad)
+    torch.testing.assert_close(clipped["b"]["c"], leaves[1].grad)
+
+
+# ---- optimizers and the step ----
+
+O = torch.optim
+OPTIMIZERS = [
+    (O.SGD, {}), (O.SGD, dict(momentum=0.9, dampening=0.2)), (O.SGD, dict(momentum=0.9, nesterov=True)),
+    (O.Adam, {}), (O.AdamW, dict(amsgrad=True)), (O.RMSprop, {}), (O.RMSprop, dict(momentum=0.9, centered=True, weight_decay=0.1)),
+    (O.Adagrad, dict(lr_decay=0.1, initial_accumulator_value=0.1)), (O.NAdam, {}), (O.NAdam, dict(decoupled_weight_decay=True, weight_decay=0.1)),
+    (O.Adamax, {}), (O.Adadelta, {}), (O.RAdam, {}), (O.RAdam, dict(weight_decay=0.1, decoupled_weight_decay=True)),
+    (O.Rprop, {}), (O.ASGD, dict(t0=3)), (O.Muon, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+def test_a_training_step_is_torchs(cls, options, double) -> None:
+    """Nine steps with clipping: long enough for RAdam to leave its warm-up."""
+    net = bias_free_net() if cls is O.Muon else norm_net()
+    ref = copy.deepcopy(net)
+    opt = cls(ref.parameters(), lr=1e-2, **options)
+    step, state = train_step(functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean(), clip=0.5)
+    for _ in range(9):
+        x = torch.randn(8, 3, dtype=D)
+        loss = (ref(x) ** 2).mean()
+        opt.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(ref.parameters(), 0.5)
+        opt.step()
+        state, metrics = step(state, x)
+        torch.testing.assert_close(metrics, {"loss": loss.detach(), "grad_norm": norm}, rtol=1e-12, atol=1e-12)
+    same(state["params"], dict(ref.named_parameters()))
+    same(state["buffers"], dict(ref.named_buffers()))
+    assert state["opt"]["step"] == 9
+
+
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+def test_every_optimizer_traces(cls, options) -> None:
+    net = bias_free_net() if cls is O.Muon else norm_net()
+    step, state = train_step(functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean())
+    program = trace(step, (state, torch.randn(8, 3, dtype=D))).program
+    updates = [n.target for n in program.nodes if n.target.split(".")[1] in ("adamw", "sgd")]
+    n_params = len(state["params"])
+    assert len(updates) == (n_params if cls in (O.SGD, O.Adam, O.AdamW) else 0)
+    assert {n.phase for n in program.nodes} == {"forward", "backward", "update"}
+
+
+def test_groups_and_schedules_are_torchs() -> None:
+    net = norm_net()
+    ref = copy.deepcopy(net)
+    rate = lambda step: 1e-2 / (1 + step)  # noqa: E731
+    decayed, plain = ([p for n, p in ref.named_parameters() if n.endswith("bias") is flag] for flag in (False, True))
+    opt = O.AdamW([dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr=1e-2, weight_decay=0.3)
+    schedule = O.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    ours = adapt(O.AdamW, lr=rate, weight_decay=0.3, groups={"*.bias": dict(weight_decay=0)})
+    step, state = train_step(functional(net), ours, loss=lambda out: (out**2).mean())
+    for _ in range(4):
+        x = torch.randn(8, 3, dtype=D)
+        opt.zero_grad()
+        (ref(x) ** 2).mean().backward()
+        opt.step()
+        schedule.step()
+        state, _ = step(state, x)
+    same(state["params"], dict(ref.named_parameters()))
+
+
+def test_missing_gradients_count_as_zeros() -> None:
+    params = {"w": torch.randn(3, dtype=D)}
+    opt = adapt(O.AdamW, lr=0.1, weight_decay=0.5)
+    state = opt.init(params)
+    with_none, _ = opt.update({"w": None}, state, params)
+    torch.testing.assert_close(with_none["w"], params["w"] * (1 - 0.1 * 0.5))
+    with pytest.raises(InputError, match=r"no gradient for \['w'\], no parameter for \['v'\]"):
+        opt.update({"v": params["w"]}, state, params)
+
+
+def test_update_changes_nothing_that_is_passed_in() -> None:
+    for cls in (O.AdamW, O.SGD, O.RMSprop, O.NAdam):
+        params = {"w": torch.randn(3, dtype=D)}
+        opt = adapt(cls, lr=0.1)
+        state = opt.init(params)
+        grads = {"w": torch.randn(3, dtype=D)}
+        before = copy.deepcopy((grads, state, params))
+        opt.update(grads, state, params)
+        torch.testing.assert_close((grads, state, params), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (O.LBFGS, {}, "LBFGS cannot be adapted: it evaluates the loss"),
+        (O.Adafactor, {}, "Adafactor cannot be adapted: its step size"),
+        (O.AdamW, dict(betaz=1), "AdamW has no option 'betaz'; did you mean 'betas'"),
+        (O.AdamW, dict(lr=-1.0), "AdamW refuses its options: Invalid learning rate"),
+        (O.AdamW, dict(groups={"*": dict(weight_deca=1)}), "no option 'weight_deca'; did you mean 'weight_decay'"),
+    ],
+)
+def test_refused(cls, options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        adapt(cls, **{"lr": 0.1, **options})
+
+
+def test_a_group_that_matches_nothing() -> None:
+    with pytest.raises(InputError, match=r"groups: '\*.bais' matches no parameter"):
+        adapt(O.AdamW, lr=0.1, groups={"*.bais": {}}).init({"a.bias": torch.ones(1)})
+
+
+def test_gpt2_trains_as_in_torch() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=11, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0
+    )
+    net = transformers.GPT2LMHeadModel(config).double()
+    ref = copy.deepcopy(net)
+    opt = O.AdamW(ref.parameters(), lr=1e-2)
+    step, state = train_step(functional(net), adapt(O.AdamW, lr=1e-2), clip=1.0)
+    ids = torch.randint(0, 11, (3, 8))
+    for _ in range(3):
+        opt.zero_grad()
+        loss = ref(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(ref.parameters(), 1.0)
+        opt.step()
+        with canonical.single_device():
+            state, metrics = step(state, dict(input_ids=ids, labels=ids))
+        # The model computes its loss in float32 whatever its weights are.
+        torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-6, atol=1e-6)
+    same(state["params"], dict(ref.named_parameters()), tol=1e-5)
+
+
+def test_a_loss_that_sees_the_batch() -> None:
+    net = bias_free_net()
+    batch = {"x": torch.randn(5, 3, dtype=D), "y": torch.randint(0, 2, (5,))}
+    step, state = train_step(
+        functional(net), adapt(O.SGD, lr=0.1), loss=lambda out, b: nn.functional.cross_entropy(out, b["y"]), inputs=lambda b: ((b["x"],), {})
+    )
+    want = nn.functional.cross_entropy(net(batch["x"]), batch["y"]).detach()
+    torch.testing.assert_close(step(state, batch)[1]["loss"], want)
+
+
+def test_a_model_without_a_loss() -> None:
+    step, state = train_step(functional(bias_free_net()), adapt(O.SGD, lr=0.1))
+    with pytest.raises(InputError, match="the model returns Tensor without a loss"):
+        step(state, torch.randn(5, 3, dtype=D))
