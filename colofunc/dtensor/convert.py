@@ -23,13 +23,13 @@ from math import prod
 import attrs
 
 from colofunc.dtensor.convert_lower import Move, fuse_steps, lower
-from colofunc.dtensor.convert_refine import COPY, PENDING, Puzzle, local_numel, refine
+from colofunc.dtensor.convert_refine import COPY, Puzzle, local_numel, refine
 from colofunc.dtensor.convert_search import Piece, Question, Step, answer
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import SpecError
 from colofunc.mesh import KINDS, Mesh, wire_bytes
 
-__all__ = ["Conversion", "Move", "conversion", "conversion_s"]
+__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_s"]
 
 
 @attrs.frozen
@@ -82,6 +82,11 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     if found is None:
         found = _SECONDS[src, dst, mesh, itemsize] = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
     return found
+
+
+def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
+    """Bytes that a rank receives in `conversion`."""
+    return 0 if src is dst else _route(src, dst, mesh, itemsize, None).wire_bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -218,6 +223,3 @@ def _label(
         name = "" if free else part.name
         pieces.append((name, part.size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k])))
     return tuple(pieces), order, tuple(numbers)
-
-
-assert set(PENDING) == {"sum", "max", "min"}

@@ -27,7 +27,7 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.convert_refine import COPY, HOW, Locations
+from colofunc.dtensor.convert_refine import COPY, Locations
 from colofunc.mesh import Mesh
 
 # States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
@@ -267,8 +267,3 @@ def _exchanges(
                 if all(k != o for k, o in zip(who, order)) and any(new[k] == pieces[k].goal for k in who):
                     if len({state[k] for k in who}) > 1:
                         yield "permute", who, with_(new)
-
-
-def reduction(code: int) -> str:
-    """"sum", "max" or "min" of a pending location."""
-    return HOW[code]

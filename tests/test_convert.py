@@ -1,0 +1,324 @@
+"""Conversions: as cheap as the oracle says, and right on every rank.
+
+The whole table (all pairs of major-only layouts on 2x2x2) is `-m sweep`; the default run takes a smaller tensor and a
+sample of executions.
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_convert import Oracle, State, mask_of
+from strategies_hyp import problems
+
+from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
+from colofunc.dtensor.convert_run import run_moves
+from colofunc.dtensor.layout import Layout, make_layout, replicated
+from colofunc.dtensor.parts import join, parts
+from colofunc.dtensor.spec import Spec
+from colofunc.errors import SpecError
+from colofunc.mesh import Mesh, wire_bytes
+
+CUBE = Mesh(x=2, y=2, z=2, topology="ideal")
+
+
+def major_only(mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
+    """Every axis in front of one dim (in any order), in copies, or pending; those that fit the shape."""
+    found = []
+    for places in itertools.product([*range(len(shape)), "copy", "sum"], repeat=len(mesh.axis_names)):
+        fronts = [[a for a, p in zip(mesh.axis_names, places) if p == d] for d in range(len(shape))]
+        pending = tuple((a, "sum") for a, p in zip(mesh.axis_names, places) if p == "sum")
+        for orders in itertools.product(*map(itertools.permutations, fronts)):
+            dims = []
+            for order, size in zip(orders, shape):
+                split = 2 ** len(order)
+                dims.append((*((2, a) for a in order), (size // split, None)) if size >= split else None)
+            if None not in dims:
+                found.append(make_layout(tuple(dims), shape, pending))
+    return found
+
+
+def anywhere(rng: random.Random, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
+    """Striped, block-cyclic, composite: axes of 2 on random binary digits of random dims."""
+    digits = [(d, k) for d, size in enumerate(shape) for k in range(size.bit_length() - 1)]
+    rng.shuffle(digits)
+    dims = [[(2, None)] * (size.bit_length() - 1) for size in shape]
+    pending = []
+    for axis in mesh.axis_names:
+        chance = rng.random()
+        if chance < 0.15:
+            pending.append((axis, "sum"))
+        elif chance > 0.3:
+            d, k = digits.pop()
+            dims[d][k] = (2, axis)
+    return make_layout(tuple(map(tuple, dims)), shape, tuple(pending))
+
+
+def state_of(layout: Layout, mesh: Mesh) -> State:
+    index = torch.arange(torch.Size(layout.shape).numel()).reshape(layout.shape)
+    masks = tuple(mask_of(p) for p in parts(index, layout.with_pending(()), mesh))
+    return masks, frozenset(mesh.axis_names.index(axis) for axis, _ in layout.pending)
+
+
+def check_costs(oracle: Oracle, pairs: list[tuple[Layout, Layout]], mesh: Mesh) -> None:
+    """Bytes equal the oracle's for all pairs."""
+    wrong = []
+    states = {layout: state_of(layout, mesh) for layout in {x for pair in pairs for x in pair}}
+    for src, group in itertools.groupby(sorted(pairs, key=lambda pair: id(pair[0])), key=lambda pair: pair[0]):
+        least = oracle.distances(states[src])
+        for _, dst in group:
+            ours = conversion_bytes(src, dst, mesh, 1)
+            if ours != least[states[dst]]:
+                wrong.append((src, dst, ours, least[states[dst]]))
+    assert not wrong, f"{len(wrong)} of {len(pairs)} differ from the oracle, first {wrong[0]}"
+
+
+def check_run(src: Layout, dst: Layout, mesh: Mesh) -> None:
+    """The moves give every rank its part of the same tensor, and are what the conversion says they cost."""
+    x = torch.randint(1, 9, src.shape).to(torch.float64)
+    found = conversion(src, dst, mesh, 8)
+    got = run_moves(terms(x, src, mesh), found.moves, mesh)
+    assert torch.equal(join(got, dst, mesh), x), (src, dst, *map(str, found.moves))
+    if not dst.pending:
+        assert all(map(torch.equal, got, parts(x, dst, mesh))), (src, dst, *map(str, found.moves))
+    moved = 0
+    for move in found.moves:
+        if move.target in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"):
+            elements = max(torch.Size(move.in_shape).numel(), torch.Size(move.local_shape).numel())
+            moved += wire_bytes(move.target, 8 * elements, move.args[1])
+    assert moved == found.wire_bytes
+
+
+def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """Parts of x; where one sum is pending, every rank of it has a term of its own (not just the first)."""
+    shards = parts(x, layout, mesh)
+    if len(layout.pending) == 1 and layout.pending[0][1] == "sum":
+        group_axis = layout.pending[0][0]
+        for group in mesh.groups((group_axis,)):
+            noise = [torch.randint(-5, 5, shards[r].shape).to(x.dtype) for r in group[1:]]
+            for rank, term in zip(group[1:], noise):
+                shards[rank] = shards[rank] + term
+                shards[group[0]] = shards[group[0]] - term
+    return same_on_copies(shards, layout, mesh)
+
+
+def same_on_copies(shards: list[torch.Tensor], layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    used = {*layout.axes, *(axis for axis, _ in layout.pending)}
+    first = [mesh.rank_at({a: i if a in used else 0 for a, i in mesh.coordinates(r).items()}) for r in range(mesh.size)]
+    return [shards[r] for r in first]
+
+
+# ---- cost ----
+
+
+def test_costs_of_all_pairs_that_fit_a_small_tensor() -> None:
+    layouts = major_only(CUBE, (4, 4, 4))
+    pairs = list(itertools.product(layouts, layouts))
+    assert len(pairs) == 158**2  # all but three axes on one dim
+    check_costs(Oracle((4, 4, 4), 3), pairs, CUBE)
+
+
+def test_costs_where_there_is_no_room_to_be_in_between() -> None:
+    rng = random.Random(0)
+    pool = [anywhere(rng, CUBE, (4, 2, 2)) for _ in range(60)]
+    check_costs(Oracle((4, 2, 2), 3), [(rng.choice(pool), rng.choice(pool)) for _ in range(1000)], CUBE)
+
+
+def test_costs_against_any_permutation_of_ranks() -> None:
+    square, rng = Mesh(x=2, y=2, topology="ideal"), random.Random(0)
+    pool = [anywhere(rng, square, (4, 4)) for _ in range(40)]
+    oracle = Oracle((4, 4), 2, any_permutation=True)
+    check_costs(oracle, [(rng.choice(pool), rng.choice(pool)) for _ in range(500)], square)
+
+
+@pytest.mark.sweep
+def test_costs_of_all_major_only_pairs_and_2000_others() -> None:
+    oracle = Oracle((8, 8, 8), 3)
+    layouts = major_only(CUBE, (8, 8, 8))
+    pairs = list(itertools.product(layouts, layouts))
+    assert len(pairs) == 30_976
+    check_costs(oracle, pairs, CUBE)
+    rng = random.Random(0)
+    pool = [anywhere(rng, CUBE, (8, 8, 8)) for _ in range(200)]
+    others = [(rng.choice(pool), rng.choice(pool)) for _ in range(2000)]
+    check_costs(oracle, others, CUBE)
+    print(f"{len(pairs)} major-only pairs and {len(others)} striped or block-cyclic ones cost what the oracle says")
+
+
+def test_parts_of_an_axis_cost_what_two_axes_would() -> None:
+    whole, split = Mesh(x=4, y=2, topology="ideal"), Mesh(x1=2, x0=2, y=2, topology="ideal")
+    for src, dst, src2, dst2 in [
+        ("(x b) c d", "(y b) (x c) d", "(x1 x0 b) c d", "(y b) (x1 x0 c) d"),
+        ("(x b) c d", "b (y c) (x d)", "(x1 x0 b) c d", "b (y c) (x1 x0 d)"),
+        ("(y b) c d +x", "(x b) c d", "(y b) c d +x1 +x0", "(x1 x0 b) c d"),
+    ]:
+        a = conversion(Spec(src).bind(whole, (8, 8, 8)), Spec(dst).bind(whole, (8, 8, 8)), whole, 1)
+        b = conversion(Spec(src2).bind(split, (8, 8, 8)), Spec(dst2).bind(split, (8, 8, 8)), split, 1)
+        assert a.wire_bytes == b.wire_bytes
+
+
+# ---- named cases ----
+
+NAMED = [
+    ("(x b) d", "(x b) d", []),
+    ("b d", "(x b) d", ["take_shard"]),
+    ("(x b) d", "b d", ["all_gather"]),
+    ("b d +x", "b d", ["all_reduce"]),
+    ("b d +x", "(x b) d", ["reduce_scatter"]),
+    ("b d", "b d +x", ["keep_first"]),
+    ("b d", "b d max:x", []),
+    ("(x b) d", "b (x d)", ["all_to_all"]),
+    ("(x b) (y d)", "(y b) (x d)", ["permute"]),
+    ("(x y b) d", "b d", ["all_gather"]),
+    ("(z b) d +x", "(z b) d", ["all_reduce"]),
+    ("(x y b) d +z", "(x y b) d", ["all_reduce"]),
+]
+
+
+def collectives(moves) -> list[str]:
+    return [m.target for m in moves if m.target != "rearrange"]
+
+
+@pytest.mark.parametrize(("src", "dst", "targets"), NAMED)
+def test_named(src: str, dst: str, targets: list[str]) -> None:
+    found = conversion(Spec(src).bind(CUBE, (8, 8)), Spec(dst).bind(CUBE, (8, 8)), CUBE, 4)
+    assert collectives(found.moves) == targets
+
+
+def test_moves_read_as_einops() -> None:
+    src, dst = Spec("(x b) d").bind(CUBE, (4, 6)), Spec("b (x d)").bind(CUBE, (4, 6))
+    assert list(map(str, conversion(src, dst, CUBE, 4).moves)) == [
+        "rearrange('a (b c) -> b a c', ('b', 'c'), (2, 3))",
+        "all_to_all(('x',), 2)",
+        "rearrange('a b c -> (a b) c', (), ())",
+    ]
+
+
+def test_copies_share_the_work_of_an_all_reduce() -> None:
+    """1.5 of the tensor over 4 ranks; sliced over the idle axis it is 0.75, and 0.5 to gather."""
+    found = conversion(Spec("b d +x +y").bind(CUBE, (8, 8)), Spec("b d").bind(CUBE, (8, 8)), CUBE, 1)
+    assert found.wire_bytes == 80 and collectives(found.moves) == ["take_shard", "all_reduce", "all_gather"]
+    both = Mesh(x=2, y=2, topology="ideal")
+    found = conversion(Spec("b d +x +y").bind(both, (8, 8)), Spec("b d").bind(both, (8, 8)), both, 1)
+    assert found.wire_bytes == 96 and collectives(found.moves) == ["all_reduce"]
+
+
+# ---- execution ----
+
+
+def test_a_sample_of_major_only_pairs_runs() -> None:
+    rng, layouts = random.Random(1), major_only(CUBE, (8, 8, 8))
+    for _ in range(700):
+        check_run(rng.choice(layouts), rng.choice(layouts), CUBE)
+
+
+def test_a_sample_of_striped_and_block_cyclic_pairs_runs() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        check_run(anywhere(rng, CUBE, (8, 4, 4)), anywhere(rng, CUBE, (8, 4, 4)), CUBE)
+
+
+@pytest.mark.sweep
+def test_all_major_only_pairs_run() -> None:
+    layouts = major_only(CUBE, (8, 8, 8))
+    for src, dst in itertools.product(layouts, layouts):
+        check_run(src, dst, CUBE)
+
+
+@given(problems())
+def test_any_conversion_runs(problem) -> None:
+    """Odd sizes, axes of size 1, padding, boundaries that do not nest, max and min."""
+    mesh, src, dst = problem
+    check_run(src, dst, mesh)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("(tp v~) d", "v d"),
+        ("v d", "(tp v~) d"),
+        ("(tp v~) d", "(dp v) d"),
+        ("(tp v~) (dp d)", "(dp tp v~) d"),
+        ("(tp v~) d", "v (tp d~)"),
+        ("(tp v~) d +dp", "(dp v) d"),
+    ],
+)
+def test_padded(src: str, dst: str) -> None:
+    mesh = Mesh(dp=2, tp=4)
+    check_run(Spec(src).bind(mesh, (10, 6)), Spec(dst).bind(mesh, (10, 6)), mesh)
+
+
+def test_equal_padding_needs_no_gather() -> None:
+    mesh = Mesh(tp=4)
+    src, dst = Spec("(tp v~) d").bind(mesh, (10, 8)), Spec("(v 4~) (tp d)", v=3).bind(mesh, (10, 8))
+    assert collectives(conversion(src, dst, mesh, 4).moves) == ["all_to_all"]
+    check_run(src, dst, mesh)
+
+
+def test_sums_are_reduced_before_maxima() -> None:
+    """Pending over both: the value is the maximum over x of the sums over y."""
+    mesh = Mesh(x=2, y=2)
+    src, dst = Spec("b +y max:x").bind(mesh, (2,)), Spec("b").bind(mesh, (2,))
+    x = torch.tensor([[1.0, 8.0], [5.0, -7.0], [2.0, 2.0], [3.0, 0.0]])  # ranks (x, y): 00, 01, 10, 11
+    got = run_moves(list(x), conversion(src, dst, mesh, 8).moves, mesh)
+    assert all(torch.equal(g, torch.tensor([6.0, 2.0])) for g in got)
+
+
+def test_an_empty_tensor() -> None:
+    mesh = Mesh(dp=2)
+    src, dst = Spec("(dp b) d").bind(mesh, (0, 4)), Spec("b (dp d)").bind(mesh, (0, 4))
+    got = run_moves([torch.empty(src.local_shape)] * 2, conversion(src, dst, mesh, 4).moves, mesh)
+    assert [tuple(g.shape) for g in got] == [(0, 2)] * 2
+
+
+# ---- records ----
+
+
+def test_layouts_and_shapes_along_the_way() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    src, dst = Spec("(dp tp b) d").bind(mesh, (8, 8)), Spec("b (tp dp d)").bind(mesh, (8, 8))
+    moves = conversion(src, dst, mesh, 4).moves
+    assert moves[0].in_shape == src.local_shape and moves[-1].local_shape == dst.local_shape
+    assert moves[-1].layout is dst
+    assert all(a.local_shape == b.in_shape for a, b in zip(moves, moves[1:]))
+
+
+def test_a_peak_limit_takes_a_dearer_way_or_says_no() -> None:
+    # With the fast way both axes are gathered at once or in turn; nothing can avoid holding the whole target.
+    src, dst = Spec("(x b) d").bind(CUBE, (64, 64)), replicated((64, 64))
+    free = conversion(src, dst, CUBE, 4)
+    assert free.peak_bytes <= 2 * 64 * 64 * 4
+    assert conversion(src, dst, CUBE, 4, peak_limit_bytes=2 * 64 * 64 * 4).moves == free.moves
+    with pytest.raises(SpecError, match="stays within 1000 bytes"):
+        conversion(src, dst, CUBE, 4, peak_limit_bytes=1000)
+
+
+def test_seconds_are_the_meshs() -> None:
+    mesh = Mesh(dp=2, tp=4, topology="8xa100-80g")
+    src, dst = Spec("(tp b) d").bind(mesh, (64, 64)), Spec("b d").bind(mesh, (64, 64))
+    gather_s = mesh.collective_s("all_gather", 64 * 64 * 4, ("tp",))
+    assert conversion_s(src, dst, mesh, 4) == conversion(src, dst, mesh, 4).cost_s == gather_s
+    assert conversion_bytes(src, dst, mesh, 4) == 3 * 64 * 64
+    assert conversion_s(src, src, mesh, 4) == 0.0
+
+
+def test_tiers_do_not_matter() -> None:
+    src, dst = Spec("(x b) @host").bind(CUBE, (8,)), Spec("(x b)").bind(CUBE, (8,))
+    assert conversion(src, dst, CUBE, 4).moves == ()
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(SpecError, match="the global shapes differ"):
+        conversion(replicated((4,)), replicated((5,)), CUBE, 4)
+
+
+@given(st.integers(0, 10_000))
+def test_triangle(seed: int) -> None:
+    """No detour is cheaper than the conversion itself."""
+    rng = random.Random(seed)
+    a, b, c = (anywhere(rng, CUBE, (8, 8, 8)) for _ in range(3))
+    direct = conversion(a, c, CUBE, 1).wire_bytes
+    assert direct <= conversion(a, b, CUBE, 1).wire_bytes + conversion(b, c, CUBE, 1).wire_bytes
