@@ -1,1 +1,81 @@
-"""colofunc: write a step for one device, run it on many."""
+"""colofunc: write a training step for one device, run it on many.
+
+    import colofunc as cf
+
+    mesh = cf.Mesh(dp=2, tp=2)                 # named axes; simulated in this process, or real ranks under torchrun
+    step = cf.shard(step_fn, mesh)             # the same numbers, split as costs say
+    state = step.init(state, batch)
+    state, metrics = step(state, batch)
+"""
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Cost, Rule, Strategy
+from colofunc.dtensor.rules.pattern import pattern
+from colofunc.dtensor.spec import Spec
+from colofunc.dtensor.tensor import DTensor, distribute, from_local
+from colofunc.errors import (
+    CapacityError,
+    CheckError,
+    CollectiveError,
+    ColofuncError,
+    ConsumedError,
+    InputError,
+    MeshError,
+    PlanError,
+    PluginError,
+    ProgramError,
+    RuleError,
+    SpecError,
+    TopologyError,
+    TraceError,
+)
+from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.functional import Model as Model
+from colofunc.functional import Optimizer as Optimizer
+from colofunc.mesh import Mesh, Topology
+from colofunc.ops import collectives
+from colofunc.plugins import hookimpl
+from colofunc.transforms.shard import shard
+from colofunc.transforms.staged import Staged
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "CheckError",
+    "CollectiveError",
+    "ColofuncError",
+    "ConsumedError",
+    "Cost",
+    "DTensor",
+    "InputError",
+    "Layout",
+    "Mesh",
+    "MeshError",
+    "Model",
+    "Optimizer",
+    "PlanError",
+    "PluginError",
+    "ProgramError",
+    "Rule",
+    "RuleError",
+    "Spec",
+    "SpecError",
+    "Staged",
+    "Strategy",
+    "Topology",
+    "TopologyError",
+    "TraceError",
+    "abstract",
+    "adapt",
+    "clip_by_global_norm",
+    "collectives",
+    "distribute",
+    "from_local",
+    "functional",
+    "hookimpl",
+    "pattern",
+    "shard",
+    "train_step",
+    "value_and_grad",
+]

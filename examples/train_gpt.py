@@ -46,7 +46,7 @@ def batch_at(data: torch.Tensor, n: int, size: int, masked: bool = False) -> dic
     return {"input_ids": ids, "labels": labels}
 
 
-def make_step(model: cf.FunctionalModule, opt: cf.Optimizer):
+def make_step(model: cf.Model, opt: cf.Optimizer):
     """The training step for one device."""
 
     def loss_fn(params, buffers, batch):
@@ -67,7 +67,7 @@ def train(step, step_fn, state, reference, data, args, console):
     placed = step.init(state, batch_at(data, 0, args.batch))
     ours, theirs = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not cf_main()) as bar:
+    with Progress(*columns, console=console, disable=console.quiet) as bar:
         task = bar.add_task("training", total=args.steps, note="")
         for n in range(args.steps):
             batch = batch_at(data, n, args.batch, masked=n == args.steps // 2)
@@ -140,11 +140,6 @@ def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:
     console.print(f"  {folder / 'loss.png'}, {folder / 'memory.png'}")
 
 
-def cf_main() -> bool:
-    """Whether this process should print (rank 0, or the only one)."""
-    return cf.is_main()
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
@@ -160,7 +155,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    console = Console(quiet=not cf_main(), highlight=False)
+    mesh = cf.Mesh(dp=args.dp, tp=args.tp, topology="8xa100-80g")
+    console = Console(quiet=not mesh.is_main, highlight=False)
     head = console.rule
 
     head("1. an ordinary step function")
@@ -179,7 +175,6 @@ def main() -> None:
     console.print("      state, metrics = step_fn(state, batch)")
 
     head("2. the one line")
-    mesh = cf.Mesh(dp=args.dp, tp=args.tp, topology="8xa100-80g")
     console.print(f"      step = cf.shard(step_fn, {mesh})")
     step = cf.shard(step_fn, mesh)
     low = step.lower(state, batch_at(data, 0, args.batch))
@@ -207,11 +202,11 @@ def main() -> None:
         head("7. a little text")
         params = {k: v.full() for k, v in placed["params"].items()}
         buffers = {k: v.full() for k, v in placed["buffers"].items()}
-        if cf_main():
+        if mesh.is_main:
             console.print(generate(model, params, buffers, b"def main(", 160), markup=False)
 
     head("pictures")
-    if cf_main():
+    if mesh.is_main:
         pictures(ours, theirs, low, args.out, console)
     console.print(
         "\n  next: change --dp and --tp; run it under torchrun --nproc-per-node 2 with --dp 1; print(low.text());\n"

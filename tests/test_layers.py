@@ -41,8 +41,8 @@ OPTIONAL_EXTRAS = {
     "transformers", "timm", "torchvision", "PIL", "matplotlib", "peft", "diffusers", "hypothesis", "pytest",
 }  # fmt: skip
 
-# Parts of torch that take half a second to import and that few programs need.
-SLOW_TO_IMPORT = ("torch.distributed.tensor", "torch.distributed.device_mesh")
+# Parts of torch that take half a second to import and that few programs need, and our module on top of them.
+SLOW_TO_IMPORT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.dtensor.placements")
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.
 ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._functional_collectives")

@@ -66,13 +66,13 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     plain = _functional(func) if mutated is not None else func
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
-    eager = _lowered(plain, _Leaves(key), tree, tuple(x.layout for x in operands), mesh)
+    eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh)
     outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
     results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
     if mutated is not None:
         target = leaves[mutated]
         shards, layout = results[0]
-        for old, new in zip(target.parts, convert_shards(shards, layout, target.layout, mesh, backend), strict=True):
+        for old, new in zip(target.parts, convert_shards(shards, layout, target.sharding, mesh, backend), strict=True):
             old.copy_(new)
     return results, eager.tree, mutated
 

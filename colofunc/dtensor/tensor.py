@@ -21,7 +21,6 @@ from colofunc import compat
 from colofunc.dtensor.eager import convert_shards, run_eager
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import join, part
-from colofunc.dtensor.placements import from_placements, to_placements
 from colofunc.dtensor.spec import Spec, spec_of
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
@@ -33,7 +32,7 @@ SpecLike = str | Spec | Layout
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
 
-    layout: Layout
+    sharding: Layout
     mesh: Mesh
     _shards: list[torch.Tensor] | None
     _backend: Backend
@@ -46,7 +45,7 @@ class DTensor(torch.Tensor):
         self: DTensor = compat.wrapper_subclass(
             cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
         )
-        self.layout = layout
+        self.sharding = layout
         self.mesh = mesh
         self._shards = shards
         self._backend = backend or backend_for(mesh)
@@ -59,7 +58,7 @@ class DTensor(torch.Tensor):
     @property
     def spec(self) -> Spec:
         """The sharding spec, e.g. `(dp b) s (tp d)`."""
-        return spec_of(self.layout)
+        return spec_of(self.sharding)
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -78,7 +77,7 @@ class DTensor(torch.Tensor):
         """The parts of the ranks that this process owns."""
         if self._shards is None:
             raise ConsumedError(
-                f"this DTensor {tuple(self.shape)} {self.layout.text()!r} was donated to {self._consumed_by} and its memory "
+                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {self._consumed_by} and its memory "
                 f"reused; use that call's output, or pass donate=() to keep inputs alive"
             )
         return self._shards
@@ -95,8 +94,8 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self._shards is None:
             return f"DTensor(consumed by {self._consumed_by})"
-        head = f"DTensor({tuple(self.shape)}, {self.layout.text()!r}, {self.mesh}, {self.dtype}"
-        if self.layout.is_replicated and self.numel() == 1:
+        head = f"DTensor({tuple(self.shape)}, {self.sharding.text()!r}, {self.mesh}, {self.dtype}"
+        if self.sharding.is_replicated and self.numel() == 1:
             head += f", value={self.local.detach().item():.6g}" if self.dtype.is_floating_point else f", value={self.local.item()}"
         return head + ")"
 
@@ -118,14 +117,18 @@ class DTensor(torch.Tensor):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor as TorchDTensor
 
+        from colofunc.dtensor.placements import to_placements
+
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
-        placements = to_placements(self.layout, self.mesh)
+        placements = to_placements(self.sharding, self.mesh)
         return TorchDTensor.from_local(self.local, device_mesh, placements, shape=self.shape, stride=_row_major(self.shape))
 
     @staticmethod
     def from_torch(y: Any, mesh: Mesh | None = None) -> DTensor:
         """A torch.distributed.tensor.DTensor as ours; `mesh` defaults to one with its mesh's names and sizes."""
+        from colofunc.dtensor.placements import from_placements
+
         device_mesh = y.device_mesh
         if mesh is None:
             names = device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(device_mesh.ndim))
@@ -206,10 +209,10 @@ class _Distribute(torch.autograd.Function):
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        ctx.layout, ctx.mesh = x.layout, x.mesh
+        ctx.layout, ctx.mesh = x.sharding, x.mesh
         if len(x.parts) == x.mesh.size:
-            return join(x.parts, x.layout, x.mesh).clone()
-        return convert_shards(x.parts, x.layout, replicated(x.layout.shape), x.mesh, x._backend)[0]
+            return join(x.parts, x.sharding, x.mesh).clone()
+        return convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -220,12 +223,12 @@ class _Full(torch.autograd.Function):
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
-        ctx.source = x.layout.with_pending(())
-        return DTensor(convert_shards(x.parts, x.layout, layout, x.mesh, x._backend), layout, x.mesh, x._backend)
+        ctx.source = x.sharding.with_pending(())
+        return DTensor(convert_shards(x.parts, x.sharding, layout, x.mesh, x._backend), layout, x.mesh, x._backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return DTensor(convert_shards(grad.parts, grad.layout, ctx.source, grad.mesh, grad._backend), ctx.source, grad.mesh, grad._backend), None
+        return DTensor(convert_shards(grad.parts, grad.sharding, ctx.source, grad.mesh, grad._backend), ctx.source, grad.mesh, grad._backend), None
 
 
 # -- eager dispatch ---------------------------------------------------------------------------------------------

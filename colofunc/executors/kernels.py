@@ -37,7 +37,7 @@ def callable_of(target: str) -> Callable[..., Any]:
 def result_kind(target: str) -> str:
     """How the results of a target come: "one" tensor, "flat" sequence, "nested" sequence of sequences, or "none"."""
     returns = overload(target)._schema.returns
-    lists = [str(r.type).endswith("[]") for r in returns]
+    lists = [isinstance(r.type, torch.ListType) for r in returns]
     if not returns:
         return "none"
     if len(returns) == 1:

@@ -84,7 +84,7 @@ def compare_leaf(x: Any, y: Any, name: str, tolerance: float | None = None) -> f
         if x != y and not (isinstance(x, torch.Tensor) and x.numel() == 1 and x.item() == y):
             raise CheckError(f"{name}: {x!r} against {y!r} on one device")
         return 0.0
-    spec = x.layout.text() if isinstance(x, DTensor) else "plain"
+    spec = x.sharding.text() if isinstance(x, DTensor) else "plain"
     plain = x.full() if isinstance(x, DTensor) else x
     if tuple(plain.shape) != tuple(y.shape) or plain.dtype != y.dtype:
         raise CheckError(f"{name} [{spec}]: {tuple(plain.shape)} {plain.dtype} against {tuple(y.shape)} {y.dtype} on one device")

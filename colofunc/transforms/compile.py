@@ -26,8 +26,10 @@ from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.plugins import Registry, build_registry
 from colofunc.program.check import check_program
+from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lower import lower
+from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.decide import decide, given_layouts
@@ -98,7 +100,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
     traced = trace(staged.fn, args)
-    program = traced.program
+    program = simplify(traced.program)
     donated, aliases = donation(traced, program, options.get("donate", "auto"))
     program = attrs.evolve(program, aliases=aliases)
     traced_s = time.perf_counter() - began
@@ -107,6 +109,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     planned_s = time.perf_counter() - began - traced_s
     local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local)
     check_program(local, mesh)
+    local = in_place(local)
     if traced_s + planned_s > 2 and mesh.is_main and not env.switched_on("COLOFUNC_QUIET"):
         print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
     inputs = tuple(decided.input_layouts[i] for i in program.inputs)

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.convert import conversion_s
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.convert_pattern import pattern_s
+from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
@@ -59,7 +59,7 @@ class Candidates:
         """Candidates that place only `axes`, the others as in `fixed`."""
         key = (item if isinstance(item, Value) else call_of(item, self.program.values)[0], axes, fixed and (fixed.ins, fixed.outs))
         if isinstance(item, Value):
-            key = (item.shape, axes, key[2])
+            key = (item.shape, item.id in self.program.constants, axes, key[2])
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = tuple(self._all(item, axes, fixed))
@@ -72,6 +72,8 @@ class Candidates:
         return [s for s in mine if _agrees(s, fixed, set(axes))] or [fixed]
 
     def _over(self, item: Node | Value, axes: tuple[str, ...]) -> list[Strategy]:
+        if isinstance(item, Value) and item.id in self.program.constants:
+            return [leaf_strategy(replicated(item.shape))]  # every rank carries the program's own tensors whole
         if isinstance(item, Value):
             return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, axes)]
         call, _ = call_of(item, self.program.values)
@@ -112,9 +114,9 @@ def decide(
     candidates = Candidates(program, mesh, registry)
     found: Assignment
     if sum(n > 1 for _, n in mesh.axes) <= 2:
-        found = assign(program, mesh, candidates.whole, constraints, conversion_s, budget_bytes)
+        found = assign(program, mesh, candidates.whole, constraints, pattern_s, budget_bytes)
     else:
-        found = assign_by_axes(program, mesh, candidates.along, constraints, conversion_s, budget_bytes)
+        found = assign_by_axes(program, mesh, candidates.along, constraints, pattern_s, budget_bytes)
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):
         call, _ = call_of(node, program.values)

@@ -14,7 +14,6 @@ import attrs
 
 from colofunc.dtensor.layout import Layout
 from colofunc.mesh import Mesh
-from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_work, program_cost
 from colofunc.program.ir import Program
@@ -49,7 +48,7 @@ class Lowered:
     traced: Traced
     global_program: Program
     choices: tuple[Choice, ...]
-    plan: Plan
+    plan: Any
     program: Program
     mesh: Mesh
     registry: Registry
