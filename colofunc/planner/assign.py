@@ -26,6 +26,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.budget import fit, least_error
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
+from colofunc.planner.eliminate import BIG
 from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import ConvertS, Model, build_model, settled
 from colofunc.planner.problem import Effort
@@ -86,6 +87,8 @@ def assign(
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs))
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
     choice = search(model, begin, None, seed, effort)
+    if model.true_cost(choice) >= BIG:
+        raise PlanError("no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish")
     live = liveness(program, model, ties)
     found = _assignment(program, model, ties, live, choice, frozenset())
     peak = peak_bytes or (lambda a: a.peak_bytes)

@@ -18,6 +18,7 @@ import numpy as np
 from colofunc.planner.eliminate import Array
 from colofunc.planner.memory import Liveness, Peak
 from colofunc.planner.model import Model
+from colofunc.planner.plan_table import size_text
 from colofunc.planner.problem import Effort
 from colofunc.planner.search import search
 
@@ -124,16 +125,10 @@ def _give_back(model: Model, x: list[int], measure: Measure, budget_bytes: int, 
 
 def least_error(budget_bytes: int, least_bytes: int, roles: Mapping[str, int]) -> str:
     """What to say when nothing fits."""
-    top = ", ".join(f"{role} {_size(n)}" for role, n in list(roles.items())[:3])
+    top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
     return (
-        f"a budget of {_size(budget_bytes)} per rank cannot be met by sharding: the least peak found is "
-        f"{_size(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or offload"
+        f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak found is "
+        f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or offload"
     )
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

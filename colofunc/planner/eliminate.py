@@ -42,6 +42,12 @@ class Graph:
     def add(self, scope: Sequence[int], table: Array) -> None:
         """Add a table; axes are sorted by variable, a variable that appears twice is taken on its diagonal."""
         scope = tuple(scope)
+        if len(scope) == 2 and scope[0] != scope[1]:
+            if scope[0] > scope[1]:
+                scope, table = (scope[1], scope[0]), table.T
+            had = self.tables.get(scope)
+            self.tables[scope] = np.minimum(table, BIG) if had is None else np.minimum(had + table, BIG)
+            return
         table = np.minimum(table, BIG)
         while len(set(scope)) < len(scope):
             i = next(i for i, v in enumerate(scope) if v in scope[i + 1 :])

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from math import prod
+from typing import Any
 
 import attrs
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.rule import Strategy
+from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.planner.classes import Ties
 from colofunc.planner.eliminate import BIG, Array, Graph
@@ -66,7 +68,7 @@ class Model:
     convert: Callable[[Layout, Layout, int], float]
     copy_price: tuple[float, ...] = ()  # per flow: seconds per byte of a converted copy of all its values
     _tables: dict[object, object] = attrs.field(factory=dict)
-    _memo: dict[object, float] = attrs.field(factory=dict)
+    _memo: dict[object, Any] = attrs.field(factory=dict)
 
     def priced(self, copy_price: Sequence[float]) -> Model:
         """The same model where converted copies also cost memory."""
@@ -173,31 +175,41 @@ class Model:
         for f, flow in enumerate(self.flows):
             sources, at = self.side(flow.producer, None, flow.result)
             self._settle(graph, flow, sources, at)
+            shared = len(flow.uses) > 1
             for k, use in enumerate(flow.uses):
-                targets, which = self.side(use[0], use[1])
-                costs = self._priced_table(f, sources, targets)
-                if costs.any():
-                    share = self._shares(flow, k, targets, choice)
-                    graph.add((flow.producer, use[0]), (costs * share)[np.ix_(at, which)])
+                costs = self._pair(f, k)
+                if costs is not None:
+                    graph.add((flow.producer, use[0]), costs * self._shares(flow, k, choice) if shared else costs)
         return graph
 
-    def _priced_table(self, f: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Array:
-        """Seconds of all values of flow f from each source to each target, with the price of the copies."""
+    def _pair(self, f: int, k: int) -> Array | None:
+        """Seconds of all values of flow f per option of its producer and of use k, with the price of copies; None: all 0."""
         flow = self.flows[f]
-        costs = flow.count * self.table(sources, targets, flow.itemsize)
-        if self.copy_price and self.copy_price[f]:
-            copied = np.array([[s is not t for t in targets] for s in sources])
-            nbytes = np.array([t.local_numel * flow.itemsize for t in targets])
-            costs = costs + self.copy_price[f] * copied * nbytes
-        return costs
+        price = self.copy_price[f] if self.copy_price else 0.0
+        key = ("pair", f, k, price)
+        memo = self._memo if price else self._tables
+        if key not in memo:
+            sources, at = self.side(flow.producer, None, flow.result)
+            targets, which = self.side(flow.uses[k][0], flow.uses[k][1])
+            costs = flow.count * self.table(sources, targets, flow.itemsize)
+            if price:
+                copied = np.array([[s is not t for t in targets] for s in sources])
+                costs = costs + price * copied * np.array([t.local_numel * flow.itemsize for t in targets])
+            found = np.minimum(costs, BIG)[np.ix_(at, which)] if costs.any() else None
+            memo[key] = found
+        return memo[key]  # type: ignore[return-value]
 
-    def _shares(self, flow: Flow, k: int, targets: tuple[Layout, ...], choice: Choice | float) -> Array:
-        group = flow.uses[k][2]
+    def _shares(self, flow: Flow, k: int, choice: Choice | float) -> Array | float:
+        """What share of a conversion use k pays, per option of its class."""
+        cls, operand, group = flow.uses[k]
         others = [u for j, u in enumerate(flow.uses) if j != k and u[2] == group]
+        if not others:
+            return 1.0
         if isinstance(choice, float):
-            return np.full(len(targets), 1.0 if not others else max(choice, 1 / (1 + len(others))))
+            return max(choice, 1 / (1 + len(others)))
+        targets, which = self.side(cls, operand)
         now = [self.target(u, choice) for u in others]
-        return np.array([1.0 / (1 + now.count(t)) for t in targets])
+        return np.array([1.0 / (1 + now.count(t)) for t in targets])[which]
 
     def _settle(self, graph: Graph, flow: Flow, sources: tuple[Layout, ...], at: NDArray[np.intp]) -> None:
         if flow.settle is not None:
@@ -270,7 +282,10 @@ def build_model(
 
     @lru_cache(maxsize=None)
     def convert(src: Layout, dst: Layout, itemsize: int) -> float:
-        return 0.0 if src is dst else convert_s(src, dst, mesh, itemsize)
+        try:
+            return 0.0 if src is dst else convert_s(src, dst, mesh, itemsize)
+        except SpecError:  # there is no way from one to the other
+            return BIG
 
     return Model(
         mesh,

@@ -98,7 +98,7 @@ def _sweep(model: Model, x: list[int], best: float, extra: Sequence[Array] | Non
     moved = False
     for f in range(len(model.flows)):
         for proposal in _together(model, f, x, graph, around):
-            gain = _delta(model, x, proposal, extra)
+            gain = change_s(model, x, proposal, extra)
             if gain < -1e-12 * abs(best):
                 x, best, moved = _apply(x, proposal), best + gain, True
     for c, options in enumerate(model.options):
@@ -108,7 +108,7 @@ def _sweep(model: Model, x: list[int], best: float, extra: Sequence[Array] | Non
         # The pairwise row underestimates no single move by more than what is shared: the best few are enough.
         for o in np.argsort(scores, kind="stable")[:6]:
             proposal = {c: int(o)}
-            gain = _delta(model, x, proposal, extra)
+            gain = change_s(model, x, proposal, extra)
             if gain < -1e-12 * abs(best):
                 x, best, moved = _apply(x, proposal), best + gain, True
     return x, best, moved
@@ -157,7 +157,7 @@ def _apply(x: Sequence[int], moves: dict[int, int]) -> list[int]:
     return y
 
 
-def _delta(model: Model, x: Sequence[int], moves: dict[int, int], extra: Sequence[Array] | None) -> float:
+def change_s(model: Model, x: Sequence[int], moves: dict[int, int], extra: Sequence[Array] | None = None) -> float:
     """Change of the true cost (with the price of memory) when the classes of `moves` change option."""
     y = _apply(x, moves)
     delta = 0.0

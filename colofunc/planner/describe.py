@@ -1,0 +1,164 @@
+"""What each mesh axis does, in the field's words.
+
+Problem: `{dp: b0, tp: o}` on two hundred operators is exact, but people say "ZeRO-3" and "Megatron". Idea: look at the
+operators that do the work (products, convolutions, attention), ask of each where an axis lies on its operand and its
+result, and weigh by flops; then look at how parameters, gradients and optimizer state are kept.
+
+    x            y            says                     parameters          state     says
+    dim 0        dim 0        batch                    whole               whole     data parallel
+    middle dim   middle dim   sequence                 whole               on axis   ZeRO-1 (ZeRO-2: gradients too)
+    -            last dim     column                   on axis             on axis   ZeRO-3
+    last dim     pending      row
+
+Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Node, Program
+
+HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
+KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
+
+
+@attrs.frozen
+class Shares:
+    """Shares in 0..1 of one axis: of heavy forward work by kind, of bytes of parameters, gradients and state split."""
+
+    work: Mapping[str, float]
+    params: float
+    grads: float
+    states: float
+    vocabulary: bool
+    stream_sequence: bool  # what flows between the heavy operators is split along a middle dim
+
+
+def describe(
+    program: Program, mesh: Mesh, strategies: Sequence[Strategy], inputs: Mapping[int, Layout]
+) -> tuple[tuple[str, str], ...]:
+    """(axis, words) for every axis of more than one rank."""
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
+    return tuple((a, words(shares(program, strategies, inputs, a))) for a in axes)
+
+
+def words(s: Shares) -> str:
+    """The field's name of what one axis does."""
+    dims = {
+        "batch": s.work["batch"],
+        "sequence": s.work["sequence"],
+        "tensor": s.work["column"] + s.work["row"] + s.work["heads"],
+        "whole": s.work["whole"],
+    }
+    kind, share = max(dims.items(), key=lambda item: item[1])
+    if kind == "batch":
+        text = _stored("data parallel", s)
+    elif kind == "sequence":
+        text = "sequence parallel" + (", weights sharded (ZeRO-3)" if s.params > 0.5 else "")
+    elif kind == "tensor":
+        text = _tensor(s)
+    else:
+        text = "sharded storage, gathered for use" if s.params > 0.5 else "replicated"
+    if s.vocabulary and kind == "tensor":
+        text += ", vocabulary parallel"
+    others = [f"{100 * n:.0f} % {k}" for k, n in dims.items() if k != kind and n >= 0.2]
+    return f"mostly {text}, {' and '.join(others)}" if others and share < 0.8 else text
+
+
+def _stored(text: str, s: Shares) -> str:
+    if s.params > 0.5:
+        return "ZeRO-3"
+    if s.states > 0.5:
+        return "ZeRO-2" if s.grads > 0.5 else "ZeRO-1"
+    return text
+
+
+def _tensor(s: Shares) -> str:
+    column, row = s.work["column"], s.work["row"]
+    if min(column, row) >= 0.15 * (column + row):
+        return "Megatron column/row" + (" with sequence parallel" if s.stream_sequence else "")
+    if column > row:
+        return "column parallel"
+    return "row parallel" if row else "split by heads"
+
+
+def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int, Layout], axis: str) -> Shares:
+    """Where `axis` lies, as shares."""
+    work = dict.fromkeys(KINDS, 0.0)
+    grads = [0.0, 0.0]
+    stream = [0.0, 0.0]
+    vocabulary = False
+    for node, s in zip(program.nodes, strategies, strict=True):
+        name = node.target.split(".")[1] if "." in node.target else node.target
+        if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
+            work[kind_of(name, s, axis)] += _weight(program, node)
+        elif name == "embedding" and s.ins:
+            vocabulary |= any(axis in _axes(lay, 0) for lay in s.ins if len(lay.shape) == 2)
+        elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
+            out = s.outs[0]
+            _count(stream, out, 1, any(axis in _axes(out, d) for d in range(1, len(out.shape) - 1)))
+        for o, lay in zip(node.outs, s.outs, strict=True):
+            if o is not None and lay is not None and program.values[o].role == "grad":
+                _count(grads, lay, 1, axis in lay.axes)
+    total = sum(work.values())
+    kept = {role: [0.0, 0.0] for role in ("param", "state")}
+    for id, lay in inputs.items():
+        if program.values[id].role in kept:
+            _count(kept[program.values[id].role], lay, 1, axis in lay.axes)
+    return Shares(
+        {k: (n / total if total else float(k == "whole")) for k, n in work.items()},
+        _share(kept["param"]),
+        _share(grads),
+        _share(kept["state"]),
+        vocabulary,
+        _share(stream) > 0.5,
+    )
+
+
+def kind_of(name: str, s: Strategy, axis: str) -> str:
+    """batch, sequence, column, row, heads or whole: where the axis lies on operand 0 and result 0."""
+    x, y = s.ins[0], s.outs[0]
+    assert y is not None
+    if axis in (a for a, _ in y.pending):
+        return "row"
+    if name.startswith("convolution"):
+        order: Callable[[int], str] = lambda d: "batch" if d == 0 else "column" if d == 1 else "sequence"  # noqa: E731
+    elif name.startswith("attention"):
+        order = lambda d: ("batch", "heads")[d] if d < 2 else "sequence"  # noqa: E731
+    elif name in ("bmm", "baddbmm"):
+        order = lambda d: "batch" if d == 0 else "sequence" if d == 1 else "column"  # noqa: E731
+    else:
+        order = lambda d: "column" if d == len(y.shape) - 1 else "batch" if d == 0 else "sequence"  # noqa: E731
+    for d in range(len(y.shape)):
+        if axis in _axes(y, d):
+            return order(d)
+    return "row" if axis in x.axes else "whole"
+
+
+def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
+    return tuple(a for _, a in layout.dims[dim] if a is not None)
+
+
+def _weight(program: Program, node: Node) -> float:
+    """Roughly the flops: the product of the sizes of the largest operand and the last dim of the result."""
+    sizes = [max(1, program.values[r].nbytes) for r in node.refs]
+    out = next((program.values[o] for o in node.outs if o is not None), None)
+    return float(max(sizes)) * float(out.shape[-1] if out is not None and out.shape else 1)
+
+
+def _count(tally: list[float], layout: Layout, weight: float, hit: bool) -> None:
+    n = 1.0
+    for size in layout.shape:
+        n *= size
+    tally[0] += weight * n * hit
+    tally[1] += weight * n
+
+
+def _share(tally: Sequence[float]) -> float:
+    return tally[0] / tally[1] if tally[1] else 0.0

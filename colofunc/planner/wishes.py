@@ -1,0 +1,226 @@
+"""Wishes: what a user or a named plan wants of single tensors and operators, turned into constraints.
+
+    {"*.q_proj.weight": "(tp o) i"}            a spec for parameters; it speaks for the axes that it names (tp)
+    {"*.mlp.fc": "{tp: o}"}                    a strategy for the forward operators of a module; backward stays free
+    lambda name, shape: "(tp o) i" or None     a function of parameter name and global shape
+    Wish("*", "(dp ...)", axes=("dp",))        what a named plan such as zero(3, "dp") gives
+
+A spec that names no axis means whole on every axis. Two wishes that put one axis of one tensor in two places clash; a
+wish that matches nothing is an error with near names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Rule, Strategy
+from colofunc.dtensor.spec import Spec, bind, parse
+from colofunc.errors import PlanError, SpecError, near
+from colofunc.mesh import Mesh
+from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.planner.plan import matches, parse_axes
+from colofunc.program.ir import Node, Program, Value
+
+Want = str | Spec | Layout
+Where = dict[str, object]  # axis -> dim it lies on ("whole", or "pending sum" for none)
+PARAMETERS = ("param", "frozen")
+
+
+@attrs.frozen
+class Wish:
+    """One wish. `match`: a glob on parameter names or module paths, or a test of the name.
+
+    `want`: a spec (of a tensor) or "{axis: factor}" (of an operator; "{tp: whole}" keeps tp out). `axes`: it speaks for
+    these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None: parameters,
+    or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match nothing.
+    """
+
+    match: str | Callable[[str], bool]
+    want: Want
+    axes: tuple[str, ...] | None = None
+    roles: tuple[str, ...] | None = None
+    source: str = "the plan"
+    optional: bool = False
+    targets: tuple[str, ...] = ()  # operators meant ("colofunc.linear"); () for all of the module
+
+    @property
+    def on_operator(self) -> bool:
+        return isinstance(self.want, str) and self.want.lstrip().startswith("{")
+
+    def meets(self, name: str) -> bool:
+        return matches(name, self.match) if isinstance(self.match, str) else bool(self.match(name))
+
+    def __str__(self) -> str:
+        pattern = self.match if isinstance(self.match, str) else "(a test of the name)"
+        want = self.want.text() if isinstance(self.want, Layout) else str(self.want)
+        return f"{self.source}: {pattern!r} -> {want!r}"
+
+
+def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wish, ...]:
+    """Wishes from a dict of globs, a function (name, shape) -> spec or None, a Wish, or a sequence of these."""
+    if isinstance(plan, Wish):
+        return (plan,)
+    if isinstance(plan, Mapping):
+        return tuple(
+            attrs.evolve(want, match=match) if isinstance(want, Wish) else Wish(match, _want(want, match), source=source)
+            for match, want in plan.items()
+        )
+    if callable(plan):
+        found = []
+        for id in program.inputs:
+            value = program.values[id]
+            want = plan(value.name, value.shape) if value.role in PARAMETERS else None
+            if want is not None:
+                found.append(Wish(value.name, _want(want, value.name), source=source))
+        if not found:
+            raise PlanError(f"{source}: the function gave no spec for any of the parameters; return a spec for some name")
+        return tuple(found)
+    if isinstance(plan, Sequence) and not isinstance(plan, str):
+        return tuple(w for part in plan for w in wishes_of(part, program, source))
+    raise PlanError(f"{source} is {plan!r}; give a dict of globs, a function (name, shape) -> spec, or a named plan")
+
+
+def _want(want: object, match: object) -> Want:
+    if isinstance(want, (str, Spec, Layout)):
+        return want
+    raise PlanError(f"the wish for {match!r} is {want!r}; give a spec such as '(tp o) i' or a strategy such as '{{tp: o}}'")
+
+
+def constraints_of(
+    wishes: Iterable[Wish], program: Program, mesh: Mesh, rule_of: Callable[[Node], Rule | None] = lambda node: None
+) -> Constraints:
+    """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
+    items: dict[int, list[Constraint]] = {}
+    said: dict[int, list[tuple[Wish, Where]]] = {}
+    for wish in wishes:
+        found = _on_operators(wish, program, mesh, rule_of) if wish.on_operator else _on_leaves(wish, program, mesh)
+        none = True
+        for item, where, constraint in found:
+            none = False
+            _check_clash(item, wish, where, said.setdefault(item, []), program)
+            said[item].append((wish, where))
+            items.setdefault(item, []).append(constraint)
+        if none and not wish.optional:
+            raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
+    return Constraints({item: tuple(some) for item, some in items.items()})
+
+
+def _known(wish: Wish, program: Program) -> set[str]:
+    if wish.on_operator:
+        return {n.path for n in program.nodes if n.path and n.phase == "forward"}
+    roles = wish.roles or PARAMETERS
+    return {program.values[i].name for i in program.inputs if program.values[i].role in roles}
+
+
+def _check_clash(item: int, wish: Wish, where: Where, before: Sequence[tuple[Wish, Where]], program: Program) -> None:
+    for other, had in before:
+        for axis in where:
+            if axis in had and had[axis] != where[axis]:
+                n = len(program.inputs)
+                thing = program.values[program.inputs[item]].name if item < n else program.nodes[item - n].path
+                raise PlanError(
+                    f"two wishes clash on axis {axis!r} of {thing!r}: {other} puts it on {_say(had[axis])}, "
+                    f"{wish} on {_say(where[axis])}; drop one, or give them different axes"
+                )
+
+
+def _say(place: object) -> str:
+    return f"dim {place}" if isinstance(place, int) else str(place)
+
+
+def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, Where, Constraint]]:
+    hits = [(k, program.values[i]) for k, i in enumerate(program.inputs) if wish.meets(program.values[i].name)]
+    roles = wish.roles or PARAMETERS
+    chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
+    for k, value in chosen:
+        layout = _bound(wish, value, mesh)
+        axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
+        axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
+        yield k, {a: places(layout, axes)[a] for a in axes}, _leaf_constraint(wish, layout, axes)
+
+
+def _bound(wish: Wish, value: Value, mesh: Mesh) -> Layout:
+    try:
+        return bind(wish.want, mesh, value.shape)
+    except SpecError as error:
+        raise PlanError(f"{wish} cannot be done on {value.name!r} of shape {value.shape}: {error}") from error
+
+
+def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
+    """Axes that a spec names, also those of size 1."""
+    if isinstance(wish.want, Layout):
+        return mesh.axis_names  # a bound layout is meant exactly
+    parsed = parse(str(wish.want))
+    names = [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
+    return tuple(dict.fromkeys((*names, *(a for a, _ in parsed.pending))))
+
+
+def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...]) -> Constraint:
+    exact = leaf_strategy(layout)
+    if not _is_major(layout):  # striped or padded: meant exactly, and not among the enumerated ones
+        return Constraint(("leaf", layout), lambda s: s.outs[0] is layout, str(wish), (exact,))
+    want = _orders(layout, axes)
+
+    def accepts(s: Strategy) -> bool:
+        return s.outs[0] is not None and _orders(s.outs[0], axes) == want
+
+    return Constraint(("leaf", layout, axes), accepts, str(wish), (exact,))
+
+
+def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
+    """Per dim the order of `axes` among its factors, and what is pending over them."""
+    dims = tuple(tuple(a for _, a in dim if a in axes) for dim in layout.dims)
+    return dims, tuple(p for p in layout.pending if p[0] in axes)
+
+
+def _is_major(layout: Layout) -> bool:
+    """Whether in every dim all mesh axes stand before the local factor, unpadded: what enumeration offers."""
+    seen_local = [[axis is None for _, axis in dim] for dim in layout.dims]
+    return not layout.is_padded and all(flags == sorted(flags) for flags in seen_local)
+
+
+def places(layout: Layout, axes: Iterable[str]) -> Where:
+    """Axis -> the dim it lies on, "whole" where it lies on none, or its pending reduction."""
+    on: Where = {a: d for d, dim in enumerate(layout.dims) for _, a in dim if a is not None}
+    on |= {a: f"pending {how}" for a, how in layout.pending}
+    return {a: on.get(a, "whole") for a in axes}
+
+
+def _on_operators(
+    wish: Wish, program: Program, mesh: Mesh, rule_of: Callable[[Node], Rule | None]
+) -> Iterator[tuple[int, Where, Constraint]]:
+    pairs = parse_axes(str(wish.want))
+    if not pairs:
+        raise PlanError(f"{wish}: write a strategy as '{{tp: o, dp: b0}}', each mesh axis on a factor of the rule")
+    for axis, _ in pairs:
+        mesh.axis_size(axis)  # raises on unknown axes, with near names
+    n = len(program.inputs)
+    hits = [
+        (k, node) for k, node in enumerate(program.nodes)
+        if node.phase == "forward" and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
+    ]  # fmt: skip
+    able = [(k, node) for k, node in hits if _has(rule_of(node), pairs)]
+    if hits and not able:
+        rules = {f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule" for _, node in hits}
+        raise PlanError(f"{wish} cannot be done: no operator there has these factors ({'; '.join(sorted(rules)[:6])}); name factors of a rule")
+    want = {a: f for a, f in pairs if mesh.axis_size(a) > 1}
+    for k, node in able:
+        rule = rule_of(node)
+        says = f"{wish} (rule {rule.text()})" if rule else str(wish)
+        yield n + k, dict(want), Constraint(("node", tuple(want.items())), _placer(want), says)
+
+
+def _has(rule: Rule | None, pairs: Sequence[tuple[str, str]]) -> bool:
+    return rule is not None and all(f == "whole" or f in rule.sizes for _, f in pairs)
+
+
+def _placer(want: Mapping[str, str]) -> Callable[[Strategy], bool]:
+    def accepts(s: Strategy) -> bool:
+        on = dict(s.axes)
+        return all(on.get(axis, "whole") == factor for axis, factor in want.items())
+
+    return accepts

@@ -1,0 +1,269 @@
+"""Plan records, the field's words, wishes and plans as constraints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from rich.console import Console
+
+from colofunc.dtensor.convert import conversion_s
+from colofunc.dtensor.rules import rule_for, strategies_for
+from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.planner.assign import Assignment, assign
+from colofunc.planner.constraints import NONE, Constraints
+from colofunc.planner.describe import Shares, words
+from colofunc.planner.explain import constraints_from, make_plan, node_keys
+from colofunc.planner.plan import Plan, matches, parse_axes
+from colofunc.planner.wishes import Wish, constraints_of, wishes_of
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.lower import call_of
+
+MESH = Mesh(dp=2, tp=2, topology="8xa100-80g")
+
+
+def mlp(batch: int = 64, width: int = 256) -> Program:
+    """x -> fc1 -> gelu -> fc2, with paths as a module gives them."""
+    shapes = {0: ((4 * width, width), "params.h.0.fc1.weight", "param"), 1: ((width, 4 * width), "params.h.0.fc2.weight", "param")}
+    shapes |= {2: ((batch, width), "batch", "batch"), 3: ((4 * width, width), "opt.h.0.fc1.weight", "state")}
+    values = {i: Value(i, shape, torch.float32, name, role) for i, (shape, name, role) in shapes.items()}
+    for i, shape in ((4, (batch, 4 * width)), (5, (batch, 4 * width)), (6, (batch, width)), (7, (4 * width, width))):
+        values[i] = Value(i, shape, torch.float32)
+    nodes = (
+        Node("colofunc.linear", (Ref(2), Ref(0)), (), (4,), "forward", "h.0.fc1"),
+        Node("aten.gelu.default", (Ref(4),), (), (5,), "forward", "h.0.act"),
+        Node("colofunc.linear", (Ref(5), Ref(1)), (), (6,), "forward", "h.0.fc2"),
+        Node("aten.mul.Tensor", (Ref(3), Ref(0)), (), (7,), "update", ""),
+    )
+    return Program((0, 1, 2, 3), nodes, (6, 7), values, {}, ((1, 3),))
+
+
+def rule_of(program: Program) -> Callable[[Node], Any]:
+    return lambda node: rule_for(call_of(node, program.values)[0])
+
+
+def decide(program: Program, constraints: Constraints = NONE, mesh: Mesh = MESH) -> Assignment:
+    def candidates(item: Node | Value) -> tuple:
+        if isinstance(item, Value):
+            return enumerate_layouts(item.shape, mesh)
+        call, _ = call_of(item, program.values)
+        return (*enumerate_strategies(call, rule_for(call), mesh), *strategies_for(call, mesh))
+
+    return assign(program, mesh, candidates, constraints, conversion_s)
+
+
+def plan_of(program: Program, wishes: Any = (), **options: Any) -> Plan:
+    constraints = constraints_of(wishes_of(wishes, program), program, MESH, rule_of(program)) if wishes else NONE
+    return make_plan(program, MESH, decide(program, constraints), rule_of(program), constraints=constraints, **options)
+
+
+MEGATRON = {"h.*.fc1.weight": "(tp o) i", "h.*.fc2.weight": "o (tp i)", "*.fc1": "{tp: o}", "*.fc2": "{tp: i}"}
+
+
+# ---- the record ----
+
+
+def test_save_and_load_give_the_same_plan(tmp_path: Path) -> None:
+    plan = plan_of(mlp())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_files_that_are_no_plans_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="cannot read plan"):
+        Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(PlanError, match="is not JSON"):
+        Plan.load(path)
+    path.write_text(json.dumps({"colofunc_plan": 99}))
+    with pytest.raises(PlanError, match="no plan of version 1 but 99"):
+        Plan.load(path)
+    path.write_text(json.dumps({"colofunc_plan": 1, "mesh": []}))
+    with pytest.raises(PlanError, match="is damaged"):
+        Plan.load(path)
+
+
+def test_costs_of_decisions_add_up_to_the_total() -> None:
+    plan = plan_of(mlp(), MEGATRON)
+    assert sum(d.cost_s for d in plan.decisions) == pytest.approx(plan.cost_s, rel=1e-6)
+    assert sum(d.count * d.communication_s for d in plan.decisions) == pytest.approx(plan.communication_s, rel=1e-6)
+
+
+def test_one_sentence_and_table() -> None:
+    plan = plan_of(mlp(), MEGATRON, named={"tp": "the user"})
+    assert "tp: Megatron column/row (the user)" in str(plan)
+    assert "on dp=2 tp=2 (8xa100-80g)" in str(plan)
+    console = Console(width=250, record=True, file=open("/dev/null", "w"))
+    console.print(plan.table())
+    text = console.export_text()
+    assert "h.0.fc1 linear" in text and "tp: o" in text and "all_reduce tp" in text
+
+
+def test_diff_names_what_changed() -> None:
+    free, pinned = plan_of(mlp(), {"*.fc1": "{tp: whole, dp: whole}"}), plan_of(mlp(), MEGATRON)
+    assert free.diff(free) == ""
+    changes = free.diff(pinned)
+    assert "h.0.fc1|colofunc.linear|forward|0: {} -> {" in changes
+
+
+def test_why_lists_the_choice_and_alternatives() -> None:
+    plan = plan_of(mlp(), MEGATRON)
+    text = plan.why("*.fc1")
+    assert "h.0.fc1 colofunc.linear [forward]" in text
+    assert "wished: the plan: '*.fc1' -> '{tp: o}'" in text
+    assert "instead {" in text
+    with pytest.raises(PlanError, match="matches no operator of the plan; did you mean .*'h.0.fc1'"):
+        plan.why("h.0.fc3")
+
+
+def test_why_not_gives_the_price_or_the_reason() -> None:
+    plan = plan_of(mlp())
+    chosen = plan.find("*.fc1")[0]
+    assert "is what was chosen" in plan.why_not(chosen.strategy, "*.fc1")
+    other = chosen.alternatives[0].strategy
+    assert f"{other} instead of {chosen.strategy}" in plan.why_not(other, "*.fc1")
+    assert "no strategy 'ring'; its rule is" in plan.why_not("ring", "*.fc1")
+
+
+def test_find_takes_real_paths_of_folded_layers() -> None:
+    decision = attrs.evolve(plan_of(mlp()).decisions[0], path="h.*.fc1", keys=("h.0.fc1|t|forward|0", "h.1.fc1|t|forward|0"))
+    plan = attrs.evolve(plan_of(mlp()), decisions=(decision,))
+    assert plan.find("h.1.fc1") == (decision,)
+    assert "×2" in plan.why("h.1.fc1")
+
+
+def test_words_of_globs_and_strategies() -> None:
+    assert matches("params.h.0.fc1.weight", "h.0.fc1.weight") and not matches("params.xh.0", "h.0")
+    assert parse_axes("{dp: b, tp: o}") == (("dp", "b"), ("tp", "o"))
+    assert parse_axes("ring") == ()
+
+
+def test_keys_are_stable_and_distinct() -> None:
+    program = mlp()
+    twice = attrs.evolve(program, nodes=(*program.nodes, program.nodes[0]))
+    assert node_keys(twice)[0] == "h.0.fc1|colofunc.linear|forward|0"
+    assert node_keys(twice)[-1] == "h.0.fc1|colofunc.linear|forward|1"
+
+
+# ---- the field's words ----
+
+WORK = dict.fromkeys(("batch", "sequence", "column", "row", "heads", "whole"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("work", "params", "grads", "states", "stream", "expected"),
+    [
+        ({"batch": 1.0}, 0, 0, 0, False, "data parallel"),
+        ({"batch": 1.0}, 0, 0, 1, False, "ZeRO-1"),
+        ({"batch": 1.0}, 0, 1, 1, False, "ZeRO-2"),
+        ({"batch": 1.0}, 1, 1, 1, False, "ZeRO-3"),
+        ({"column": 0.5, "row": 0.5}, 1, 1, 1, False, "Megatron column/row"),
+        ({"column": 0.5, "row": 0.4, "heads": 0.1}, 1, 1, 1, True, "Megatron column/row with sequence parallel"),
+        ({"column": 1.0}, 1, 1, 1, False, "column parallel"),
+        ({"sequence": 1.0}, 0, 0, 0, False, "sequence parallel"),
+        ({"whole": 1.0}, 0, 0, 0, False, "replicated"),
+        ({"whole": 1.0}, 1, 1, 1, False, "sharded storage, gathered for use"),
+        ({"batch": 0.6, "row": 0.4}, 0, 0, 0, False, "mostly data parallel, 40 % tensor"),
+    ],
+)
+def test_words(work: dict, params: float, grads: float, states: float, stream: bool, expected: str) -> None:
+    assert words(Shares({**WORK, **work}, params, grads, states, False, stream)) == expected
+
+
+def test_data_parallel_and_megatron_are_recognised_in_a_plan() -> None:
+    both = {**MEGATRON, "*.fc1": "{dp: b0, tp: o}", "*.fc2": "{dp: b0, tp: i}"}
+    plan = plan_of(mlp(), both)
+    assert [(a.axis, a.words.split(",")[0]) for a in plan.axes][1] == ("tp", "Megatron column/row")
+    assert plan.axes[0].words.startswith(("data parallel", "ZeRO"))
+
+
+# ---- wishes ----
+
+
+def wish_constraints(wishes: Any, program: Program | None = None, mesh: Mesh = MESH) -> Constraints:
+    program = program or mlp()
+    return constraints_of(wishes_of(wishes, program), program, mesh, rule_of(program))
+
+
+def test_a_spec_pins_the_axes_it_names_and_leaves_the_others() -> None:
+    program = mlp()
+    found = decide(program, wish_constraints({"*.fc1.weight": "o (tp i)"}))
+    assert "tp" in {a for _, a in found.inputs[0].dims[1]}
+    kept = wish_constraints({"*.fc1.weight": "o i"})
+    assert decide(program, kept).inputs[0].is_replicated
+
+
+def test_wishes_mean_parameters_before_other_leaves() -> None:
+    assert set(wish_constraints({"*.fc1.weight": "(tp o) i"}).items) == {0}
+    assert set(wish_constraints(Wish("*.fc1.weight", "(tp o) i", roles=("state",))).items) == {3}
+    assert set(wish_constraints({"batch": "(dp b) i"}).items) == {2}
+
+
+def test_functions_and_striped_specs_are_wishes_too() -> None:
+    program = mlp()
+    found = decide(program, wish_constraints(lambda name, shape: "(o tp) i" if name.endswith("fc1.weight") else None))
+    assert found.inputs[0].text() == "(a tp) b"
+
+
+def test_a_strategy_wish_holds_for_the_forward_operator() -> None:
+    program = mlp()
+    found = decide(program, wish_constraints({"*.fc1": "{tp: o}"}))
+    assert ("tp", "o") in found.strategies[0].axes
+
+
+def test_clash_names_both_wishes() -> None:
+    zero = Wish("*", "(tp o) ...", axes=("tp",), source="zero(3, 'tp')")
+    with pytest.raises(PlanError, match=r"clash on axis 'tp' of 'params.h.0.fc2.weight'.*zero\(3, 'tp'\).*dim 0.*dim 1"):
+        wish_constraints([zero, {"*.fc2.weight": "o (tp i)"}])
+    dp = Wish("*", "(dp o) ...", axes=("dp",), source="zero(3, 'dp')")
+    assert set(wish_constraints([dp, {"*.fc2.weight": "o (tp i)"}]).items) == {0, 1}
+
+
+def test_a_wish_that_matches_nothing_gives_near_names() -> None:
+    with pytest.raises(PlanError, match=r"'\*.fc3.weight'.*matches nothing; .*params.h.0.fc1.weight"):
+        wish_constraints({"*.fc3.weight": "(tp o) i"})
+    assert wish_constraints(Wish("nothing", "(tp o) i", optional=True)).items == {}
+
+
+def test_a_wish_that_an_operator_cannot_do_names_the_rule() -> None:
+    with pytest.raises(PlanError, match=r"no operator there has these factors \(colofunc.linear: .* -> .*\)"):
+        wish_constraints({"*.fc1": "{tp: heads}"})
+    with pytest.raises(PlanError, match=r"\{tp: b0\}.*rule .*cannot be done: colofunc.linear in 'h.0.fc1'"):
+        program = mlp(batch=63)
+        decide(program, wish_constraints({"*.fc1": "{tp: b0}"}, program))
+
+
+def test_a_spec_that_does_not_fit_names_the_tensor() -> None:
+    with pytest.raises(PlanError, match=r"cannot be done on 'params.h.0.fc1.weight' of shape \(1024, 256\)"):
+        wish_constraints({"*.fc1.weight": "(tp o)"})
+
+
+@pytest.mark.parametrize("plan", [3, {"*": 4}, lambda name, shape: None])
+def test_what_is_no_plan_is_said(plan: Any) -> None:
+    with pytest.raises(PlanError, match="give a|return a spec"):
+        wishes_of(plan, mlp())
+
+
+# ---- an earlier plan as constraints ----
+
+
+def test_a_plan_constrains_the_next_planning(tmp_path: Path) -> None:
+    program = mlp()
+    odd = plan_of(program, {"*.fc1": "{dp: i, tp: i}"})
+    odd.save(tmp_path / "plan.json")
+    again = decide(program, constraints_from(Plan.load(tmp_path / "plan.json"), program, MESH))
+    assert odd.diff(make_plan(program, MESH, again, rule_of(program))) == ""
+
+
+def test_a_plan_of_another_mesh_or_function_is_refused() -> None:
+    plan = plan_of(mlp())
+    with pytest.raises(PlanError, match="the plan is for mesh"):
+        constraints_from(plan, mlp(), Mesh(dp=4))
+    with pytest.raises(PlanError, match="matches no operator"):
+        constraints_from(attrs.evolve(plan, decisions=(), inputs=()), mlp(), MESH)
