@@ -12,6 +12,7 @@ that was asked to be compiled is not silently run otherwise.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import attrs
 import torch
 import torch.fx
 
+from colofunc.executors.kernels import result_kind
 from colofunc.executors.source import flat_results
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import kind_of
@@ -76,21 +78,17 @@ def graph_of(group: list[Node], segment: Node, program: Program) -> torch.fx.Gra
 
 
 def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -> None:
-    returns = resolve(node.target)._schema.returns  # type: ignore[attr-defined]
-    single = len(returns) == 1 and not str(returns[0].type).endswith("[]")
-    if single:
+    """Bind the results of a call, by `getitem` where there are several."""
+    kind = result_kind(node.target)
+    if kind == "one":
         if node.outs and node.outs[0] is not None:
             env[node.outs[0]] = call
         return
-    if len(returns) > 1 and any(str(r.type).endswith("[]") for r in returns):
+    if kind == "nested":
         call = graph.call_function(flat_results, (call,))
     for k, o in enumerate(node.outs):
         if o is not None:
-            env[o] = graph.call_function(_item, (call, k))
-
-
-def _item(results: Any, k: int) -> Any:
-    return results[k]
+            env[o] = graph.call_function(operator.getitem, (call, k))
 
 
 class Segment:

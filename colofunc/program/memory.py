@@ -221,7 +221,8 @@ def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[
     order = iter(range(len(refs)))
     args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(next(order)))
     try:
-        made = _run_meta(node.target, args, kwargs, tuple(metas[r] for r in refs))
+        dtypes = tuple(None if o is None else program.values[o].dtype for o in node.outs)
+        made = _run_meta(node.target, args, kwargs, tuple(metas[r] for r in refs), dtypes)
     except Exception:
         made = None  # no shape function for these arguments: results in memory of their own
     if made is None or len(made) != len(node.outs):
@@ -230,7 +231,8 @@ def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[
 
 
 @lru_cache(maxsize=1 << 15)
-def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...]) -> tuple[Made | None, ...]:
+def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtypes: Any) -> tuple[Made | None, ...]:
+    # `dtypes` of the results tell 1 from 1.0 and True, which are equal keys.
     operands = tuple(_tensor(m) for m in metas)
     place = torch.device("meta")
 
