@@ -50,12 +50,22 @@ def conv(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, **opti
     n = x.dim() - 2
     get = lambda name, default: [options.get(name, default)] * n  # noqa: E731
     return (
-        "aten.convolution.default", x, w, b, get("stride", 1), get("padding", 0), get("dilation", 1), options.get("transposed", False),
-        get("output_padding", 0), options.get("groups", 1),
-    )  # fmt: skip
+        "aten.convolution.default",
+        x,
+        w,
+        b,
+        get("stride", 1),
+        get("padding", 0),
+        get("dilation", 1),
+        options.get("transposed", False),
+        get("output_padding", 0),
+        options.get("groups", 1),
+    )
 
 
-def conv_back(x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, ...] = (True, True, True), **options: Any) -> tuple[Any, ...]:
+def conv_back(
+    x: torch.Tensor, w: torch.Tensor, mask: tuple[bool, ...] = (True, True, True), **options: Any
+) -> tuple[Any, ...]:
     _, _, _, _, *rest = conv(x, w, None, **options)
     out = torch.ops.aten.convolution.default(x, w, None, *rest)
     return ("aten.convolution_backward.default", r(*out.shape), x, w, [out.shape[1]], *rest, list(mask))
@@ -83,12 +93,26 @@ CASES = {
     "conv back transposed patches": (conv_back(r(2, 3, 4), r(3, 4, 2), stride=2, transposed=True), "n c o p0"),
     "max_pool2d": (("aten.max_pool2d_with_indices.default", r(4, 6, 5, 5), [2, 2]), "b0 b1"),
     "max_pool2d back": (
-        ("aten.max_pool2d_with_indices_backward.default", r(4, 6, 2, 2), r(4, 6, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False,
-         torch.nn.functional.max_pool2d(r(4, 6, 4, 4), 2, return_indices=True)[1]), "b0 b1"),  # fmt: skip
+        (
+            "aten.max_pool2d_with_indices_backward.default",
+            r(4, 6, 2, 2),
+            r(4, 6, 4, 4),
+            [2, 2],
+            [2, 2],
+            [0, 0],
+            [1, 1],
+            False,
+            torch.nn.functional.max_pool2d(r(4, 6, 4, 4), 2, return_indices=True)[1],
+        ),
+        "b0 b1",
+    ),
     "avg_pool2d": (("aten.avg_pool2d.default", r(4, 6, 5, 5), [2, 2]), "b0 b1"),
     "adaptive_avg": (("aten._adaptive_avg_pool2d.default", r(4, 6, 5, 5), [2, 3]), "b0 b1"),
     "adaptive_avg unbatched": (("aten._adaptive_avg_pool2d.default", r(6, 5, 5), [2, 3]), "b0"),
-    "fractional": (("aten.fractional_max_pool2d.default", r(4, 6, 6, 6), [2, 2], [3, 3], torch.rand(4, 6, 2, dtype=f64)), "b0 b1"),
+    "fractional": (
+        ("aten.fractional_max_pool2d.default", r(4, 6, 6, 6), [2, 2], [3, 3], torch.rand(4, 6, 2, dtype=f64)),
+        "b0 b1",
+    ),
     "embedding": (("aten.embedding.default", r(12, 6), ints(12, 4, 3), 2), "i0 i1 e"),
     "embedding back": (("aten.embedding_dense_backward.default", r(4, 3, 6), ints(12, 4, 3), 12, 2, False), "i0 i1 e"),
     "embedding back by frequency": (("aten.embedding_dense_backward.default", r(4, 6), ints(12, 4), 12, -1, True), "e"),
@@ -115,17 +139,26 @@ CASES = {
     "index two": (("aten.index.Tensor", r(6, 5, 4), [ints(6, 2, 1), ints(5, 3)]), "i0 i1 d2"),
     "index apart": (("aten.index.Tensor", r(6, 4, 5), [ints(6, 2, 3), None, ints(5, 3)]), "i0 i1 d1"),
     "index_put": (("aten.index_put.default", r(6, 5, 4), [None, torch.tensor([1, 3])], r(6, 2, 4)), "d0 d2"),
-    "index_put add": (("aten.index_put.default", r(6, 5, 4), [None, ints(5, 2, 3)], r(6, 2, 3, 4), True), "d0 i0 i1 d2"),
+    "index_put add": (
+        ("aten.index_put.default", r(6, 5, 4), [None, ints(5, 2, 3)], r(6, 2, 3, 4), True),
+        "d0 i0 i1 d2",
+    ),
     "index_put add one": (("aten.index_put.default", r(6, 5, 4), [ints(6, 10)], r(1), True), "d1 d2 i0"),
-    "index_put add scalar": (("aten.index_put.default", r(6, 4), [ints(6, 10)], torch.tensor(2.0, dtype=f64), True), "d1 i0"),
+    "index_put add scalar": (
+        ("aten.index_put.default", r(6, 4), [ints(6, 10)], torch.tensor(2.0, dtype=f64), True),
+        "d1 i0",
+    ),
     "index_put mask": (("aten.index_put.default", r(6, 4), [r(6, 4) > 0], torch.tensor(2.0, dtype=f64)), "d0 d1"),
     "masked index": (("aten._unsafe_masked_index.default", r(6, 4), r(10, 1) > 0, [ints(6, 10)], 0), "i0 d1"),
     "masked index put": (
-        ("aten._unsafe_masked_index_put_accumulate.default", r(6, 4), r(10, 1) > 0, [ints(6, 10)], r(10, 4)), "i0 d1"),
+        ("aten._unsafe_masked_index_put_accumulate.default", r(6, 4), r(10, 1) > 0, [ints(6, 10)], r(10, 4)),
+        "i0 d1",
+    ),
     "searchsorted": (("aten.searchsorted.Tensor", torch.arange(5.0), r(6, 4).float()), "d0 d1"),
     "searchsorted rows": (("aten.searchsorted.Tensor", r(6, 5).sort(-1)[0], r(6, 4)), "d0 j"),
     "bucketize": (("aten.bucketize.Tensor", r(6, 4), torch.arange(5.0, dtype=f64)), "d0 d1"),
 }
+
 
 def spd(*shape: int) -> torch.Tensor:
     """Well-conditioned symmetric positive definite matrices."""
@@ -137,10 +170,15 @@ def cplx(*shape: int) -> torch.Tensor:
     return torch.complex(r(*shape), r(*shape))
 
 
+BAG = torch.ops.aten._embedding_bag(r(12, 6), ints(12, 8), torch.tensor([0, 3, 5]))
 A, L = spd(6, 3, 3), torch.linalg.cholesky(spd(6, 3, 3))
 LU, PIV, _ = torch.ops.aten.linalg_lu_factor_ex(A)
 
 CASES |= {
+    "embedding_bag back": (
+        ("aten._embedding_bag_dense_backward.default", r(3, 6), ints(12, 8), *BAG[1:], 12, False, 0, None),
+        "e",
+    ),
     "nearest": (("aten.upsample_nearest2d.default", r(4, 6, 3, 3), [6, 6]), "b0 b1"),
     "nearest vec": (("aten.upsample_nearest2d.vec", r(4, 6, 3, 3), None, [2.0, 2.0]), "b0 b1"),
     "bilinear": (("aten.upsample_bilinear2d.vec", r(4, 6, 3, 3), [6, 6], False, None), "b0 b1"),
@@ -157,7 +195,18 @@ CASES |= {
     "col2im": (("aten.col2im.default", r(4, 36, 12), [5, 5], [2, 3], [1, 1], [0, 0], [1, 1]), "n c"),
     "grid": (("aten.grid_sampler_2d.default", r(2, 6, 5, 5), r(2, 3, 4, 2), 0, 0, False), "n c p0 p1"),
     "grid back": (
-        ("aten.grid_sampler_2d_backward.default", r(2, 6, 3, 4), r(2, 6, 5, 5), r(2, 3, 4, 2), 0, 0, False, [True, True]), "n c p0 p1"),
+        (
+            "aten.grid_sampler_2d_backward.default",
+            r(2, 6, 3, 4),
+            r(2, 6, 5, 5),
+            r(2, 3, 4, 2),
+            0,
+            0,
+            False,
+            [True, True],
+        ),
+        "n c p0 p1",
+    ),
     "grid 3d": (("aten.grid_sampler_3d.default", r(2, 6, 3, 3, 3), r(2, 2, 3, 4, 3), 0, 0, False), "n c p0 p1 p2"),
     "affine": (("aten.affine_grid_generator.default", r(6, 2, 3), [6, 3, 4, 4], False), "n"),
     "fft c2c": (("aten._fft_c2c.default", cplx(4, 5, 6), [1], 0, True), "d0 d2"),
@@ -172,6 +221,11 @@ CASES |= {
     "mode": (("aten.mode.default", ints(3, 4, 6, 10), 0), "d1 d2"),
     "cumsum": (("aten.cumsum.default", r(4, 6, 5), 1), "d0 d2"),
     "cumsum of ints": (("aten.cumsum.default", ints(3, 4, 6).int(), 1), "d0"),
+    "isin": (("aten.isin.Tensor_Tensor", ints(9, 4, 6), ints(9, 3)), "d0 d1"),
+    "multilinear": (
+        ("aten._trilinear.default", r(4, 6), r(3, 6, 5), r(4, 5), [1, 3], [0], [1, 2], [2, 3]),
+        "d0 d1 d2 d3",
+    ),
     "cumprod": (("aten.cumprod.default", r(4, 6), 0), "d1"),
     "cummax": (("aten.cummax.default", r(4, 6), 1), "d0"),
     "logcumsumexp": (("aten.logcumsumexp.default", r(4, 6), 1), "d0"),
@@ -199,12 +253,17 @@ CASES |= {
     "matrix_exp": (("aten.linalg_matrix_exp.default", A), "b0"),
     "cross": (("aten.linalg_cross.default", r(4, 3, 6), r(4, 3, 6), {"dim": 1}), "d0 d2"),
     "cdist": (("aten._cdist_forward.default", r(2, 4, 3), r(2, 6, 3), 2.0, None), "b0 p q"),
-    "cdist back": (("aten._cdist_backward.default", r(2, 4, 6), r(2, 4, 3), r(2, 6, 3), 1.0, r(2, 4, 6).abs()), "b0 p q"),
+    "cdist back": (
+        ("aten._cdist_backward.default", r(2, 4, 6), r(2, 4, 3), r(2, 6, 3), 1.0, r(2, 4, 6).abs()),
+        "b0 p q",
+    ),
     "weight_norm": (("aten._weight_norm_interface.default", r(6, 4, 3), r(6, 1, 1), 0), "c"),
     "weight_norm back": (
-        ("aten._weight_norm_interface_backward.default", r(4, 6), r(4, 6), r(1, 6), r(1, 6).abs() + 1, 1), "c"),
+        ("aten._weight_norm_interface_backward.default", r(4, 6), r(4, 6), r(1, 6), r(1, 6).abs() + 1, 1),
+        "c",
+    ),
     "renorm": (("aten.renorm.default", r(6, 4, 3), 2, 0, 1.0), "c"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,12 +280,34 @@ SEED = torch.tensor(7)
 B, H, G, S, T, E, F = 2, 12, 6, 6, 10, 4, 3
 
 
-def attend(bias: torch.Tensor | None = None, causal: bool = False, window: int = 0, dropout: float = 0.0, seed: torch.Tensor | None = None,
-           offset: torch.Tensor | None = None, t: int = T) -> tuple[Any, ...]:  # fmt: skip
-    return ("colofunc.attention", r(B, H, S, E), r(B, G, t, E), r(B, G, t, F), bias, 0.5, causal, window, dropout, seed, 3, offset)
+def attend(
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    t: int = T,
+) -> tuple[Any, ...]:
+    return (
+        "colofunc.attention",
+        r(B, H, S, E),
+        r(B, G, t, E),
+        r(B, G, t, F),
+        bias,
+        0.5,
+        causal,
+        window,
+        dropout,
+        seed,
+        3,
+        offset,
+    )
 
 
-def attend_back(bias: torch.Tensor | None = None, *rest: Any, need_dbias: bool = False, **options: Any) -> tuple[Any, ...]:
+def attend_back(
+    bias: torch.Tensor | None = None, *rest: Any, need_dbias: bool = False, **options: Any
+) -> tuple[Any, ...]:
     _, q, k, v, bias, *options_ = attend(bias, *rest, **options)
     out, lse = torch.ops.colofunc.attention(q, k, v, bias, *options_)
     tail = [None, [], [], None, need_dbias, None]
@@ -272,6 +353,8 @@ SPLIT = {
     "index_select": ("aten.index_select.default", r(4, 6, 2), 1, ints(6, 10)),
     "scatter_add": ("aten.scatter_add.default", r(4, 6), 1, ints(6, 4, 6), r(4, 6)),
     "scatter_add longer source": ("aten.scatter_add.default", r(4, 6), 1, ints(6, 4, 3), r(4, 5)),
+    "cumsum": ("aten.cumsum.default", r(4, 6, 2), 1),
+    "cumsum of masks": ("aten.cumsum.default", r(4, 6) > 0, -1),
     "index_add": ("aten.index_add.default", r(4, 6), 1, ints(6, 4), r(4, 4), {"alpha": 2}),
 }
 

@@ -18,7 +18,7 @@ import torch
 
 from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import Code, Local, StrategyFn, at, bind
+from colofunc.dtensor.rules.build import Code, Local, StrategyFn, Texts, at, bind
 from colofunc.dtensor.rules.local import place_of, positions, rerun
 from colofunc.dtensor.rules.pattern import RuleFn
 from colofunc.mesh import Mesh
@@ -42,9 +42,9 @@ class _Arguments:
     def dropout(self) -> bool:
         return bool(self.get(3, "dropout", 0.0))
 
-    def tensors(self) -> dict[int | None, str]:
+    def tensors(self) -> Texts:
         """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`."""
-        found: dict[int | None, str] = {}
+        found: Texts = {}
         for k, name, dim in ((4, "seed", ""), (6, "q_offset", "s"), (7, "k_offset", "[t]")):
             operand = at(self.call, self.first + k, name)
             if operand is not None:
@@ -117,7 +117,7 @@ def attention(call: Call) -> Rule | None:
         [OUT, LSE],
         local=_code(4, 0),
         flops=_flops(call, 0, bool(options.get(1, "causal", False))),
-        **_heads(call, 0),
+        sizes=_heads(call, 0),
     )
 
 
@@ -127,7 +127,8 @@ def attention_backward(call: Call) -> Rule | None:
     if options.get(8, "sizes", ()) or at(call, 17, "offset") is not None or None in (out, lse):
         return None
     needed = bool(call.arg(18, "need_dbias", False)) and bias is not None
-    texts = {0: OUT, 1: Q, 2: K, 3: V, bias: _bias_text(call, bias), out: OUT, lse: LSE, grad_lse: LSE, **options.tensors()}
+    texts: Texts = {0: OUT, 1: Q, 2: K, 3: V, bias: _bias_text(call, bias), **options.tensors()}
+    texts |= {out: OUT, lse: LSE, grad_lse: LSE}
     return bind(
         call,
         texts,
@@ -137,7 +138,7 @@ def attention_backward(call: Call) -> Rule | None:
         linear=[{0, grad_lse}],
         local=_code(7, 1),
         flops=5 * _flops(call, 1, bool(options.get(1, "causal", False))) // 2,
-        **_heads(call, 1),
+        sizes=_heads(call, 1),
     )
 
 
@@ -155,7 +156,7 @@ def cpu_flash_backward(call: Call) -> Rule | None:
 
 
 def _fused(
-    call: Call, q: int, more: dict[int | None, str], mask: int | None, causal: bool, dropout: float, outs: list[str]
+    call: Call, q: int, more: Texts, mask: int | None, causal: bool, dropout: float, outs: list[str]
 ) -> Rule | None:
     if dropout or len(call.ins[q].shape) != 4:
         return None
@@ -170,7 +171,7 @@ def _fused(
         reduce={"r": "sum", "s": "sum"} if q else {},
         linear=[{0}] if q else [],
         flops=_flops(call, q, causal) * (5 if q else 2) // 2,
-        **_heads(call, q),
+        sizes=_heads(call, q),
     )
 
 

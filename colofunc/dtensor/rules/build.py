@@ -3,7 +3,7 @@
 Most families below know their operands only when they see the call (a dim argument, an optional bias), so they write
 one text per operand and let `bind` find the sizes:
 
-    bind(call, {0: "n (g c) [h]", 1: "(g o) c [k]"}, ["n (g o) [p]"], reduce={"c": "sum"}, g=2)
+    bind(call, {0: "n (g c) [h]", 1: "(g o) c [k]"}, ["n (g o) [p]"], reduce={"c": "sum"}, sizes={"g": 2})
 
 Brackets mark whole factors. A dim of size 1 whose name has another size elsewhere is broadcast and gets no factor.
 """
@@ -27,6 +27,7 @@ Localize = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Args]
 Code = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Local | None]
 StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
+Texts = dict[int | None, str]  # operand number -> its pattern; None is an operand that is absent
 _DIM = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
@@ -65,7 +66,7 @@ def _sizes(pairs: Sequence[tuple[Operand, TensorType]], sizes: dict[str, int]) -
 
 def bind(
     call: Call,
-    ins: Mapping[int | None, str],
+    ins: Texts,
     outs: Sequence[str],
     *,
     reduce: Mapping[str, str] | None = None,
@@ -75,7 +76,7 @@ def bind(
     localize: Localize | None = None,
     local: Code | None = None,
     flops: int | None = None,
-    **sizes: int,
+    sizes: Mapping[str, int] | None = None,
 ) -> Rule:
     """The rule for `call`. `ins`: operand number -> text; a number None is an absent operand and is left out."""
     whole: set[str] = set()
@@ -85,7 +86,7 @@ def bind(
         raise RuleError(f"{call.target}: {len(left)} operand patterns for {len(call.ins)} tensors")
     pairs = list(zip(left, call.ins, strict=True))
     pairs += [(op, typ) for op, typ in zip(right, call.outs, strict=True) if typ is not None]
-    found = dict(sizes)
+    found = dict(sizes or {})
     _sizes(pairs, found)
     used = {f for op, _ in pairs for dim in op for f in dim}
     return Rule(
@@ -113,6 +114,11 @@ def names(prefix: str, n: int) -> list[str]:
     return [f"{prefix}{i}" for i in range(n)]
 
 
+def numbered(texts: Sequence[str]) -> Texts:
+    """Patterns of operands 0, 1, ..."""
+    return dict(enumerate(texts))
+
+
 def whole(prefix: str, n: int) -> list[str]:
     """`n` whole dims named after `prefix`."""
     return [f"[{name}]" for name in names(prefix, n)]
@@ -128,22 +134,20 @@ def leading(keep: int, *, linear: Sequence[set[int | None]] = (), localize: Loca
         batch = names("b", ranks.pop())
         texts = [" ".join([*batch, *whole(f"x{k}_", keep)]) for k in range(len(call.ins) + len(call.outs))]
         n = len(call.ins)
-        return bind(call, dict(enumerate(texts[:n])), texts[n:], linear=linear, localize=localize)
+        return bind(call, numbered(texts[:n]), texts[n:], linear=linear, localize=localize)
 
     return rule
 
 
-def along(call: Call, dims: Sequence[int], *, linear: Sequence[set[int | None]] = (), localize: Localize | None = None) -> Rule | None:
+def along(call: Call, dims: Sequence[int], *, linear: Sequence[set[int | None]] = ()) -> Rule | None:
     """Every tensor has the same dims; those in `dims` are whole (and may differ in size between tensors)."""
     rank = len(call.ins[0].shape)
     if any(t is not None and len(t.shape) != rank for t in (*call.ins, *call.outs)):
         return None
     held = {d % rank for d in dims} if rank else set()
-    texts = [
-        " ".join(f"[w{k}_{d}]" if d in held else f"d{d}" for d in range(rank)) for k in range(len(call.ins) + len(call.outs))
-    ]
-    n = len(call.ins)
-    return bind(call, dict(enumerate(texts[:n])), texts[n:], linear=linear, localize=localize)
+    n, count = len(call.ins), len(call.ins) + len(call.outs)
+    texts = [" ".join(f"[w{k}_{d}]" if d in held else f"d{d}" for d in range(rank)) for k in range(count)]
+    return bind(call, numbered(texts[:n]), texts[n:], linear=linear)
 
 
 def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> dict[str, int]:
@@ -152,7 +156,10 @@ def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]
     for operand, layout in [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=True)]:
         if operand is None or layout is None:
             continue
-        for factor, atoms in (place(operand, rule, layout) or {}).items():
+        placement = place(operand, rule, layout)
+        if placement is None:
+            raise RuleError(f"layout {layout.text()} cuts across the factors of {rule.text()}; place axes on factors")
+        for factor, atoms in placement.items():
             found[factor] = prod(n for n, axis in atoms if axis is None)
     return found
 
@@ -178,6 +185,6 @@ def batched(*keep: int, outs: Sequence[int], linear: Sequence[set[int | None]] =
                 return None
             else:
                 results.append(" ".join([*batch, *whole(f"y{k}_", n)]))
-        return bind(call, dict(enumerate(texts)), results, linear=linear, copied=copied)
+        return bind(call, numbered(texts), results, linear=linear, copied=copied)
 
     return rule

@@ -18,8 +18,10 @@ import attrs
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import StrategyFn, at, bind, local_sizes
+from colofunc.dtensor.rules.build import StrategyFn, Texts, at, bind, local_sizes
 from colofunc.dtensor.rules.pattern import Args, RuleFn, with_arg
+
+Shape = tuple[int, ...]
 
 
 @attrs.frozen
@@ -37,11 +39,12 @@ def _spread(values: tuple[int, ...] | list[int], n: int) -> list[int]:
     return list(values) * n if len(values) == 1 else list(values)
 
 
-def _geometry(large: tuple[int, ...], kernel: tuple[int, ...], small: tuple[int, ...], call: Call, first: int) -> _Geometry:
+def _geometry(large: Shape, kernel: Shape, small: Shape, call: Call, first: int) -> _Geometry:
     n = len(kernel)
     stride = _spread(call.arg(first, "stride"), n)
     padding = _spread(call.arg(first + 1, "padding"), n)
-    windows, points, free, sizes = [], [], [], {}
+    windows, points, free = [], [], []
+    sizes: dict[str, int] = {}
     for d in range(n):
         if stride[d] == kernel[d] and padding[d] == 0 and large[d] == small[d] * kernel[d]:
             windows.append(f"(p{d} [k{d}])")
@@ -61,7 +64,7 @@ def convolution(call: Call) -> Rule | None:
     bias, transposed, groups = at(call, 2, "bias"), call.arg(6, "transposed"), call.arg(8, "groups")
     small, large = (x, out.shape) if transposed else (out.shape, x)
     geo = _geometry(large[2:], w[2:], small[2:], call, 3)
-    texts = {
+    texts: Texts = {
         0: f"n (g c) {geo.points if transposed else geo.windows}",
         1: f"(g c) o {geo.kernel}" if transposed else f"(g o) c {geo.kernel}",
         bias: "(g o)",
@@ -75,8 +78,7 @@ def convolution(call: Call) -> Rule | None:
         addends=[bias],
         localize=_local_convolution,
         flops=2 * prod(small) * prod(w[1:]),
-        **geo.sizes,
-        **_channels(w, transposed, groups),
+        sizes={**geo.sizes, **_channels(w, transposed, groups)},
     )
 
 
@@ -100,17 +102,18 @@ def convolution_backward(call: Call) -> Rule | None:
     out_dims, in_dims = (geo.windows, geo.points) if transposed else (geo.points, geo.windows)
     weight = f"(g c) o {geo.kernel}" if transposed else f"(g o) c {geo.kernel}"
     made = [k for k, t in enumerate(call.outs) if t is not None]
+    linear: list[set[int | None]] = [{0}]
+    linear += [{2}] if made == [0] else [{1}] if made == [1] else []
     return bind(
         call,
         {0: f"n (g o) {out_dims}", 1: f"n (g c) {in_dims}", 2: weight},
         [f"n (g c) {in_dims}", weight, "(g o)"],
         reduce=dict.fromkeys(("n", "o", *geo.free), "sum"),
         copied=[(2, "c")],
-        linear=[{0}, *({2} for _ in made if made == [0]), *({1} for _ in made if made == [1])],
+        linear=linear,
         localize=_local_backward,
         flops=2 * prod(small) * prod(w[1:]) * max(1, len([k for k in made if k < 2])),
-        **geo.sizes,
-        **_channels(w, transposed, groups),
+        sizes={**geo.sizes, **_channels(w, transposed, groups)},
     )
 
 

@@ -11,10 +11,11 @@ rank's rows. Source: vocabulary-parallel embedding, Megatron-LM (1909.08053, sec
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 import torch
 
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names
+from colofunc.dtensor.rules.build import Local, StrategyFn, Texts, at, bind, names
 from colofunc.dtensor.rules.local import clear, first_of, inside, no_traffic
 from colofunc.dtensor.rules.opened import Split, opened
 from colofunc.dtensor.rules.pattern import RuleFn
@@ -64,15 +65,16 @@ def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         def add_rows(grad: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
             here, mine = inside(index, first_of(mine_rows, mesh), rows)
             mine = mine & (index != padding_idx)
-            return torch.ops.aten.embedding_dense_backward.default(clear(grad, mine.unsqueeze(-1)), here, rows, -1, False)
+            kept = clear(grad, mine.unsqueeze(-1))
+            return torch.ops.aten.embedding_dense_backward.default(kept, here, rows, -1, False)
 
         return add_rows
 
     yield from opened(call, mesh, embedding_dense_backward(call), ["v"], code, no_traffic)
 
 
-def _bag_mode(call: Call) -> int:
-    return int(call.arg(4, "mode", 0))
+def _bag_mode(call: Call, index: int = 4) -> int:
+    return int(call.arg(index, "mode", 0))
 
 
 def embedding_bag(call: Call) -> Rule | None:
@@ -88,9 +90,17 @@ def embedding_bag(call: Call) -> Rule | None:
     )
 
 
+def embedding_bag_dense_backward(call: Call) -> Rule | None:
+    if _bag_mode(call, 7) == 2 or len(call.ins) > 6:
+        return None
+    indices: Texts = {k: f"[x{k}]" for k in range(1, len(call.ins))}
+    return bind(call, {0: "[n] e", **indices}, ["[v] e"], linear=[{0}])
+
+
 RULES: dict[str, RuleFn] = {
     "aten.embedding": embedding,
     "aten.embedding_dense_backward": embedding_dense_backward,
+    "aten._embedding_bag_dense_backward": embedding_bag_dense_backward,
     "aten._embedding_bag": embedding_bag,
     "aten._embedding_bag_forward_only": embedding_bag,
 }

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 import torch
 
 from colofunc.dtensor.rule import Call, Ref, Rule, Strategy
-from colofunc.dtensor.rules.build import Local, StrategyFn, at, bind, names
+from colofunc.dtensor.rules.build import Local, StrategyFn, Texts, at, bind, names, numbered
 from colofunc.dtensor.rules.local import clear, first_of, inside, no_traffic
 from colofunc.dtensor.rules.opened import Split, opened
 from colofunc.dtensor.rules.pattern import RuleFn, wrap
 from colofunc.mesh import Mesh
-
 
 # --- along one dim
 
@@ -66,7 +65,7 @@ def scatter(call: Call) -> Rule | None:
         texts.append(" ".join(words))
     return bind(
         call,
-        dict(enumerate(texts)),
+        numbered(texts),
         [texts[0]],
         reduce={"j": how} if merged and how else {},
         addends=[0] if how == "sum" and merged else [],
@@ -86,14 +85,14 @@ def _scatter_linear(call: Call, src: int | None, how: str | None) -> list[set[in
     return [{0}] if value == 0 and _reduction(call) is None else []
 
 
-def _rows(call: Call) -> tuple[list[str], int]:
+def _rows(call: Call) -> list[str]:
     x = call.ins[0].shape
     dim = wrap(call.arg(1, "dim"), len(x))
-    return ["[s]" if d == dim else f"d{d}" for d in range(len(x))], dim
+    return ["[s]" if d == dim else f"d{d}" for d in range(len(x))]
 
 
 def index_select(call: Call) -> Rule | None:
-    words, dim = _rows(call)
+    words = _rows(call)
     if not words or len(call.ins[1].shape) != 1:
         return None
     return bind(call, {0: " ".join(words), 1: "j"}, [" ".join(words).replace("[s]", "j")], linear=[{0}])
@@ -103,7 +102,7 @@ def _write_rows(free: bool, linear: bool = True) -> RuleFn:
     """index_add (free: contributions add up), index_copy (whole: the last one wins), index_reduce (not linear)."""
 
     def rule(call: Call) -> Rule | None:
-        words, dim = _rows(call)
+        words = _rows(call)
         source = at(call, 3, "source")
         if not words or source is None or len(call.ins[1].shape) != 1 or len(call.ins[source].shape) != len(words):
             return None
@@ -122,12 +121,13 @@ def _write_rows(free: bool, linear: bool = True) -> RuleFn:
 
 
 def index_fill(call: Call) -> Rule | None:
-    words, _ = _rows(call)
+    words = _rows(call)
     if not words or len(call.ins[1].shape) != 1:
         return None
     value = at(call, 3, "value")
     rows = " ".join(words)
-    return bind(call, {0: rows, 1: "[j]", value: ""}, [rows], linear=[{0, value}] if value or call.arg(3, "value") == 0 else [])
+    linear = [{0, value}] if value is not None or call.arg(3, "value") == 0 else []
+    return bind(call, {0: rows, 1: "[j]", value: ""}, [rows], linear=linear)
 
 
 def take(call: Call) -> Rule:
@@ -139,7 +139,7 @@ def take(call: Call) -> Rule:
 # --- advanced indexing
 
 
-def _indexed(call: Call, position: int) -> tuple[list[str], list[str], dict[int, str]] | None:
+def _indexed(call: Call, position: int) -> tuple[list[str], list[str], Texts] | None:
     """(words of self, words of self[indices], operand -> words of its index); None for boolean masks.
 
     Index tensors broadcast to dims i0 i1 ...; these stand where the first index stands if the indices are adjacent,
@@ -172,7 +172,9 @@ def index(call: Call) -> Rule | None:
 def _mask_write(call: Call) -> Rule | None:
     """x[mask] = one value: elementwise, as `where`."""
     indices, values = call.arg(1, "indices"), at(call, 2, "values")
-    if len(indices) != 1 or not isinstance(indices[0], Ref) or values is None or any(n != 1 for n in call.ins[values].shape):
+    if len(indices) != 1 or not isinstance(indices[0], Ref) or values is None:
+        return None
+    if any(n != 1 for n in call.ins[values].shape):
         return None
     mask = indices[0].id
     if call.ins[mask].dtype is not torch.bool:
@@ -195,7 +197,7 @@ def index_put(call: Call) -> Rule | None:
     source, result, where = found
     free = bool(call.arg(3, "accumulate", False))
     written = result[len(result) - len(call.ins[values].shape) :]
-    texts = {0: " ".join(source), **where, values: " ".join(written)}
+    texts: Texts = {0: " ".join(source), **where, values: " ".join(written)}
     if not free:
         texts = {k: " ".join(f"[{w}]" if w.startswith("i") else w for w in text.split()) for k, text in texts.items()}
     i = sorted({w for text in where.values() for w in text.split()})
@@ -228,7 +230,7 @@ def masked_index_put(call: Call) -> Rule | None:
         return None
     source, result, where = found
     n = len(result)
-    texts = {
+    texts: Texts = {
         0: " ".join(source),
         1: " ".join(result[n - len(call.ins[1].shape) :]),
         **where,
@@ -261,6 +263,14 @@ def bucketize(call: Call) -> Rule | None:
         return None
     dims = " ".join(names("d", len(call.ins[values].shape)))
     return bind(call, {values: dims, bounds: "[s]"}, [dims])
+
+
+def isin(call: Call) -> Rule | None:
+    values, among = at(call, 0, "elements"), at(call, 1, "test_elements")
+    if values is None or among is None:
+        return None
+    dims = " ".join(names("d", len(call.ins[values].shape)))
+    return bind(call, {values: dims, among: " ".join(f"[s{d}]" for d in range(len(call.ins[among].shape)))}, [dims])
 
 
 # --- strategies: the source dim split
@@ -342,6 +352,7 @@ RULES: dict[str, RuleFn] = {
     "aten._unsafe_masked_index_put_accumulate": masked_index_put,
     "aten.searchsorted": searchsorted,
     "aten.bucketize": bucketize,
+    "aten.isin": isin,
 }
 STRATEGIES: dict[str, StrategyFn] = {
     "aten.gather": _split_read("gather", gather),

@@ -10,7 +10,7 @@ Splitting one factorisation over ranks is an algorithm of its own (SUMMA-like); 
 from __future__ import annotations
 
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import StrategyFn, along, batched, bind, names
+from colofunc.dtensor.rules.build import StrategyFn, Texts, along, batched, bind, names, numbered
 from colofunc.dtensor.rules.pattern import RuleFn
 
 
@@ -51,8 +51,23 @@ def cdist_backward(call: Call) -> Rule | None:
     if len({len(t.shape) for t in call.ins}) != 1 or len({t.shape[:-2] for t in call.ins}) != 1:
         return None
     batch = " ".join(names("b", len(call.ins[0].shape) - 2))
-    texts = {0: f"{batch} p q", 1: f"{batch} p [m]", 2: f"{batch} q [m]", 3: f"{batch} p q"}
+    texts: Texts = {0: f"{batch} p q", 1: f"{batch} p [m]", 2: f"{batch} q [m]", 3: f"{batch} p q"}
     return bind(call, texts, [f"{batch} p [m]"], reduce={"q": "sum"}, linear=[{0}])
+
+
+def trilinear(call: Call) -> Rule:
+    """sum over `sumdim` of i1 * i2 * i3, each of which has all dims but those in its `expand` argument."""
+    out_rank = len(call.outs[0].shape) if call.outs[0] is not None else 0
+    summed = set(call.arg(6, "sumdim"))
+    dims = range(out_rank + len(summed))
+    texts = [" ".join(f"d{d}" for d in dims if d not in call.arg(3 + k, f"expand{k + 1}")) for k in range(3)]
+    return bind(
+        call,
+        numbered(texts),
+        [" ".join(f"d{d}" for d in dims if d not in summed)],
+        reduce={f"d{d}": "sum" for d in summed},
+        linear=[{0}, {1}, {2}],
+    )
 
 
 RULES: dict[str, RuleFn] = {
@@ -86,6 +101,9 @@ RULES: dict[str, RuleFn] = {
     "aten.linalg_pinv": pinv,
     "aten.linalg_lstsq": lstsq,
     "aten.linalg_cross": cross,
+    "aten.linalg_polar": batched(2, outs=(2, 2)),
+    "aten.linalg_matrix_sqrth": batched(2, outs=(2,)),
+    "aten._trilinear": trilinear,
     "aten._cdist_forward": cdist,
     "aten._cdist_backward": cdist_backward,
 }

@@ -1,7 +1,7 @@
 """Pieces of local code shared by strategies that split an indexed dim: which indices are mine, and zeros elsewhere.
 
-    here, mine = inside(index, first_of(atoms, mesh), rows)    # rows first .. first + rows of the global dim are this rank's
-    clear(x[here], mine)                                   # zeros for the indices of other ranks
+    here, mine = inside(index, first_of(atoms, mesh), rows)      # this rank has rows first .. first + rows
+    clear(x[here], mine)                                         # zeros for the indices of other ranks
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _filled(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
     return tree
 
 
-def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh) -> tuple[list[int], list[int], torch.Tensor | int]:
+Start = torch.Tensor | int  # of this rank's part: a number where all ranks agree
+
+
+def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh) -> tuple[list[int], list[int], Start]:
     """(sizes, strides, offset): where a part with these atoms lies in the row-major order of the global `shape`."""
     sizes: list[int] = []
     far: list[int] = []

@@ -1,4 +1,4 @@
-"""Pooling: batch and channels are free, the pooled dims are whole, because windows overlap and indices count in a plane.
+"""Pooling: batch and channels are free; pooled dims are whole, for windows overlap and indices count in a plane.
 
     max_pool2d_with_indices     b0 b1 [h] [w] -> b0 b1 [oh] [ow], b0 b1 [oh] [ow]
     avg_pool2d                  b0 b1 [h] [w] -> b0 b1 [oh] [ow]                     linear

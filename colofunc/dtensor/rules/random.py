@@ -20,7 +20,7 @@ from colofunc.mesh import Mesh
 
 
 def placed(first: int, shape_at: int | None) -> RuleFn:
-    """The rule of an operator whose `sizes, strides, offset` stand at `first`; `shape_at`: its shape argument, if any."""
+    """The rule of an operator with `sizes, strides, offset` from `first` on; `shape_at`: its shape argument, if any."""
 
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
         out = outs[0]

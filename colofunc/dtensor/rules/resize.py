@@ -47,7 +47,7 @@ def _shuffle(back: bool) -> RuleFn:
         batch = " ".join(names("b", len(call.ins[0].shape) - 3))
         deep, flat = f"{batch} (c [r] [s]) h w", f"{batch} c (h [r]) (w [s])"
         left, right = (flat, deep) if back else (deep, flat)
-        return bind(call, {0: left}, [right], linear=[{0}], r=r, s=r)
+        return bind(call, {0: left}, [right], linear=[{0}], sizes={"r": r, "s": r})
 
     return rule
 
@@ -55,7 +55,8 @@ def _shuffle(back: bool) -> RuleFn:
 def channel_shuffle(call: Call) -> Rule:
     """(g c) -> (c g). The groups stay whole: an axis on them would need another number of groups on each rank."""
     pixels = " ".join(names("x", len(call.ins[0].shape) - 2))
-    return bind(call, {0: f"n ([g] c) {pixels}"}, [f"n (c [g]) {pixels}"], linear=[{0}], g=call.arg(1, "groups"))
+    groups = {"g": call.arg(1, "groups")}
+    return bind(call, {0: f"n ([g] c) {pixels}"}, [f"n (c [g]) {pixels}"], linear=[{0}], sizes=groups)
 
 
 def im2col(call: Call) -> Rule:
@@ -71,7 +72,7 @@ def _columns(call: Call, shape: tuple[int, ...], pixels: str, kernel: tuple[int,
     image, columns = f"{batch} c {pixels}", f"{batch} (c [k]) [l]"
     left, right = (columns, image) if back else (image, columns)
     k = prod(kernel) if len(kernel) > 1 else kernel[0] ** 2
-    return bind(call, {0: left}, [right], linear=[{0}], k=k)
+    return bind(call, {0: left}, [right], linear=[{0}], sizes={"k": k})
 
 
 # --- sampling at points

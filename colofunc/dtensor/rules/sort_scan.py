@@ -2,28 +2,65 @@
 
     sort      d0 [s] -> d0 [s], d0 [s]
     topk      d0 [s] -> d0 [k], d0 [k]
-    cumsum    d0 [s] -> d0 [s]            linear
+    cumsum    d0 [s] -> d0 [s]            linear; a strategy splits s
 
 Operators whose result size is data (unique) and those that count over everything (histc) have no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import StrategyFn, along
-from colofunc.dtensor.rules.pattern import RuleFn
+import torch
+
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.dtensor.rules.build import Local, StrategyFn, along, bind
+from colofunc.dtensor.rules.local import first_of
+from colofunc.dtensor.rules.opened import Split, nbytes_without, opened
+from colofunc.dtensor.rules.pattern import RuleFn, wrap
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import all_gather
 
 
-def _kept(index: int, linear: bool = False) -> RuleFn:
+def _kept(index: int) -> RuleFn:
     """The result has all dims; `index`: where `dim` stands among positional arguments."""
 
     def rule(call: Call) -> Rule | None:
-        same = call.outs[0] is not None and call.outs[0].dtype == call.ins[0].dtype
-        return along(call, [_dim(call, index)], linear=[{0}] if linear and same else [])
+        return along(call, [_dim(call, index)])
 
     return rule
+
+
+def cumsum(call: Call) -> Rule | None:
+    shape, out = call.ins[0].shape, call.outs[0]
+    if not shape or out is None:
+        return None
+    dim = wrap(_dim(call, 1), len(shape))
+    dims = " ".join("[s]" if d == dim else f"d{d}" for d in range(len(shape)))
+    return bind(call, {0: dims}, [dims], linear=[{0}] if out.dtype == call.ins[0].dtype else [])
+
+
+def _split_cumsum(call: Call, mesh: Mesh) -> Iterable[Strategy]:
+    """Each rank scans its run and adds the totals of the runs before it."""
+    dim = wrap(_dim(call, 1), len(call.ins[0].shape)) if call.ins[0].shape else 0
+
+    def code(call: Call, split: Split) -> Local:
+        atoms, dtype = split.ins[0].dims[dim], call.arg(2, "dtype")
+
+        def local(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            out = torch.ops.aten.cumsum.default(x, dim, dtype=dtype)
+            totals = all_gather(out.select(dim, -1), split.axes, mesh)
+            runs = torch.arange(totals.shape[0]) * x.shape[dim]
+            earlier = (runs < first_of(atoms, mesh)).reshape([-1] + [1] * (totals.dim() - 1))
+            before = torch.where(earlier, totals, 0).sum(0, dtype=out.dtype)
+            return out + before.unsqueeze(dim)
+
+        return local
+
+    def traffic(call: Call, split: Split) -> float:
+        return nbytes_without(split.ins[0], dim, call.ins[0].dtype)
+
+    return opened(call, mesh, cumsum(call), ["s"], code, traffic)
 
 
 def _dim(call: Call, index: int) -> int:
@@ -38,6 +75,6 @@ def _named(names: Sequence[str], rule: RuleFn) -> dict[str, RuleFn]:
 RULES: dict[str, RuleFn] = {
     **_named(["sort", "argsort", "cumprod", "cummax", "cummin", "logcumsumexp"], _kept(1)),
     **_named(["topk"], _kept(2)),
-    **_named(["cumsum"], _kept(1, linear=True)),
+    "aten.cumsum": cumsum,
 }
-STRATEGIES: dict[str, StrategyFn] = {}
+STRATEGIES: dict[str, StrategyFn] = {"aten.cumsum": _split_cumsum}
