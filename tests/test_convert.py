@@ -114,10 +114,10 @@ def same_on_copies(shards: list[torch.Tensor], layout: Layout, mesh: Mesh) -> li
 # ---- cost ----
 
 
-def test_costs_of_all_pairs_that_fit_a_small_tensor() -> None:
+def test_costs_from_forty_layouts_to_all_that_fit_a_small_tensor() -> None:
     layouts = major_only(CUBE, (4, 4, 4))
-    pairs = list(itertools.product(layouts, layouts))
-    assert len(pairs) == 158**2  # all but three axes on one dim
+    assert len(layouts) == 158  # all but three axes on one dim
+    pairs = list(itertools.product(random.Random(0).sample(layouts, 40), layouts))
     check_costs(Oracle((4, 4, 4), 3), pairs, CUBE)
 
 
@@ -283,7 +283,7 @@ def test_layouts_and_shapes_along_the_way() -> None:
     moves = conversion(src, dst, mesh, 4).moves
     assert moves[0].in_shape == src.local_shape and moves[-1].local_shape == dst.local_shape
     assert moves[-1].layout is dst
-    assert all(a.local_shape == b.in_shape for a, b in zip(moves, moves[1:]))
+    assert all(a.local_shape == b.in_shape for a, b in itertools.pairwise(moves))
 
 
 def test_a_peak_limit_takes_a_dearer_way_or_says_no() -> None:

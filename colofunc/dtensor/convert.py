@@ -80,7 +80,8 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     """Seconds of `conversion`; one dict lookup when asked again."""
     found = _SECONDS.get((src, dst, mesh, itemsize))
     if found is None:
-        found = _SECONDS[src, dst, mesh, itemsize] = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
+        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
+        _SECONDS[src, dst, mesh, itemsize] = found
     return found
 
 

@@ -8,6 +8,7 @@ chunks in front, or at the end. For `(tp b) d -> b (tp d)` on tp=2 that gives
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
@@ -45,10 +46,11 @@ def fuse_steps(steps: tuple[Step, ...]) -> list[Step]:
     """Neighbouring slices become one, neighbouring keep_firsts of one kind too."""
     out: list[Step] = []
     for kind, who, after in steps:
-        if out and kind == out[-1][0] == "take_shard":
-            out[-1] = (kind, tuple(sorted((*out[-1][1], *who))), after)
-        elif out and kind == out[-1][0] == "keep_first" and after[who[0]] == after[out[-1][1][0]]:
-            out[-1] = (kind, tuple(sorted((*out[-1][1], *who))), after)
+        last = out[-1] if out and out[-1][0] == kind else None
+        alike = last is not None and after[who[0]] == after[last[1][0]]
+        same = kind == "take_shard" or (kind == "keep_first" and alike)
+        if last is not None and same:
+            out[-1] = (kind, tuple(sorted((*last[1], *who))), after)
         else:
             out.append((kind, who, after))
     return out
@@ -145,8 +147,8 @@ def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict
             value.where = before
             value.rearrange((new, *rest))
             value.where = after
-            how = (HOW[old[0]],) if kind == "reduce_scatter" else ()
-            value.emit(kind, (axes, n, *how), (old, *rest) if kind == "all_to_all" else rest)
+            extra = (HOW[old[0]],) if kind == "reduce_scatter" else ()
+            value.emit(kind, (axes, n, *extra), (old, *rest) if kind == "all_to_all" else rest)
         elif kind == "permute":
             value.emit(kind, (axes, n, _table(puzzle, who, before, after)), value.form)
         else:  # all_reduce, keep_first
@@ -182,8 +184,8 @@ def _pattern(old: Form, new: Form, sizes: tuple[int, ...]) -> tuple[str, tuple[s
     """einops pattern, names and sizes; slots that stay together become one name."""
     after = {}  # slot -> the slot that follows it in the same dim on both sides
     for dim in old:
-        for a, b in zip(dim, dim[1:]):
-            if any((a, b) in zip(other, other[1:]) for other in new):
+        for a, b in pairwise(dim):
+            if any((a, b) in pairwise(other) for other in new):
                 after[a] = b
     inner = set(after.values())
     names: dict[int, str] = {}

@@ -71,8 +71,8 @@ def refine(src: Layout, dst: Layout, mesh: Mesh) -> Puzzle | frozenset[int]:
         dims.append(list(at.values()))
         for layout, where in ((src, start), (dst, goal)):
             for base, size, axis in _walk(layout.dims[d]):
-                for low in at if axis is not None else ():
-                    if base <= low < base * size:
+                for low in at:
+                    if axis is not None and base <= low < base * size:
                         where[index[axis, low // base]] = at[low]
     for layout, where in ((src, start), (dst, goal)):
         for axis, how in layout.pending:

@@ -3,9 +3,9 @@
 A state says where each part of a mesh axis is: in a slot, in copies, or in a pending reduction. A move takes a set of
 parts at once:
 
-    all_gather      slots -> copies            reduce_scatter  pending -> slots       take_shard  copies -> slots (free)
-    all_to_all      slots -> free slots        all_reduce      pending -> copies      keep_first  copies -> pending (free)
-    permute         parts of equal size exchange their roles
+    all_gather  slots -> copies        reduce_scatter  pending -> slots     take_shard  copies -> slots (free)
+    all_to_all  slots -> free slots    all_reduce      pending -> copies    keep_first  copies -> pending (free)
+    permute     parts of equal size exchange their roles
 
 Costs are compared as (seconds, bytes received per rank, moves). Sources: A* (Hart, Nilsson, Raphael 1968); the moves
 are those of "Memory-efficient array redistribution through portable collective communication" (2112.01075), with
@@ -195,7 +195,7 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         return tuple(changes.get(k, loc) for k, loc in enumerate(state))
 
     def targets(k: int) -> list[int]:
-        """Free slots for piece k: its goal, else its scratch slot, or the goal of a piece to exchange roles with later."""
+        """Free slots for piece k: its goal, else its scratch slot, or the goal of one to exchange roles with later."""
         p = pieces[k]
         if p.goal >= 0 and p.goal not in held:
             return [p.goal]
@@ -203,7 +203,8 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         if roomy or len(pieces) > 3:
             return sorted({*goals, p.scratch} - held - {-1})
         # Scratch is scarce: any slot of this size will do.
-        return sorted({*goals, *(loc for o in pieces if o.size == p.size for loc in (o.start, o.scratch) if loc >= 0)} - held)
+        others = {loc for o in pieces if o.size == p.size for loc in (o.start, o.scratch)}
+        return sorted({*goals, *others} - held - {*range(min(others), 0)})
 
     copies = [k for k, loc in enumerate(state) if loc == COPY]
     for k in copies:

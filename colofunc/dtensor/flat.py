@@ -1,8 +1,8 @@
 """Flat: a tensor as a range of a flat buffer that is split over axes (ZeRO chunks).
 
-Problem: many small parameters make many small collectives. Idea: pack them into one flat buffer of `chunk` elements and
-split the buffer evenly, wherever tensors begin and end. A rank's piece of one tensor is what of its range falls into the
-rank's slice: a 1-D tensor, possibly empty.
+Problem: many small parameters make many small collectives. Idea: pack them into one flat buffer of `chunk` elements
+and split the buffer evenly, wherever tensors begin and end. A rank's piece of one tensor is what of its range falls
+into the rank's slice: a 1-D tensor, possibly empty.
 
 >>> flat = Flat(chunk=12, offset=2, axes=("dp",))          # on dp=4 the slices are 0-3, 3-6, 6-9, 9-12
 >>> [piece_range(flat, 5, i, Mesh(dp=4)) for i in range(4)]
@@ -39,7 +39,10 @@ def slice_numel(flat: Flat, mesh: Mesh) -> int:
     """Elements of the buffer on each rank; SpecError where the buffer cannot be split evenly."""
     n = prod(mesh.axis_size(axis) for axis in mesh.atoms(flat.axes))
     if flat.chunk % n:
-        raise SpecError(f"a buffer of {flat.chunk} elements is not split evenly over {flat.axes} of {mesh!r}; make it a multiple of {n}")
+        raise SpecError(
+            f"a buffer of {flat.chunk} elements is not split evenly over {flat.axes} of {mesh!r}; make it "
+            f"a multiple of {n}"
+        )
     return flat.chunk // n
 
 
@@ -83,7 +86,8 @@ def from_flat(flat: Flat, dst: Layout, mesh: Mesh, itemsize: int) -> Conversion:
     moves = [] if n == 1 else [Move("all_gather", (atoms, n), (size,), (n, size))]
     moves.append(Move("take_range", (flat.offset, dst.shape), (n, size) if n > 1 else (size,), dst.shape, whole))
     rest = conversion(whole, dst, mesh, itemsize)
-    return _joined(moves, rest, mesh.collective_s("all_gather", flat.chunk * itemsize, atoms), "all_gather", flat, n, itemsize)
+    cost_s = mesh.collective_s("all_gather", flat.chunk * itemsize, atoms)
+    return _joined(moves, rest, cost_s, "all_gather", flat, n, itemsize)
 
 
 def to_flat(src: Layout, flat: Flat, mesh: Mesh, itemsize: int) -> Conversion:
@@ -108,8 +112,9 @@ def to_flat(src: Layout, flat: Flat, mesh: Mesh, itemsize: int) -> Conversion:
 
 
 def _joined(
-    moves: list[Move], other: Conversion, cost_s: float, kind: str, flat: Flat, n: int, itemsize: int, before: bool = True
-) -> Conversion:
+    moves: list[Move], other: Conversion, cost_s: float, kind: str, flat: Flat, n: int, itemsize: int,
+    before: bool = True,
+) -> Conversion:  # fmt: skip
     wire = wire_bytes(kind, flat.chunk * itemsize, n) if kind else 0
     peak = max(prod(m.in_shape) + prod(m.local_shape) for m in moves) * itemsize
     both = (*moves, *other.moves) if before else (*other.moves, *moves)

@@ -1,7 +1,7 @@
 """Layouts from and to the placements of `torch.distributed.tensor`.
 
 torch lists one placement per mesh dim and applies them left to right: a later `Shard` of the same dim splits what the
-earlier ones left, so left is major. A strided shard first cuts the dim in `split_factor` blocks and splits each of them.
+earlier ones left, so left is major. A strided shard first cuts the dim in `split_factor` blocks and splits each.
 
 >>> to_placements(Spec("(tp dp o) i").bind(Mesh(dp=2, tp=2), (8, 8)), mesh)
 (_StridedShard(dim=0, sf=2), Shard(dim=0))
@@ -57,7 +57,7 @@ def from_placements(
 def _reduction(placement: Partial) -> str:
     how = str(placement.reduce_op)
     if how not in REDUCTIONS:
-        raise SpecError(f"pending reduction {how!r} of {placement!r} is none of {REDUCTIONS}; redistribute it in torch first")
+        raise SpecError(f"pending reduction {how!r} of {placement!r} is none of {REDUCTIONS}; reduce it in torch first")
     return how
 
 
@@ -108,8 +108,8 @@ def _placement(layout: Layout, axis: str, done: set[str]) -> Placement:
         if axis not in owners:
             continue
         if prod(size for size, _ in atoms) != layout.shape[d]:
-            n = atoms[0][0]
-            if owners[0] != axis or len([o for o in owners if o]) > 1 or prod(s for s, _ in atoms) // n != -(-layout.shape[d] // n):
+            n, local = atoms[0][0], prod(size for size, _ in atoms[1:])
+            if owners[0] != axis or any(owners[1:]) or local != -(-layout.shape[d] // n):
                 raise SpecError(f"padded dim {d} of {layout} is split unlike torch splits it; redistribute it first")
             return Shard(d)
         before = prod(size for size, owner in atoms[: owners.index(axis)] if owner is None or owner not in done)
@@ -117,6 +117,6 @@ def _placement(layout: Layout, axis: str, done: set[str]) -> Placement:
             return Shard(d)
         strided: Any = compat.strided_shard(d, before)
         if strided is None:
-            raise SpecError(f"{layout} needs a strided shard for axis {axis!r}, which this torch lacks; redistribute it first")
-        return strided  # type: ignore[no-any-return]
+            raise SpecError(f"{layout} needs a strided shard, which this torch lacks; redistribute it first")
+        return strided
     raise SpecError(f"{layout} does not split over axis {axis!r}")

@@ -6,7 +6,7 @@
     Spec("... (tp d) +sp max:ep")       leading dims whole; a pending sum over sp, a pending maximum over ep
 
 A word is one dim; a group in parentheses is one dim as a product of factors, major first. A factor that is the name of
-a mesh axis (or view) places that axis; any other name is local. A spec is parsed once, and bound once per (mesh, shape):
+a mesh axis (or view) places that axis; any other name is local. Parsing is done once, binding once per (mesh, shape):
 
 >>> Spec("(dp b) d").bind(Mesh(dp=2), (8, 3)).local_shape
 (4, 3)
@@ -139,7 +139,7 @@ class Spec:
         except SpecError as error:
             error.add_note(f"in spec {pattern!r}")
             raise
-        self.__attrs_init__(pattern, tuple(sorted(sizes.items())))  # type: ignore[attr-defined]
+        self.__attrs_init__(pattern, tuple(sorted(sizes.items())))
 
     def bind(self, mesh: Mesh, shape: Sequence[int]) -> Layout:
         """The layout of a tensor of global `shape` on `mesh`; raises SpecError naming spec, shape and mesh."""
@@ -191,7 +191,8 @@ def _bind(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
         dims = _spread(parsed.dims, len(shape))
         sizes = dict(spec.sizes)
         bound = tuple(_bind_dim(dim, size, mesh, sizes) for dim, size in zip(dims, shape, strict=True))
-        pending = tuple((atom, how) for axis, how in parsed.pending for atom in mesh.expand(axis) if mesh.shape[atom] > 1)
+        terms = [(atom, how) for axis, how in parsed.pending for atom in mesh.expand(axis)]
+        pending = tuple((atom, how) for atom, how in terms if mesh.shape[atom] > 1)
         return make_layout(bound, shape, pending, parsed.tier)
     except SpecError as error:
         error.add_note(f"in spec {spec.pattern!r} for a tensor of shape {shape} on {mesh!r}")
@@ -212,7 +213,7 @@ def _check_names(spec: Spec, parsed: Parsed, mesh: Mesh) -> None:
     atoms = [atom for name in placed for atom in mesh.expand(name)]
     for atom in atoms:
         if atoms.count(atom) > 1:
-            raise SpecError(f"mesh axis {atom!r} is used {atoms.count(atom)} times; an axis can be placed once per tensor")
+            raise SpecError(f"mesh axis {atom!r} is used {atoms.count(atom)} times; place an axis once per tensor")
     # Names of different dims may repeat no more than in einops: `b b` is a slip, not an equality.
     local = [n for n in names if n not in mesh]
     for name in local:
@@ -268,7 +269,8 @@ def _two_unknown(word: str, unknown: list[str], mesh: Mesh) -> str:
     first = next((n for n in unknown if near(n, axes).startswith("; did")), unknown[0])
     return (
         f"{word} has {len(unknown)} factors of unknown size, {', '.join(map(repr, unknown))}, so the dim cannot be cut; "
-        f"if all are local, give sizes as in Spec(..., {unknown[0]}=4); {first!r} is no mesh axis{near(first, axes, 'axes')}"
+        f"if all are local, give sizes as in Spec(..., {unknown[0]}=4); "
+        f"{first!r} is no mesh axis{near(first, axes, 'axes')}"
     )
 
 
@@ -281,5 +283,6 @@ def _uneven(word: str, size: int, known: int, name: str) -> str:
 
 def _unequal(word: str, size: int, known: int) -> str:
     if known < size:
-        return f"{word} multiplies to {known} but the dim has size {size}; add a local factor such as '({word.strip('()')} b)'"
+        more = f"({word.strip('()')} b)"
+        return f"{word} multiplies to {known} but the dim has size {size}; add a local factor such as '{more}'"
     return f"{word} multiplies to {known}, more than the dim's {size}; pad with '~' or use another axis"

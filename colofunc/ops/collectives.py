@@ -21,8 +21,8 @@ group is named by mesh axes, chunks always stand in a leading dim, and a rank's 
 "sum", "max" or "min". There is no group behind a single tensor, so running one eagerly is an error: executors
 interpret these nodes, traces see their shapes. Gradients are transposes of the linear map over all ranks' values
 together (the loss is the sum of what the ranks return), as in JAX: all_gather and reduce_scatter are each other's.
-`rearrange` (einops), `fit` (pad with zeros or cut at the end), `take_range` and `put_range` (a tensor as a range of a flat
-buffer) are ordinary functions with kernels.
+`rearrange` (einops), `fit` (pad with zeros or cut at the end), `take_range` and `put_range` (a tensor as a range of a
+flat buffer) are ordinary functions with kernels.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _rest(ctx: Any, name: str) -> tuple[Any, ...]:
     if ctx.rest is None:
-        raise CollectiveError(f"colofunc.{name} of a max or min has no gradient here; give the strategy its own backward")
+        raise CollectiveError(f"colofunc.{name} of a max or min has no gradient; give the strategy its own backward")
     return ctx.rest
 
 
@@ -225,7 +225,7 @@ def _fit(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _fit_fake(x: Tensor, shape: Sequence[int]) -> Tensor:
     if len(shape) != x.dim():
-        raise CollectiveError(f"colofunc.fit: shape {tuple(shape)} and a tensor of shape {tuple(x.shape)} differ in rank")
+        raise CollectiveError(f"colofunc.fit: {tuple(shape)} and a tensor of shape {tuple(x.shape)} differ in rank")
     return x.new_empty(tuple(shape))
 
 
@@ -243,7 +243,7 @@ def _take_range(x: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 def _take_range_fake(x: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     if offset + prod(shape) > x.numel():
-        raise CollectiveError(f"colofunc.take_range: {tuple(shape)} at {offset} ends past the {x.numel()} elements of x")
+        raise CollectiveError(f"colofunc.take_range: {tuple(shape)} at {offset} ends past the {x.numel()} elements")
     return x.new_empty(tuple(shape))
 
 
@@ -298,11 +298,13 @@ _REARRANGE = define(
 )  # fmt: skip
 _FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_save, _fit_back))
 _TAKE_RANGE = define(
-    "take_range(Tensor x, int offset, int[] shape) -> Tensor", _take_range, _take_range_fake, (_range_save, _take_range_back)
-)
+    "take_range(Tensor x, int offset, int[] shape) -> Tensor",
+    _take_range, _take_range_fake, (_range_save, _take_range_back),
+)  # fmt: skip
 _PUT_RANGE = define(
-    "put_range(Tensor x, int offset, int numel) -> Tensor", _put_range, _put_range_fake, (_range_save, _put_range_back)
-)
+    "put_range(Tensor x, int offset, int numel) -> Tensor",
+    _put_range, _put_range_fake, (_range_save, _put_range_back),
+)  # fmt: skip
 
 COLLECTIVES = frozenset(
     f"colofunc.{name}"
