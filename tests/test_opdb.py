@@ -159,11 +159,23 @@ def report(tally: Tally) -> str:
     return "\n".join(lines)
 
 
+def table(tally: Tally) -> str:
+    """One line per operator: the factors that were split, with the axis sizes; strategies in braces."""
+    split: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for target, factor, n in tally.triples:
+        split[target][factor].add(n)
+    lines = []
+    for target, factors in sorted(split.items()):
+        words = [f + ("/" + ",".join(map(str, sorted(ns))) if 0 not in ns else "") for f, ns in sorted(factors.items())]
+        lines.append(f"{target:48} {'  '.join(words[:12])}{'  ...' if len(words) > 12 else ''}")
+    return "\n".join(lines)
+
+
 def check(samples: int, per_op: int, at_least: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tally = sweep(samples, per_op)
-    print(report(tally), file=sys.stderr)
+    print(table(tally), report(tally), sep="\n", file=sys.stderr)
     assert not tally.broken, report(tally)
     assert len({target for target, _, _ in tally.triples}) >= at_least, report(tally)
 

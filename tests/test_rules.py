@@ -49,6 +49,7 @@ CASES = {
     "split qkv": (("aten.split.Tensor", r(4, 18), 6, 1), {"d0", "c"}),
     "split uneven": (("aten.split_with_sizes.default", r(4, 20), (12, 4, 4), 1), {"d0", "c"}),
     "cat": (("aten.cat.default", [r(4, 6), r(4, 12)], 1), {"d0", "c"}),
+    "cat empty": (("aten.cat.default", [r(0), r(4, 6)], -1), {"d0", "c"}),
     "stack": (("aten.stack.default", [r(4, 6), r(4, 6)], 1), {"d0", "d2"}),
     "repeat": (("aten.repeat.default", r(4), (6, 2)), {"r0", "r1", "d0"}),
     "pad": (("aten.constant_pad_nd.default", r(4, 6), (1, 2)), {"d0"}),
@@ -91,6 +92,7 @@ CASES = {
     "unfold": (("aten.unfold.default", r(4, 6), 1, 2, 1), {"d0"}),
     "view_as_complex": (("aten.view_as_complex.default", r(4, 6, 2)), {"b0", "b1"}),
     "as_strided": (("aten.as_strided.default", r(4, 6), (4, 2, 3), (6, 3, 1)), {"f0", "f1", "f2"}),
+    "as_strided of size 1": (("aten.as_strided.default", r(4, 6, 1), (4, 6, 1), (6, 1, 4)), {"f0", "f1"}),
     "einsum": (("aten.einsum.default", "bij,bjk->bik", [r(2, 4, 6), r(2, 6, 10)]), {"b", "i", "j", "k"}),
 }
 

@@ -73,7 +73,7 @@ def layer_norm(call: Call) -> Rule | None:
 
 
 def layer_norm_backward(call: Call) -> Rule | None:
-    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask) and the one of rms norm, which has no mean and b."""
+    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b."""
     x, stat, z, sizes = _layer_dims(call, 2)
     args = call.args
     if "layer" in call.target:

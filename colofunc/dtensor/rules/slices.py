@@ -167,18 +167,21 @@ def unbind(call: Call) -> Rule | None:
 
 def cat(call: Call) -> Rule | None:
     out = out_shape(call)
-    if any(len(t.shape) != len(out) for t in call.ins):
-        return None  # the old special case of empty 1-dim tensors
     dim = wrap(call.arg(1, "dim", 0), len(out))
-    pieces = [t.shape[dim] for t in call.ins]
+    # An operand of shape (0,) joins anything: what an empty key-value cache is.
+    empty = [t.shape == (0,) and len(out) != 1 for t in call.ins]
+    pieces = [0 if e else t.shape[dim] for t, e in zip(call.ins, empty, strict=True)]
     cut = gcd(*pieces)
     if cut == 0:
         return None
     dims, sizes = dims_of(out)
     sizes.pop(f"d{dim}", None)
     ins = [put(dims, dim, blocks(cut, sizes, f"k{i}", n)) for i, n in enumerate(pieces)]
+    ins = [((f"k{i}",),) if e else op for i, (op, e) in enumerate(zip(ins, empty, strict=True))]
     joined = put(dims, dim, blocks(cut, sizes, "k", sum(pieces)))
-    return moves(ins, [joined], sizes, whole=frozenset(f for f in sizes if f.startswith("k")))
+    full = (frozenset(i for i, e in enumerate(empty) if not e),)
+    whole = frozenset(f for f in sizes if f.startswith("k"))
+    return moves(ins, [joined], sizes, whole=whole, linear=full, monotone=full)
 
 
 def stack(call: Call) -> Rule | None:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any
 
+import attrs
+
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Factors, Operand, Rule
 from colofunc.dtensor.rules.pattern import Args, RuleFn, dims_of, pattern, sets, sizes_from_out, with_arg, wrap
@@ -181,13 +183,11 @@ def movedim(call: Call) -> Rule | None:
 
 
 def as_strided(call: Call) -> Rule | None:
-    """Only where it says what a view says: contiguous strides over all elements."""
+    """Only where it says what a view says: contiguous strides over all elements (those of size-1 dims do not count)."""
     size, stride = tuple(call.arg(1, "size")), tuple(call.arg(2, "stride"))
-    if (
-        call.arg(3, "storage_offset") not in (None, 0)
-        or prod(size) != prod(call.ins[0].shape)
-        or stride != _contiguous(size)
-    ):
+    if call.arg(3, "storage_offset") not in (None, 0) or prod(size) != prod(call.ins[0].shape):
+        return None
+    if any(n != 1 and have != want for n, have, want in zip(size, stride, _contiguous(size), strict=True)):
         return None
     rule = view(call)
 
@@ -196,9 +196,7 @@ def as_strided(call: Call) -> Rule | None:
         local = outs[0].local_shape
         return (call.args[0], local, _contiguous(local)), ()
 
-    return rule and Rule(
-        rule.ins, rule.outs, rule.sizes, whole=rule.whole, linear=rule.linear, monotone=rule.monotone, localize=localize
-    )
+    return None if rule is None else attrs.evolve(rule, localize=localize)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
