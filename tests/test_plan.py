@@ -1,5 +1,6 @@
 """Plan records, the field's words, wishes and plans as constraints."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ MESH = Mesh(dp=2, tp=2, topology="8xa100-80g")
 
 def mlp(batch: int = 64, width: int = 256) -> Program:
     """x -> fc1 -> gelu -> fc2, with paths as a module gives them."""
-    shapes = {0: ((4 * width, width), "params.h.0.fc1.weight", "param"), 1: ((width, 4 * width), "params.h.0.fc2.weight", "param")}
+    shapes = {
+        0: ((4 * width, width), "params.h.0.fc1.weight", "param"),
+        1: ((width, 4 * width), "params.h.0.fc2.weight", "param"),
+    }
     shapes |= {2: ((batch, width), "batch", "batch"), 3: ((4 * width, width), "opt.h.0.fc1.weight", "state")}
     values = {i: Value(i, shape, torch.float32, name, role) for i, (shape, name, role) in shapes.items()}
     for i, shape in ((4, (batch, 4 * width)), (5, (batch, 4 * width)), (6, (batch, width)), (7, (4 * width, width))):
@@ -99,7 +103,7 @@ def test_one_sentence_and_table() -> None:
     plan = plan_of(mlp(), MEGATRON, named={"tp": "the user"})
     assert "tp: Megatron column/row (the user)" in str(plan)
     assert "on dp=2 tp=2 (8xa100-80g)" in str(plan)
-    console = Console(width=250, record=True, file=open("/dev/null", "w"))
+    console = Console(width=250, record=True, file=io.StringIO())
     console.print(plan.table())
     text = console.export_text()
     assert "h.0.fc1 linear" in text and "tp: o" in text and "all_reduce tp" in text
@@ -118,7 +122,7 @@ def test_why_lists_the_choice_and_alternatives() -> None:
     assert "h.0.fc1 colofunc.linear [forward]" in text
     assert "wished: the plan: '*.fc1' -> '{tp: o}'" in text
     assert "instead {" in text
-    with pytest.raises(PlanError, match="matches no operator of the plan; did you mean .*'h.0.fc1'"):
+    with pytest.raises(PlanError, match=r"matches no operator of the plan; did you mean .*'h.0.fc1'"):
         plan.why("h.0.fc3")
 
 
@@ -132,7 +136,9 @@ def test_why_not_gives_the_price_or_the_reason() -> None:
 
 
 def test_find_takes_real_paths_of_folded_layers() -> None:
-    decision = attrs.evolve(plan_of(mlp()).decisions[0], path="h.*.fc1", keys=("h.0.fc1|t|forward|0", "h.1.fc1|t|forward|0"))
+    decision = attrs.evolve(
+        plan_of(mlp()).decisions[0], path="h.*.fc1", keys=("h.0.fc1|t|forward|0", "h.1.fc1|t|forward|0")
+    )
     plan = attrs.evolve(plan_of(mlp()), decisions=(decision,))
     assert plan.find("h.1.fc1") == (decision,)
     assert "×2" in plan.why("h.1.fc1")
@@ -219,7 +225,9 @@ def test_a_strategy_wish_holds_for_the_forward_operator() -> None:
 
 def test_clash_names_both_wishes() -> None:
     zero = Wish("*", "(tp o) ...", axes=("tp",), source="zero(3, 'tp')")
-    with pytest.raises(PlanError, match=r"clash on axis 'tp' of 'params.h.0.fc2.weight'.*zero\(3, 'tp'\).*dim 0.*dim 1"):
+    with pytest.raises(
+        PlanError, match=r"clash on axis 'tp' of 'params.h.0.fc2.weight'.*zero\(3, 'tp'\).*dim 0.*dim 1"
+    ):
         wish_constraints([zero, {"*.fc2.weight": "o (tp i)"}])
     dp = Wish("*", "(dp o) ...", axes=("dp",), source="zero(3, 'dp')")
     assert set(wish_constraints([dp, {"*.fc2.weight": "o (tp i)"}]).items) == {0, 1}
@@ -246,7 +254,7 @@ def test_a_spec_that_does_not_fit_names_the_tensor() -> None:
 
 @pytest.mark.parametrize("plan", [3, {"*": 4}, lambda name, shape: None])
 def test_what_is_no_plan_is_said(plan: Any) -> None:
-    with pytest.raises(PlanError, match="give a|return a spec"):
+    with pytest.raises(PlanError, match=r"give a|return a spec"):
         wishes_of(plan, mlp())
 
 

@@ -101,7 +101,7 @@ def random_program(seed: int) -> Program:
     shape = (1024, 1024)
     values = {i: Value(i, shape, torch.float32, name, role) for i, name, role in ((0, "w", "param"), (1, "x", "batch"))}
     nodes = []
-    for k in range(int(rng.integers(4, 11))):
+    for _ in range(int(rng.integers(4, 11))):
         a, b = (int(i) for i in rng.integers(max(0, len(values) - 4), len(values), 2))
         target = ("aten.mm.default", "aten.add.Tensor", "aten.tanh.default", "aten.t.default")[int(rng.integers(0, 4))]
         args = (Ref(a), Ref(b)) if target[5:7] in ("mm", "ad") else (Ref(a),)
@@ -112,7 +112,9 @@ def random_program(seed: int) -> Program:
     return Program((0, 1), tuple(nodes), outputs, values)
 
 
-def candidates_of(program: Program, mesh: Mesh, most: int | None = None, seed: int = 0) -> Callable[[Node | Value], tuple]:
+def candidates_of(
+    program: Program, mesh: Mesh, most: int | None = None, seed: int = 0
+) -> Callable[[Node | Value], tuple]:
     """All strategies, or `most` of them drawn at random."""
     rng = np.random.default_rng(seed)
     drawn: dict[int, tuple] = {}
@@ -133,7 +135,7 @@ def candidates_of(program: Program, mesh: Mesh, most: int | None = None, seed: i
 
 
 def all_costs(program: Program, mesh: Mesh, candidates: Callable) -> np.ndarray:
-    """The true cost of every assignment, written anew: seconds of strategies and of conversions from the nearest copy."""
+    """The true cost of every assignment, written anew: strategies, and conversions from the nearest copy."""
     items = [program.values[i] for i in program.inputs] + list(program.nodes)
     options = [candidates(item) for item in items]
     grid = np.indices([len(o) for o in options]).reshape(len(items), -1)
@@ -162,7 +164,9 @@ def all_costs(program: Program, mesh: Mesh, candidates: Callable) -> np.ndarray:
         rest = np.array([numbers.setdefault(x.with_pending(()), len(numbers)) for x in list(numbers)])
         wants[id].append(rest[outs[id]])
     every = list(numbers)
-    table = np.array([[0.0 if a is b else conversion_s(a, b, mesh, 4) if a.shape == b.shape else 0.0 for b in every] for a in every])
+    table = np.array(
+        [[0.0 if a is b else conversion_s(a, b, mesh, 4) if a.shape == b.shape else 0.0 for b in every] for a in every]
+    )
     for id, targets in wants.items():
         for k, target in enumerate(targets):
             total += np.minimum.reduce([table[have, target] for have in (outs[id], *targets[:k])])
@@ -237,7 +241,9 @@ def _copies() -> Constraint:
 
 def test_an_impossible_budget_says_the_least_and_what_dominates() -> None:
     program = mlp(512, 64, 2)
-    with pytest.raises(PlanError, match=r"budget of 1 KiB per rank cannot be met.*least peak found is .*(param|activation)"):
+    with pytest.raises(
+        PlanError, match=r"budget of 1 KiB per rank cannot be met.*least peak found is .*(param|activation)"
+    ):
         plan(program, budget_bytes=1024)
 
 
@@ -265,7 +271,9 @@ def test_starred() -> None:
 def test_constraint_that_cannot_be_met_names_operator_and_wish() -> None:
     program = mlp(64, 64, 1)
     never = Constraint("never", lambda s: False, "wish 'batch' -> whole")
-    with pytest.raises(PlanError, match=r"wish 'batch' -> whole cannot be done: input 'params.h.0.w1' of shape \(256, 64\) has"):
+    with pytest.raises(
+        PlanError, match=r"wish 'batch' -> whole cannot be done: input 'params.h.0.w1' of shape \(256, 64\) has"
+    ):
         plan(program, constraints=Constraints({0: (never,)}))
 
 

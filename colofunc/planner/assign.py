@@ -14,10 +14,10 @@ nothing changes. Later residency (keep, recompute, offload) enters as further op
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import attrs
-import numpy as np
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
@@ -29,7 +29,7 @@ from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed,
 from colofunc.planner.eliminate import BIG
 from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import ConvertS, Model, build_model, settled
-from colofunc.planner.problem import Effort
+from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
 from colofunc.program.ir import Node, Program, Value
 
@@ -39,7 +39,9 @@ Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
 class AxisCandidates(Protocol):
     """Candidates that place only `axes`; every other axis lies as in `fixed` (None at first: nowhere)."""
 
-    def __call__(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None, /) -> Sequence[Strategy] | Sequence[Layout]: ...
+    def __call__(
+        self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None, /
+    ) -> Sequence[Strategy] | Sequence[Layout]: ...
 
 
 @attrs.frozen(eq=False)
@@ -73,7 +75,7 @@ def assign(
     seed: int = 0,
     tied: bool | None = None,
     starts: Sequence[Assignment] = (),
-    effort: Effort = Effort(),
+    effort: Effort = NORMAL,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`.
 
@@ -88,9 +90,11 @@ def assign(
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
     choice = search(model, begin, None, seed, effort)
     if model.true_cost(choice) >= BIG:
-        raise PlanError("no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish")
+        raise PlanError(
+            "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
+        )
     live = liveness(program, model, ties)
-    found = _assignment(program, model, ties, live, choice, frozenset())
+    found = _assignment(program, model, ties, live, frozenset(), choice)
     peak = peak_bytes or (lambda a: a.peak_bytes)
     if budget_bytes is None or peak(found) <= budget_bytes:
         return found
@@ -98,8 +102,8 @@ def assign(
     for regather in (frozenset[int](), _parameters(program)):
         again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather).sharing(model)
         alive = liveness(program, again, ties)
-        make = lambda x, m=again, a=alive, r=regather: _assignment(program, m, ties, a, x, r)  # noqa: E731
-        result = fit(again, alive, choice, lambda x, make=make: peak(make(x)), budget_bytes, seed, effort)
+        make = partial(_assignment, program, again, ties, alive, regather)
+        result = fit(again, alive, choice, partial(_measure, make, peak), budget_bytes, seed, effort)
         if result.choice is not None:
             return make(result.choice)
         least.append((result.least_bytes, result.least_roles))
@@ -117,7 +121,7 @@ def assign_by_axes(
     axes: Sequence[str] | None = None,
     rounds: int = 3,
     seed: int = 0,
-    effort: Effort = Effort(),
+    effort: Effort = NORMAL,
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
@@ -162,7 +166,9 @@ def _apart(fixed: Sequence[Strategy]) -> Constraints:
     """Keep items apart whose fixed axes differ."""
 
     def keep(strategy: Strategy) -> Constraint:
-        return Constraint(("fixed", strategy.name, strategy.ins, strategy.outs), lambda s: True, "the axes decided before")
+        return Constraint(
+            ("fixed", strategy.name, strategy.ins, strategy.outs), lambda s: True, "the axes decided before"
+        )
 
     return Constraints({item: (keep(strategy),) for item, strategy in enumerate(fixed)})
 
@@ -177,7 +183,9 @@ def _strategy_of(assignment: Assignment, item: int) -> Strategy:
     return assignment.model.options[c][assignment.choice[c]]
 
 
-def _choice_of(assignment: Assignment, program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]) -> list[int]:
+def _choice_of(
+    assignment: Assignment, program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]
+) -> list[int]:
     """Another assignment of the same program as option indices here (the first option where it is not offered)."""
     out = []
     for members, strategies in zip(ties.members, options, strict=True):
@@ -190,7 +198,9 @@ def _choice_of(assignment: Assignment, program: Program, ties: Ties, options: Se
 def _starts(program: Program, ties: Ties, model: Model, most: int = 5) -> list[list[int]]:
     """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
     batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
-    largest = max(batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None)
+    largest = max(
+        batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None
+    )
     starts = [[0] * len(model.options)]
     if largest is None or len(model.options) <= 2:
         return starts
@@ -219,12 +229,18 @@ def _first(options: Sequence[Strategy], like: Layout | None) -> int:
     return 0
 
 
+def _measure(
+    make: Callable[[Sequence[int]], Assignment], peak: Callable[[Assignment], int], choice: Sequence[int]
+) -> int:
+    return peak(make(choice))
+
+
 def _parameters(program: Program) -> frozenset[int]:
     return frozenset(i for i in program.inputs if program.values[i].role in ("param", "frozen"))
 
 
 def _assignment(
-    program: Program, model: Model, ties: Ties, live: Liveness, choice: Sequence[int], regather: frozenset[int]
+    program: Program, model: Model, ties: Ties, live: Liveness, regather: frozenset[int], choice: Sequence[int]
 ) -> Assignment:
     picked = [options[o] for options, o in zip(model.options, choice, strict=True)]
     inputs = {id: _whole(picked[ties.of_input(k)]) for k, id in enumerate(program.inputs)}
@@ -242,22 +258,12 @@ def _assignment(
     )
     cost_s, conversions_s = model.true_cost(choice), model.conversions_s(choice)
     peak = live.peak(choice).nbytes
-    return Assignment(strategies, inputs, outputs, cost_s, conversions_s, peak, regather, model, ties, tuple(map(int, choice)))
+    return Assignment(
+        strategies, inputs, outputs, cost_s, conversions_s, peak, regather, model, ties, tuple(map(int, choice))
+    )
 
 
 def _whole(strategy: Strategy) -> Layout:
     layout = strategy.outs[0]
     assert layout is not None
     return layout
-
-
-def bytes_by_option(model: Model, program: Program, ties: Ties) -> list[np.ndarray]:
-    """Local bytes of all results, per class and option, of one member: for reports."""
-    out = []
-    for members, options in zip(ties.members, model.options, strict=True):
-        thing = item_of(program, members[0])
-        ids = (thing.id,) if isinstance(thing, Value) else thing.outs
-        sizes = [0 if i is None else program.values[i].dtype.itemsize for i in ids]
-        rows = [sum(lay.local_numel * n for lay, n in zip(s.outs, sizes, strict=True) if lay is not None) for s in options]
-        out.append(np.array(rows))
-    return out

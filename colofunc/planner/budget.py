@@ -27,7 +27,7 @@ Measure = Callable[[Sequence[int]], int]
 
 @attrs.frozen
 class Fit:
-    """`choice` is None where nothing fits; then `least_bytes` is the least peak seen and `least_roles` what it is made of."""
+    """`choice` is None where nothing fits; `least_bytes` is the least peak seen, `least_roles` what it is made of."""
 
     choice: list[int] | None
     least_bytes: int
@@ -55,7 +55,7 @@ def fit(
 ) -> Fit:
     """The fastest choice found whose measured peak is within the budget."""
     peak = live.peak(start)
-    charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))  # type: ignore[arg-type]
+    charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 3))
     best: tuple[float, list[int], float] | None = None
     least: tuple[int, Mapping[str, int]] = (measure(start), peak.by_role)
@@ -65,7 +65,8 @@ def fit(
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
     for turn in range(18):
-        x = search(model.priced(_copies(model, charge, price)), [x], _extra(model, charge, price), seed, light)
+        priced = model.priced(_copies(model, charge, price))
+        x = search(priced, [x], _extra(model, charge, price), seed, light, fresh=turn % 4 == 0)
         nbytes, seconds = measure(x), model.true_cost(x)
         peak = live.peak(x)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
@@ -128,7 +129,6 @@ def least_error(budget_bytes: int, least_bytes: int, roles: Mapping[str, int]) -
     top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
     return (
         f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak found is "
-        f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or offload"
+        f"{size_text(least_bytes)} ({top} at that moment); "
+        "raise the budget, use more ranks, or add checkpoint or offload"
     )
-
-

@@ -1,6 +1,6 @@
 """Ties: operator calls that stand at the same place of identical layers are decided once.
 
-Problem: OPT-30B's step has 10,000 operator calls, but 48 layers of it are alike; deciding them one by one costs time and
+Problem: OPT-30B's step has 10,000 operator calls, but its 48 layers are alike; deciding them one by one costs time and
 gives plans that differ from layer to layer for no reason. Idea: colour refinement. An item (input leaf or node) starts
 with a colour of what it is: target, arguments, shapes, phase, module path and leaf name with digits starred; then each
 round adds the colours of its producers and consumers. After a few rounds two items of one colour have the same

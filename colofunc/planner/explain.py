@@ -70,7 +70,9 @@ def make_plan(
             decisions.append(_decide(program, found, c, nodes, keys, paid.get(c, _Share()), rule_of, constraints))
     leaves = tuple(_leaf(program.values[i], found.inputs[i]) for i in program.inputs)
     by = named or {}
-    uses = tuple(AxisUse(a, text, by.get(a, "found")) for a, text in describe(program, mesh, found.strategies, found.inputs))
+    uses = tuple(
+        AxisUse(a, text, by.get(a, "found")) for a, text in describe(program, mesh, found.strategies, found.inputs)
+    )
     return Plan(
         mesh.axes,
         mesh.topology.name,
@@ -189,7 +191,9 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
     Raises PlanError where the mesh has other axes, or the plan knows nothing of this program.
     """
     if tuple(plan.mesh) != tuple(mesh.axes):
-        raise PlanError(f"the plan is for mesh {dict(plan.mesh)}, this one is {dict(mesh.axes)}; plan anew or use the plan's mesh")
+        raise PlanError(
+            f"the plan is for mesh {dict(plan.mesh)}, this one is {dict(mesh.axes)}; plan anew or use the plan's mesh"
+        )
     of_key = {key: d for d in plan.decisions for key in d.keys}
     of_leaf = {leaf.name: leaf for leaf in plan.inputs}
     items: dict[int, tuple[Constraint, ...]] = {}
@@ -214,4 +218,3 @@ def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, says: 
         return from_ins == ins and from_outs == outs
 
     return Constraint(("plan", name, ins, outs), accepts, says)
-

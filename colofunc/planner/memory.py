@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
+from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.strategies import FREE
 from colofunc.planner.classes import Ties
 from colofunc.planner.model import Model
@@ -21,7 +22,7 @@ from colofunc.program.ir import Program
 
 @attrs.frozen
 class Peak:
-    """The largest moment. `alive_outs`: (class, result) -> members alive there; `alive_copies`: flow -> values with copies."""
+    """The largest moment. `alive_outs`: (class, result) -> members alive there; `alive_copies`: flow -> copies."""
 
     nbytes: int
     position: int
@@ -57,13 +58,13 @@ class Liveness:
                     pieces.append((*where, own, self.program.values[id].role, (flow.producer, flow.result)))
                 if not any(t is not source for t in targets):
                     continue
-                lives: dict[tuple[object, int], tuple[int, int]] = {}
+                lives: dict[tuple[Layout, int], tuple[int, int]] = {}
                 for (_, _, group), target, (a, b) in zip(flow.uses, targets, self.spans[id], strict=True):
                     if target is not source:
                         low, high = lives.get((target, group), (a, b))
                         lives[target, group] = (min(a, low), max(b, high))
                 for (target, _), (a, b) in lives.items():
-                    pieces.append((a, b, target.local_numel * flow.itemsize, "copy", f))  # type: ignore[attr-defined]
+                    pieces.append((a, b, target.local_numel * flow.itemsize, "copy", f))
         for a, b, nbytes, _, _ in pieces:  # node k is at k + 1, the inputs at 0
             change[a + 1] += nbytes
             change[b + 2] -= nbytes

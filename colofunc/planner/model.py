@@ -14,7 +14,7 @@ A *flow* is one value: its producer, its distinct consumers (class, operand), an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from math import prod
 from typing import Any
 
@@ -92,7 +92,7 @@ class Model:
         return layout
 
     def side(self, cls: int, operand: int | None, result: int = 0) -> tuple[tuple[Layout, ...], NDArray[np.intp]]:
-        """Distinct layouts of an operand (or, with None or -1, a result) over a class's options, and which option has which."""
+        """Distinct layouts of an operand (None, -1: a result) over a class's options, and which option has which."""
         key = ("side", cls, operand, result)
         found = self._tables.get(key)
         if found is None:
@@ -151,7 +151,9 @@ class Model:
             self._want([source, *copies.get(0, [])], settled(source, flow.settle), flow.itemsize, steps)
         return steps
 
-    def _want(self, have: list[Layout], target: Layout, itemsize: int, steps: list[tuple[Layout, Layout, float]]) -> None:
+    def _want(
+        self, have: list[Layout], target: Layout, itemsize: int, steps: list[tuple[Layout, Layout, float]]
+    ) -> None:
         if target in have:
             return
         seconds, best = min(((min(self.convert(h, target, itemsize), BIG), k) for k, h in enumerate(have)))
@@ -183,7 +185,7 @@ class Model:
         return graph
 
     def _pair(self, f: int, k: int) -> Array | None:
-        """Seconds of all values of flow f per option of its producer and of use k, with the price of copies; None: all 0."""
+        """Seconds of flow f per option of its producer and of use k, with the price of copies; None: all 0."""
         flow = self.flows[f]
         price = self.copy_price[f] if self.copy_price else 0.0
         key = ("pair", f, k, price)
@@ -241,10 +243,14 @@ class Model:
 
         for k in range(1, len(lists)):
             before = [j for j in range(k) if j == 0 or groups[j] == groups[k]]
-            total = total + reduce(np.minimum, (spread(self.table(lists[j], lists[k], flow.itemsize), j, k) for j in before))
+            total = total + reduce(
+                np.minimum, (spread(self.table(lists[j], lists[k], flow.itemsize), j, k) for j in before)
+            )
         if flow.settle is not None:
             rest = tuple(settled(s, flow.settle) for s in lists[0])
-            cheapest = spread(np.array([self.convert(s, r, flow.itemsize) for s, r in zip(lists[0], rest, strict=True)]), 0)
+            cheapest = spread(
+                np.array([self.convert(s, r, flow.itemsize) for s, r in zip(lists[0], rest, strict=True)]), 0
+            )
             for j in range(1, len(lists)):
                 if groups[j] == 0:
                     cheapest = np.minimum(cheapest, spread(self.table(lists[j], rest, flow.itemsize).T, 0, j))
@@ -268,7 +274,7 @@ def build_model(
     outputs: dict[int, Layout],
     regather: frozenset[int] = frozenset(),
 ) -> Model:
-    """Cost model of `program`. `outputs`: fixed layouts by output position; `regather`: values converted anew per phase."""
+    """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase."""
     seconds = []
     for c, strategies in enumerate(options):
         item = ties.members[c][0]
@@ -280,7 +286,7 @@ def build_model(
         for c in (flow.producer, *(u[0] for u in flow.uses)):
             touched[c][f] = None
 
-    @lru_cache(maxsize=None)
+    @cache
     def convert(src: Layout, dst: Layout, itemsize: int) -> float:
         try:
             return 0.0 if src is dst else convert_s(src, dst, mesh, itemsize)
@@ -310,9 +316,7 @@ def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh) -
     return mesh.compute_s(cost.flops, cost.nbytes, name) + cost.extra_s + tie_s
 
 
-def _flows(
-    program: Program, ties: Ties, outputs: dict[int, Layout], regather: frozenset[int]
-) -> tuple[Flow, ...]:
+def _flows(program: Program, ties: Ties, outputs: dict[int, Layout], regather: frozenset[int]) -> tuple[Flow, ...]:
     uses: dict[int, dict[tuple[int, int, int], None]] = {id: {} for id in program.values}
     made = {id: (ties.of_input(k), 0) for k, id in enumerate(program.inputs)}
     phases: dict[str, int] = {}

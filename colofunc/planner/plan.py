@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 
 @attrs.frozen
 class Alternative:
-    """Another strategy of the same operator: seconds the whole step would gain or lose by it alone, all else as it is."""
+    """Another strategy of the same operator, and what the whole step would gain or lose by it, all else as it is."""
 
     strategy: str
     axes: tuple[tuple[str, str], ...]
@@ -36,7 +36,7 @@ class Alternative:
 
 @attrs.frozen
 class Decision:
-    """One operator call, or one per identical layer: `keys` has the stable key of each ("path|target|phase|occurrence")."""
+    """One operator call, or one per identical layer; `keys`: the stable key of each, "path|target|phase|occurrence"."""
 
     path: str  # with digits starred where there are several
     target: str
@@ -128,7 +128,9 @@ class Plan:
         """Decisions whose module path or target matches; raises PlanError with near names where none does."""
         found = tuple(d for d in self.decisions if any(matches(n, glob) for n in _names(d)))
         if not found:
-            raise PlanError(f"{glob!r} matches no operator of the plan{near(glob, {d.path or d.target for d in self.decisions})}")
+            raise PlanError(
+                f"{glob!r} matches no operator of the plan{near(glob, {d.path or d.target for d in self.decisions})}"
+            )
         return found
 
     def table(self, glob: str = "*", costly: int | None = None) -> Table:
@@ -151,7 +153,7 @@ class Plan:
         return "\n".join(lines)
 
     def why_not(self, what: str, glob: str = "*") -> str:
-        """What another choice would cost: a strategy ("{tp: i}"), any with an axis on a factor ("tp: i"), or part of a name."""
+        """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name."""
         lines = []
         for d in self.find(glob):
             found = [a for a in d.alternatives if _is(what, a)]
@@ -174,7 +176,9 @@ class Plan:
         before, after = ({k: d.strategy for d in p.decisions for k in d.keys} for p in (self, other))
         lines += _changes(before, after)
         if lines and self.cost_s:
-            lines.append(f"{time_text(self.cost_s)} -> {time_text(other.cost_s)} ({other.cost_s / self.cost_s - 1:+.1%})")
+            lines.append(
+                f"{time_text(self.cost_s)} -> {time_text(other.cost_s)} ({other.cost_s / self.cost_s - 1:+.1%})"
+            )
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -188,12 +192,16 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text())
         except OSError as error:
-            raise PlanError(f"cannot read plan {str(path)!r}: {error.strerror or error}; give the path of Plan.save") from error
+            raise PlanError(
+                f"cannot read plan {str(path)!r}: {error.strerror or error}; give the path of Plan.save"
+            ) from error
         except ValueError as error:
             raise PlanError(f"plan file {str(path)!r} is not JSON ({error}); write it again with Plan.save") from error
         version = data.pop("colofunc_plan", None) if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
-            raise PlanError(f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r}; write it again with Plan.save")
+            raise PlanError(
+                f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r}; write it again with Plan.save"
+            )
         try:
             return _build(Plan, data)
         except (TypeError, KeyError, ValueError) as error:

@@ -1,7 +1,7 @@
 """A plan as a table: identical layers folded, the field's words on top.
 
-    phase     operator                 ×  rule                 strategy        compute   comm   collectives
-    forward   h.*.mlp.fc linear       48  b0 b1 i, o i -> ...  {dp: b0, tp: o}  1.1 ms   0 s
+phase     operator                 ×  rule                 strategy        compute   comm   collectives
+forward   h.*.mlp.fc linear       48  b0 b1 i, o i -> ...  {dp: b0, tp: o}  1.1 ms   0 s
 """
 
 from __future__ import annotations

@@ -82,11 +82,14 @@ class Effort:
 
     exact_elements: int = 1 << 22  # largest table of an exact solution
     pass_elements: int = 1 << 15  # largest table of one step of the neighbourhood search
-    passes: int = 96
-    patience: int = 16  # passes without gain before a search ends
+    passes: int = 64
+    patience: int = 12  # passes without gain before a search ends
 
 
-def solve(problem: Problem, memory_price: float = 0.0, seed: int = 0, effort: Effort = Effort()) -> tuple[int, ...]:
+NORMAL = Effort()
+
+
+def solve(problem: Problem, memory_price: float = 0.0, seed: int = 0, effort: Effort = NORMAL) -> tuple[int, ...]:
     """The cheapest choice found: option index per variable. `memory_price`: seconds per byte of state and live bytes.
 
     Raises PlanError where a variable has no option or every choice is forbidden.

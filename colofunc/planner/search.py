@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 import attrs
 import numpy as np
 
+from colofunc.dtensor.layout import Layout
 from colofunc.planner.eliminate import Array, Graph, eliminate_all, exact_order, partial_order
 from colofunc.planner.model import Model
-from colofunc.planner.problem import Effort, improve
+from colofunc.planner.problem import NORMAL, Effort, improve
 
 Judge = Callable[[Sequence[int]], float]
 
@@ -25,9 +26,13 @@ def search(
     starts: Sequence[Sequence[int]] = (),
     extra: Sequence[Array] | None = None,
     seed: int = 0,
-    effort: Effort = Effort(),
+    effort: Effort = NORMAL,
+    fresh: bool = True,
 ) -> list[int]:
-    """The choice with the least true cost found. `extra`: added seconds per class and option (a price of memory)."""
+    """The choice with the least true cost found. `extra`: added seconds per class and option (a price of memory).
+
+    `fresh`: also search from nothing; without it only from `starts`.
+    """
     exact = _exact(model, extra, effort)
     if exact is not None:
         return exact
@@ -35,7 +40,7 @@ def search(
     rng = np.random.default_rng(seed)
     quick = attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
     pool = [list(s) for s in starts]
-    for share in (1.0, 0.0):
+    for share in (1.0, 0.0) if fresh or not pool else ():
         graph = model.pair_graph(share, extra)
         core, recover = graph.reduce()
         pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
@@ -123,7 +128,7 @@ def _together(
     if len(classes) < 2:
         return []
     rows = {c: _row(graph, around, c, x) for c in (*classes, flow.producer)}
-    wanted: dict[object, dict[int, int]] = {}
+    wanted: dict[Layout, dict[int, int]] = {}
     for use in flow.uses:
         layouts, at = model.side(use[0], use[1])
         for k, layout in enumerate(layouts):
@@ -137,7 +142,7 @@ def _together(
             continue
         out.append(moves)
         if layout in sources and flow.producer not in moves:
-            members = np.flatnonzero(at == sources.index(layout))  # type: ignore[arg-type]
+            members = np.flatnonzero(at == sources.index(layout))
             out.append({**moves, flow.producer: int(members[rows[flow.producer][members].argmin()])})
     return out
 

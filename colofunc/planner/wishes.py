@@ -35,8 +35,8 @@ class Wish:
     """One wish. `match`: a glob on parameter names or module paths, or a test of the name.
 
     `want`: a spec (of a tensor) or "{axis: factor}" (of an operator; "{tp: whole}" keeps tp out). `axes`: it speaks for
-    these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None: parameters,
-    or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match nothing.
+    these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
+    parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match nothing.
     """
 
     match: str | Callable[[str], bool]
@@ -66,7 +66,9 @@ def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wi
         return (plan,)
     if isinstance(plan, Mapping):
         return tuple(
-            attrs.evolve(want, match=match) if isinstance(want, Wish) else Wish(match, _want(want, match), source=source)
+            attrs.evolve(want, match=match)
+            if isinstance(want, Wish)
+            else Wish(match, _want(want, match), source=source)
             for match, want in plan.items()
         )
     if callable(plan):
@@ -77,7 +79,9 @@ def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wi
             if want is not None:
                 found.append(Wish(value.name, _want(want, value.name), source=source))
         if not found:
-            raise PlanError(f"{source}: the function gave no spec for any of the parameters; return a spec for some name")
+            raise PlanError(
+                f"{source}: the function gave no spec for any of the parameters; return a spec for some name"
+            )
         return tuple(found)
     if isinstance(plan, Sequence) and not isinstance(plan, str):
         return tuple(w for part in plan for w in wishes_of(part, program, source))
@@ -87,7 +91,9 @@ def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wi
 def _want(want: object, match: object) -> Want:
     if isinstance(want, (str, Spec, Layout)):
         return want
-    raise PlanError(f"the wish for {match!r} is {want!r}; give a spec such as '(tp o) i' or a strategy such as '{{tp: o}}'")
+    raise PlanError(
+        f"the wish for {match!r} is {want!r}; give a spec such as '(tp o) i' or a strategy such as '{{tp: o}}'"
+    )
 
 
 def constraints_of(
@@ -205,8 +211,14 @@ def _on_operators(
     ]  # fmt: skip
     able = [(k, node) for k, node in hits if _has(rule_of(node), pairs)]
     if hits and not able:
-        rules = {f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule" for _, node in hits}
-        raise PlanError(f"{wish} cannot be done: no operator there has these factors ({'; '.join(sorted(rules)[:6])}); name factors of a rule")
+        rules = {
+            f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
+            for _, node in hits
+        }
+        raise PlanError(
+            f"{wish} cannot be done: no operator there has these factors ({'; '.join(sorted(rules)[:6])}); "
+            "name factors of a rule"
+        )
     want = {a: f for a, f in pairs if mesh.axis_size(a) > 1}
     for k, node in able:
         rule = rule_of(node)
