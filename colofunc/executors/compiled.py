@@ -23,7 +23,7 @@ import torch.fx
 from colofunc.executors.kernels import result_kind
 from colofunc.executors.source import flat_results
 from colofunc.ops.targets import resolve
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
 
 
@@ -61,6 +61,8 @@ def _segment(group: list[Node], end: int, last: Mapping[int, int], target: str) 
     ins = dict.fromkeys(i for node in group for i in node.refs if i not in inside)
     outs = tuple(o for node in group for o in node.outs if o is not None and last.get(o, -1) >= end)
     head = group[0]
+    changed = {i for node in group for i in written(node)}
+    target = f"{target}.{'_'.join(str(k) for k, i in enumerate(ins) if i in changed)}"
     return Node(target, tuple(Ref(i) for i in ins), (), outs, head.phase, head.path, head.line, f"{len(group)} operators compiled")
 
 

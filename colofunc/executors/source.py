@@ -157,12 +157,12 @@ class Writer:
         """An ordinary operator: one line per distinct set of operands."""
         refs = node.refs
         bound = self._bound.get(node.target)
-        changed = () if bound is not None else written(node)
+        changed = written(node)
         keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
         if changed and len(set(keys)) > 1:
             self.separate(changed, keys)
             keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
-        name = self.bind(bound or callable_of(node.target), node.target.split(".")[1] if "." in node.target else node.target)
+        name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
         classes: dict[Hashable, int] = {}

@@ -44,7 +44,12 @@ def is_wire(node: Node) -> bool:
 
 @lru_cache(maxsize=None)
 def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that an operator writes to; () for functional ones."""
+    """(position, name) of the arguments that an operator writes to; () for functional ones.
+
+    A compiled segment says it in its name: "segment.3.0_2" writes to its arguments 0 and 2.
+    """
+    if target.startswith("segment."):
+        return tuple((int(k), "") for k in target.split(".")[2].split("_") if k)
     if target.startswith("colofunc.") and kind_of(Node(target, (), (), ())) is not None:
         return ()
     arguments = overload(target)._schema.arguments

@@ -1,0 +1,240 @@
+"""Executors: the simulated mesh, writes in place to shared tensors, asynchronous pairs, faults, notes on errors."""
+
+import pytest
+import torch
+
+import colofunc.ops.linear
+import colofunc.ops.update
+from colofunc.dtensor.layout import replicated
+from colofunc.executors.compiled import compile_segments
+from colofunc.executors.faults import FaultError, fail
+from colofunc.executors.kernels import rearrange_text
+from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
+from colofunc.mesh import Mesh
+from colofunc.program.facts import rearrange_steps
+from colofunc.program.inplace import in_place
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.schedule import overlap, updates_early
+from einops import rearrange
+
+R = Ref
+MESH = Mesh(dp=2, tp=2)
+
+
+def program(inputs, nodes, outputs, shapes, **fields):
+    """A local float64 program; `shapes`: of value 0, 1, ... ; nodes as (target, args, outs)."""
+    values = {i: Value(i, tuple(s), torch.float64, layout=replicated(tuple(s))) for i, s in enumerate(shapes)}
+    made = tuple(Node(target, tuple(args), (), tuple(outs), line="step.py:1") for target, args, outs in nodes)
+    return Program(tuple(inputs), made, tuple(outputs), values, stage="local", **fields)
+
+
+def per_rank(*shape):
+    return [torch.randn(*shape, dtype=torch.float64) for _ in range(4)]
+
+
+@pytest.mark.parametrize("pattern, names, sizes, shape", [
+    ("a (b c) -> b a c", ("b",), (2,), (4, 6)),
+    ("a b c -> (b a) c", (), (), (2, 3, 4)),
+    ("(a b) c -> a b c", ("a",), (2,), (6, 5)),
+    ("1 a -> a 1", (), (), (1, 3)),
+    ("(a b c) -> (c a) b", ("a", "c"), (2, 5), (30,)),
+])  # fmt: skip
+def test_rearrange_is_einops(pattern, names, sizes, shape):
+    x = torch.randn(shape)
+    got = eval(rearrange_text("x", rearrange_steps(pattern, names, sizes, shape)))
+    torch.testing.assert_close(got, rearrange(x, pattern, **dict(zip(names, sizes))), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind, options, shape, want", [
+    ("all_gather", (), (3,), lambda xs, i: torch.stack(xs)),
+    ("all_reduce", ("sum",), (3,), lambda xs, i: xs[0] + xs[1]),
+    ("all_reduce", ("max",), (3,), lambda xs, i: torch.maximum(*xs)),
+    ("reduce_scatter", ("sum",), (2, 3), lambda xs, i: xs[0][i] + xs[1][i]),
+    ("all_to_all", (), (2, 3), lambda xs, i: torch.stack([xs[0][i], xs[1][i]])),
+    ("permute", ((1, 0),), (3,), lambda xs, i: xs[1 - i]),
+    ("take_shard", (), (2, 3), lambda xs, i: xs[i][i]),
+    ("keep_first", ("sum",), (3,), lambda xs, i: xs[i] * (i == 0)),
+    ("keep_first", ("max",), (3,), lambda xs, i: xs[i]),
+])  # fmt: skip
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_collectives(kind, options, shape, want, axis):
+    p = program([0], [(f"colofunc.{kind}", (R(0), (axis,), 2, *options), (1,))], [1], [shape, shape])
+    xs = per_rank(*shape)
+    (got,) = run_simulated(p, MESH, [xs])
+    for group in MESH.groups((axis,)):
+        for i, r in enumerate(group):
+            torch.testing.assert_close(got[r], want([xs[m] for m in group], i), rtol=0, atol=0)
+
+
+def test_ranks_that_share_compute_once():
+    p = program([0, 1], [("aten.mul.Tensor", (R(0), R(1)), (2,)), ("aten.neg.default", (R(1),), (3,))], [2, 3], [(3,)] * 4)
+    x, y = per_rank(3)[:2]
+    run = compile_program(p, MESH)
+    run([[x, x, y, y], [y] * 4])
+    (function,) = run._functions.values()
+    assert function.source.count(" mul(") == 2
+    assert function.source.count(" neg(") == 1
+
+
+def test_equal_views_of_one_memory_are_one_tensor():
+    # Ranks may hold different objects over the same memory: an update in place must happen once.
+    nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ())]
+    p = program([0, 1, 2], nodes, [0], [(3,), (3,), ()])
+    w, g, lr = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    (out,) = run_simulated(p, MESH, [[w.view(3) for _ in range(4)], [g] * 4, [lr] * 4])
+    assert [o.tolist() for o in out] == [[-1.0] * 3] * 4
+
+
+def test_write_to_a_shared_tensor_with_different_operands():
+    nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ())]
+    p = program([0, 1, 2], nodes, [0], [(3,), (3,), ()])
+    w, lr, gs = torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64), per_rank(3)
+    (out,) = run_simulated(p, MESH, [[w] * 4, gs, [lr] * 4])
+    for got, g in zip(out, gs):
+        torch.testing.assert_close(got, -g)
+    assert len({id(o) for o in out}) == 4
+
+
+def test_write_to_an_input_that_another_input_shares():
+    nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ()), ("aten.neg.default", (R(1),), (3,))]
+    p = program([0, 1, 2], nodes, [0, 3], [(3,), (3,), (), (3,)])
+    w, lr = torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    new, neg = run_simulated(p, MESH, [[w] * 4, [w] * 4, [lr] * 4])
+    assert new[0].tolist() == [0.0] * 3
+    assert neg[0].tolist() == [-1.0] * 3
+
+
+def test_started_collective_is_nan_until_the_wait():
+    nodes = [
+        ("colofunc.all_reduce_start", (R(0), ("dp",), 2, "sum"), (1,)),
+        ("aten.neg.default", (R(1),), (2,)),
+        ("colofunc.wait", (R(1),), (3,)),
+    ]
+    p = program([0], nodes, [2, 3], [(3,)] * 4)
+    xs = per_rank(3)
+    early, late = run_simulated(p, MESH, [xs])
+    assert all(e.isnan().all() for e in early)
+    torch.testing.assert_close(late[0], xs[0] + xs[2])
+
+
+def test_overlap_keeps_numbers_and_order():
+    nodes = [
+        ("aten.neg.default", (R(0),), (2,)),
+        ("aten.exp.default", (R(2),), (3,)),
+        ("colofunc.all_gather", (R(1), ("dp",), 2), (4,)),
+        ("colofunc.rearrange", (R(4), "a b -> (a b)", (), ()), (5,)),
+        ("colofunc.all_reduce", (R(3), ("tp",), 2, "sum"), (6,)),
+        ("aten.add.Tensor", (R(3), R(3)), (7,)),
+        ("colofunc.all_reduce", (R(6), ("dp",), 2, "sum"), (8,)),
+    ]
+    p = program([0, 1], nodes, [5, 7, 8], [(3,), (2,), (3,), (3,), (2, 2), (4,), (3,), (3,), (3,)])
+    split = overlap(p)
+    targets = [n.target.removeprefix("colofunc.") for n in split.nodes]
+    assert targets[0] == "all_gather_start"
+    assert targets.index("all_reduce_start") < targets.index("aten.add.Tensor") < len(targets) - 2
+    xs, ys = per_rank(3), per_rank(2)
+    for a, b in zip(run_simulated(p, MESH, [xs, ys]), run_simulated(split, MESH, [xs, ys])):
+        for s, t in zip(a, b):
+            torch.testing.assert_close(s, t, rtol=0, atol=0)
+
+
+def test_fault_is_raised_once_reached():
+    p = program([0], [("colofunc.all_gather", (R(0), ("dp",), 2), (1,))], [1], [(3,), (2, 3)])
+    run = compile_program(p, MESH)
+    with fail(rank=1, at="all_gather", skip=1):
+        run([per_rank(3)])
+        with pytest.raises(FaultError, match="rank 1 fails at all_gather"):
+            run([per_rank(3)])
+    run([per_rank(3)])
+
+
+def test_error_names_the_node():
+    p = program([0, 1], [("aten.mm.default", (R(0), R(1)), (2,))], [2], [(2, 3), (3, 2), (2, 2)])
+    with pytest.raises(RuntimeError) as caught:
+        run_simulated(p, MESH, [per_rank(2, 3), per_rank(4, 2)])
+    assert any("aten.mm.default" in note and "step.py:1" in note for note in caught.value.__notes__)
+
+
+# ---- in place ----
+
+ADAMW = (0.9, 0.999, 1e-8, 0.01, True)
+
+
+def adamw_program(*, reads_after=False, returns_old=False, view=False):
+    """param 0, grad source 1, moments 2 and 3, step 4, lr 5; new values 7, 8, 9."""
+    nodes = [("aten.neg.default", (R(1),), (6,))]
+    if view:
+        nodes.append(("aten.view.default", (R(0), (3, 1)), (10,)))
+    nodes.append(("colofunc.adamw", (R(0), R(6), R(2), R(3), R(4), R(5), *ADAMW), (7, 8, 9, None)))
+    if reads_after:
+        nodes.append(("aten.exp.default", (R(10 if view else 0),), (11,)))
+    outputs = [7, 8, 9] + ([11] if reads_after else []) + ([0] if returns_old else [])
+    shapes = [(3,), (3,), (3,), (3,), (), (), (3,), (3,), (3,), (3,), (3, 1), (3, 1) if view else (3,)]
+    return program([0, 1, 2, 3, 4, 5], nodes, outputs, shapes, aliases=((0, 0), (1, 2), (2, 3)))
+
+
+def adamw_inputs():
+    state = [torch.randn(3, dtype=torch.float64) for _ in range(3)] + [torch.rand(3, dtype=torch.float64)]
+    return [[x] * 4 for x in (*state, torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64))]
+
+
+def test_update_becomes_in_place():
+    p = adamw_program()
+    q = in_place(p)
+    assert [n.target for n in q.nodes] == ["aten.neg.default", "colofunc.adamw_"]
+    assert q.outputs == (0, 2, 3)
+    inputs = adamw_inputs()
+    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
+    got = run_simulated(q, MESH, inputs)
+    assert got[0][0] is inputs[0][0]
+    for a, b in zip(want, got):
+        torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("unsafe", [dict(reads_after=True), dict(returns_old=True), dict(view=True, reads_after=True)])
+def test_update_stays_functional_where_the_old_value_is_read(unsafe):
+    assert "colofunc.adamw_" not in [n.target for n in in_place(adamw_program(**unsafe)).nodes]
+
+
+def test_updates_move_up_to_their_gradient():
+    nodes = [
+        ("aten.neg.default", (R(2),), (5,)),
+        ("aten.exp.default", (R(2),), (6,)),
+        ("aten.mul.Tensor", (R(0), R(6)), (7,)),
+        ("colofunc.sgd_", (R(0), R(5), None, R(3), R(3), 0.0, 0.0, 0.0, False), ()),
+        ("colofunc.sgd_", (R(1), R(6), None, R(3), R(3), 0.0, 0.0, 0.0, False), ()),
+    ]
+    p = program([0, 1, 2, 3], nodes, [0, 1, 7], [(3,), (3,), (3,), (), (), (3,), (3,), (3,)])
+    moved = updates_early(p)
+    # The first update writes what the multiplication reads, so it stays behind it; the second only needs its gradient.
+    assert [n.args[0].id for n in moved.nodes] == [2, 2, 1, 0, 0]
+    assert [n.target for n in moved.nodes][2:] == ["colofunc.sgd_", "aten.mul.Tensor", "colofunc.sgd_"]
+
+
+def test_compiled_segments_are_exact():
+    nodes = [
+        ("colofunc.linear", (R(0), R(1)), (2,)),
+        ("aten.split.Tensor", (R(2), 1, 1), (3, 4)),
+        ("aten.mul.Tensor", (R(3), R(4)), (5,)),
+        ("colofunc.all_reduce", (R(5), ("tp",), 2, "sum"), (6,)),
+        ("aten.tanh.default", (R(6),), (7,)),
+    ]
+    p = program([0, 1], nodes, [7, 2], [(4, 3), (2, 3), (4, 2), (4, 1), (4, 1), (4, 1), (4, 1), (4, 1)])
+    inputs = [per_rank(4, 3), per_rank(2, 3)]
+    segmented, bound = compile_segments(p, "aot_eager")
+    assert [n.target for n in segmented.nodes] == ["segment.0.", "colofunc.all_reduce", "segment.1."]
+    got = SimulatedProgram(segmented, MESH, bound)(inputs)
+    for a, b in zip(run_simulated(p, MESH, inputs), got):
+        for s, t in zip(a, b):
+            torch.testing.assert_close(s, t)
+
+
+def test_compiled_segment_writes_in_place():
+    p = in_place(adamw_program())
+    inputs = adamw_inputs()
+    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
+    segmented, bound = compile_segments(p, "aot_eager")
+    got = SimulatedProgram(segmented, MESH, bound)(inputs)
+    assert got[0][0] is inputs[0][0]
+    for a, b in zip(want, got):
+        torch.testing.assert_close(a[0], b[0])

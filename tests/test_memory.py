@@ -1,0 +1,72 @@
+"""The accountant against what the simulated mesh really holds, to the byte."""
+
+import pytest
+import torch
+
+import colofunc.ops.attention
+import colofunc.ops.linear
+import colofunc.ops.update
+from colofunc.executors.measure import measure
+from colofunc.mesh import Mesh
+from colofunc.program.inplace import in_place
+from colofunc.program.memory import memory
+from colofunc.program.ir import Ref
+from colofunc.program.schedule import overlap
+from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
+
+R = Ref
+
+
+def agree(p, inputs, mesh=MESH):
+    report, measured = memory(p), measure(p, mesh, inputs)
+    assert dict(report.timeline) == measured.timeline
+    return report
+
+
+def test_views_share_and_copies_do_not():
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        ("aten.t.default", (R(1),), (2,)),
+        ("aten.view.default", (R(1), (12,)), (3,)),
+        ("aten.view.default", (R(2), (12,)), (4,)),  # transposed: a copy
+        ("aten.split.Tensor", (R(3), 6), (5, 6)),
+        ("aten.add.Tensor", (R(5), R(6)), (7,)),
+        ("aten.sum.default", (R(4),), (8,)),
+    ]
+    p = program([0], nodes, [7, 8], [(3, 4), (3, 4), (4, 3), (12,), (12,), (6,), (6,), (6,), ()])
+    report = agree(p, [per_rank(3, 4)])
+    assert report.timeline["device"] == (192, 192, 192, 288, 288, 336, 248)
+    assert report.peak_bytes["device"] == 336
+    assert [live.nbytes for live in report.at_peak] == [96, 96, 96, 48]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_collectives_have_buffers(split):
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        ("colofunc.all_gather", (R(1), ("dp",), 2), (2,)),
+        ("colofunc.rearrange", (R(2), "a b c -> b (a c)", (), ()), (3,)),
+        ("colofunc.rearrange", (R(3), "b (a c) -> a b c", ("a",), (2,)), (4,)),
+        ("colofunc.reduce_scatter", (R(4), ("dp",), 2, "sum"), (5,)),
+        ("colofunc.take_shard", (R(4), ("tp",), 2), (6,)),
+        ("colofunc.keep_first", (R(5), ("tp",), 2, "sum"), (7,)),
+        ("colofunc.permute", (R(7), ("tp",), 2, (1, 0)), (8,)),
+        ("colofunc.all_reduce", (R(8), ("tp",), 2, "sum"), (9,)),
+        ("colofunc.axis_index", (("dp",),), (10,)),
+        ("aten.mul.Tensor", (R(9), R(10)), (11,)),
+    ]
+    shapes = [(2, 3)] * 2 + [(2, 2, 3), (2, 6), (2, 2, 3), (2, 3), (2, 3), (2, 3), (2, 3), (2, 3), (), (2, 3)]
+    p = program([0], nodes, [11, 6], shapes)
+    agree(overlap(p) if split else p, [per_rank(2, 3)])
+
+
+def test_in_place_updates_make_nothing():
+    p = in_place(adamw_program())
+    report = agree(p, adamw_inputs())
+    functional = agree(adamw_program(), adamw_inputs())
+    assert functional.peak_bytes["device"] - report.peak_bytes["device"] == 3 * 24
+
+
+def test_report_reads():
+    text = str(memory(adamw_program()))
+    assert "device: peak" in text and "aten.neg.default" in text
