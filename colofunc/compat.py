@@ -9,6 +9,7 @@ False
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -55,6 +56,12 @@ def disable_modes() -> AbstractContextManager[Any]:
 def no_function_modes() -> AbstractContextManager[Any]:
     """Torch function modes and `__torch_function__` do not see what runs inside."""
     disable: Any = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
+    return disable()
+
+
+def no_dispatch() -> AbstractContextManager[Any]:
+    """Operators reach their kernels although an operand is a Python tensor; for those that change only metadata."""
+    disable: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
     return disable()
 
 
@@ -130,3 +137,10 @@ def strided_factor(placement: Any) -> int | None:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that is equal for tensors that share memory, tensors without data (`meta`) included."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let a `torch.optim` optimizer make the state that it makes before its first step, for one parameter group."""
+    init: Any = optimizer._init_group  # type: ignore[attr-defined]
+    # It appends to one list per kind of state; how many is the class's own affair.
+    init(group, *([] for _ in list(inspect.signature(init).parameters)[1:]))

@@ -213,6 +213,22 @@ def _strided(x: torch.Tensor) -> Any:
     return y, z, y.as_strided((2,), (1,), 3)
 
 
+def _shape_in_place(x: torch.Tensor) -> Any:
+    y = x.clone()
+    z = y.view(4, 3)
+    y.unsqueeze_(0).transpose_(1, 2)
+    z[0] = 7.0
+    y.squeeze_().t_()
+    w = (x * 2).as_strided_((4, 3), (1, 4))
+    w.add_(1)
+    return y, y.shape[0] * x, z, w
+
+
+def _channels_last(x: torch.Tensor) -> Any:
+    y = F.adaptive_avg_pool2d(x.view(1, 3, 2, 2).to(memory_format=torch.channels_last), 1)
+    return y, F.adaptive_avg_pool2d(x.view(1, 3, 2, 2), 1) * 2
+
+
 def _foreach(x: torch.Tensor) -> Any:
     a, b = x.clone(), x * 2
     torch._foreach_add_([a, b], [b, x], alpha=2)
@@ -248,7 +264,7 @@ def _casts(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "fn",
     [
-        _slice_add, _transposed, _chunks, _index_put, _views_of_views, _out_argument, _fills, _strided, _foreach,
+        _slice_add, _transposed, _chunks, _index_put, _views_of_views, _out_argument, _fills, _strided, _foreach, _shape_in_place, _channels_last,
         _in_place_under_autograd, _data_swap, _casts,
     ],
 )  # fmt: skip
@@ -256,6 +272,15 @@ def test_mutation_becomes_functional(fn: Callable[..., Any]) -> None:
     traced = same(fn, torch.randn(3, 4, dtype=f64))
     for name in targets(traced):
         assert not name.split(".")[1].endswith("_"), name
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((4, 3), (1, 4), 0), ((12,), (1,), 0), ((2, 1, 3), (3, 99, 1), 4), ((4, 5, 3), (3, 0, 1), 0), ((3, 4), (4, 1), 0), ((2,), (1,), 3)],
+)
+def test_strides_become_words(size: Any, stride: Any, offset: int) -> None:
+    traced = same(lambda x: (x * 1).as_strided(size, stride, offset), torch.randn(3, 4, dtype=f64))
+    assert "aten.as_strided.default" not in targets(traced)
 
 
 def test_views_are_derived_again_only_when_read() -> None:

@@ -49,6 +49,7 @@ def overload(target: str) -> Any:
         raise ProgramError(f"operator {target!r} is not registered; import the module that defines it") from error
 
 
+@lru_cache(maxsize=None)
 def target_of(func: Any) -> str:
     """The target string of an operator overload."""
     name = str(func)

@@ -65,7 +65,7 @@ class TraceFunctions(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         cell = self.rec.cell(data)
-        tensor.__dict__["_colofunc_cell"] = cell.child(self.rec.read(cell), cell.meta, "", (), ())
+        self.rec.attach(tensor, cell.child(self.rec.read(cell), cell.meta, "", (), ()))
 
     def _mirror_autocast(self) -> None:
         """Tensors of the trace are on the CPU: what autocast says for an accelerator has to hold for them."""

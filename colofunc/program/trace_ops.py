@@ -24,8 +24,9 @@ from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
 from colofunc.program.trace_meta import inside_file, user_line
-from colofunc.program.trace_infer import CPU, Meta, build, contiguous, slots
-from colofunc.program.trace_record import PLACEMENT, Cell, Recorder, flat_results
+from colofunc.program.trace_infer import CPU, build, slots
+from colofunc.program.trace_record import PLACEMENT, Recorder, flat_results, refs_of
+from colofunc.program.trace_strided import as_strided
 from colofunc.program.trace_views import view_calls
 
 Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
@@ -101,29 +102,6 @@ def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     return rec.fresh(rec.read(cell), cell.meta)
 
 
-def as_strided(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Strides belong to memory, so the view is taken from the root, brought into the order of its memory."""
-    tensor, size, stride, *rest = args
-    cell = rec.cell(tensor)
-    base = _memory_order(rec, cell.storage.root)
-    offset = rest[0] if rest else kwargs.get("storage_offset")
-    meta = Meta(tuple(size), tuple(stride), cell.meta.dtype, cell.meta.offset if offset is None else offset)
-    call = (Ref(-1), meta.shape, meta.strides, meta.offset)
-    vid = rec.emit1("aten.as_strided.default", (Ref(rec.read(base)), *call[1:]), meta.shape, meta.dtype)
-    return rec.tensor(base.child(vid, meta, "aten.as_strided.default", call, ()))
-
-
-def _memory_order(rec: Recorder, root: Cell) -> Cell:
-    """`root`, or its permutation that is contiguous in memory."""
-    shape, strides, dtype, _ = root.meta
-    if strides == contiguous(shape, dtype).strides or 0 in shape or not shape:
-        return root
-    order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] == 1, d)))
-    meta = contiguous([shape[d] for d in order], dtype)
-    vid = rec.emit1("aten.permute.default", (Ref(rec.read(root)), order), meta.shape, dtype)
-    return root.child(vid, meta, "aten.permute.default", (Ref(-1), order), ())
-
-
 # ---- mutation ----
 
 
@@ -185,6 +163,22 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     if result.dtype != tensor.dtype:
         result = rec.call(aten._to_copy.default, result, dtype=tensor.dtype)
     rec.write(cell, rec.read(rec.cell(result)))
+
+
+def inplace_view(func: Any) -> Handler:
+    """The handler of an operator that changes the shape of a tensor where it stands (`unsqueeze_`, `t_`)."""
+    form = functional_form(func)
+    if form is None:
+        return unsupported
+
+    def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        view_of = rec.cell(rec.call(form, *args, **kwargs))
+        with compat.no_dispatch():
+            func(*args, **kwargs)
+        rec.attach(args[0], view_of)
+        return args[0]
+
+    return handle
 
 
 def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -271,7 +265,7 @@ def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
     enc = tuple([rec.encode(a) for a in args])
     named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
-    if not all(rec.values[r].device_free for r in _refs((enc, named))):
+    if not all(rec.values[r].device_free for r in refs_of((enc, named))):
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
 
     def known(arg: Any) -> Any:
@@ -292,12 +286,6 @@ def _wrap_known(rec: Recorder, out: Any) -> Any:
         return out
     cell = rec.cell(out)
     return rec.fresh(cell.vid, cell.meta)
-
-
-def _refs(tree: Any) -> list[int]:
-    if isinstance(tree, Ref):
-        return [tree.id]
-    return [r for t in tree for r in _refs(t)] if isinstance(tree, tuple) else []
 
 
 def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -421,6 +409,8 @@ def handler_of(func: Any) -> Handler:
         return dynamic
     if not ours and compat.composite_kernel(func):
         return composite
+    if torch.Tag.inplace_view in func.tags:
+        return inplace_view(func)
     if schema.is_mutable:
         return mutating(func)
     returns_view = any(r.alias_info is not None for r in schema.returns)

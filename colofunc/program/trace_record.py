@@ -107,10 +107,9 @@ class Recorder(compat.TorchDispatchMode):
     def emit(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: list[Any]) -> list[Any]:
         """Append a node; `types` holds (shape, dtype) or None per result. Returns the value ids."""
         phase, path, line = self.where.now()
-        node = Node(target, args, kwargs, (), phase, path, line)
         values = self.values
-        free = target not in COLLECTIVES and all(values[r].device_free for r in node.refs)
-        outs = tuple(None if t is None else self.new_value(t[0], t[1], device_free=free) for t in types)
+        free = target not in COLLECTIVES and all([values[r].device_free for r in refs_of((args, kwargs))])
+        outs = tuple([None if t is None else self.new_value(t[0], t[1], device_free=free) for t in types])
         node = Node(target, args, kwargs, outs, phase, path, line)
         self.nodes.append(node)
         for out in outs:
@@ -164,8 +163,12 @@ class Recorder(compat.TorchDispatchMode):
     def tensor(self, cell: Cell) -> torch.Tensor:
         """A new tensor that stands for a cell."""
         tensor = TraceTensor(cell.meta, self.fake)
-        tensor.__dict__["_colofunc_cell"] = cell
+        self.attach(tensor, cell)
         return tensor
+
+    def attach(self, tensor: torch.Tensor, cell: Cell) -> None:
+        """From now on the tensor stands for `cell`."""
+        tensor.__dict__["_colofunc_cell"] = cell
 
     def fresh(self, vid: int, meta: Meta) -> torch.Tensor:
         """A new tensor with a storage of its own."""
@@ -278,6 +281,19 @@ class Recorder(compat.TorchDispatchMode):
                     self.real[out] = tensor
             pending.pop()
         return self.real[vid]
+
+
+def refs_of(tree: Any) -> list[int]:
+    """Ids of the values in encoded arguments."""
+    found: list[int] = []
+    stack = [tree]
+    while stack:
+        top = stack.pop()
+        if type(top) is Ref:
+            found.append(top.id)
+        elif type(top) is tuple:
+            stack.extend(top)
+    return found
 
 
 def run_node(node: Node, real: dict[int, torch.Tensor]) -> list[Any]:
