@@ -49,7 +49,9 @@ class Tied(nn.Module):
 def same(a: dict, b: dict, tol: float = 1e-12) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name].detach(), rtol=tol, atol=tol, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name].detach(), rtol=tol, atol=tol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 # ---- modules ----
@@ -142,7 +144,7 @@ def test_gradients_of_nested_trees() -> None:
 
 def test_argnums() -> None:
     x, y = torch.randn(3, dtype=D), torch.randn(3, dtype=D)
-    loss, (gx, gy) = value_and_grad(lambda a, b: (a * b).sum(), argnums=(0, 1))(x, y)
+    _, (gx, gy) = value_and_grad(lambda a, b: (a * b).sum(), argnums=(0, 1))(x, y)
     assert torch.equal(gx, y) and torch.equal(gy, x)
     assert torch.equal(value_and_grad(lambda a, b: (a * b).sum(), argnums=1)(x, y)[1], x)
 
@@ -185,20 +187,26 @@ def test_clip_is_torchs(max_norm: float) -> None:
 O = torch.optim
 OPTIMIZERS = [
     (O.SGD, {}), (O.SGD, dict(momentum=0.9, dampening=0.2)), (O.SGD, dict(momentum=0.9, nesterov=True)),
-    (O.Adam, {}), (O.AdamW, dict(amsgrad=True)), (O.RMSprop, {}), (O.RMSprop, dict(momentum=0.9, centered=True, weight_decay=0.1)),
-    (O.Adagrad, dict(lr_decay=0.1, initial_accumulator_value=0.1)), (O.NAdam, {}), (O.NAdam, dict(decoupled_weight_decay=True, weight_decay=0.1)),
+    (O.Adam, {}), (O.AdamW, dict(amsgrad=True)), (O.RMSprop, {}), (O.RMSprop, dict(momentum=0.9, centered=True,
+    weight_decay=0.1)),
+    (O.Adagrad, dict(lr_decay=0.1, initial_accumulator_value=0.1)), (O.NAdam, {}), (O.NAdam,
+    dict(decoupled_weight_decay=True, weight_decay=0.1)),
     (O.Adamax, {}), (O.Adadelta, {}), (O.RAdam, {}), (O.RAdam, dict(weight_decay=0.1, decoupled_weight_decay=True)),
     (O.Rprop, {}), (O.ASGD, dict(t0=3)), (O.Muon, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+@pytest.mark.parametrize(
+    ("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v)
+)
 def test_a_training_step_is_torchs(cls, options, double) -> None:
     """Nine steps with clipping: long enough for RAdam to leave its warm-up."""
     net = bias_free_net() if cls is O.Muon else norm_net()
     ref = copy.deepcopy(net)
     opt = cls(ref.parameters(), lr=1e-2, **options)
-    step, state = train_step(functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean(), clip=0.5)
+    step, state = train_step(
+        functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean(), clip=0.5
+    )
     for _ in range(9):
         x = torch.randn(8, 3, dtype=D)
         loss = (ref(x) ** 2).mean()
@@ -213,7 +221,9 @@ def test_a_training_step_is_torchs(cls, options, double) -> None:
     assert state["opt"]["step"] == 9
 
 
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+@pytest.mark.parametrize(
+    ("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v)
+)
 def test_every_optimizer_traces(cls, options) -> None:
     net = bias_free_net() if cls is O.Muon else norm_net()
     step, state = train_step(functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean())
@@ -287,7 +297,16 @@ def test_a_group_that_matches_nothing() -> None:
 def test_gpt2_trains_as_in_torch() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=11, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=11,
+        n_positions=8,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     net = transformers.GPT2LMHeadModel(config).double()
     ref = copy.deepcopy(net)
@@ -311,7 +330,10 @@ def test_a_loss_that_sees_the_batch() -> None:
     net = bias_free_net()
     batch = {"x": torch.randn(5, 3, dtype=D), "y": torch.randint(0, 2, (5,))}
     step, state = train_step(
-        functional(net), adapt(O.SGD, lr=0.1), loss=lambda out, b: nn.functional.cross_entropy(out, b["y"]), inputs=lambda b: ((b["x"],), {})
+        functional(net),
+        adapt(O.SGD, lr=0.1),
+        loss=lambda out, b: nn.functional.cross_entropy(out, b["y"]),
+        inputs=lambda b: ((b["x"],), {}),
     )
     want = nn.functional.cross_entropy(net(batch["x"]), batch["y"]).detach()
     torch.testing.assert_close(step(state, batch)[1]["loss"], want)

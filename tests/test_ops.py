@@ -96,13 +96,20 @@ def dense(q, k, v, bias=None, causal=False, window=0, rows=0, columns=0):
 def made_bias(kind: str | None) -> torch.Tensor | None:
     if kind == "bool":
         return torch.rand(2, 1, 1, 7) > 0.3
-    return None if kind is None else rand(*{"heads": (1, 4, 5, 7), "matrix": (5, 7), "rows": (2, 1, 5, 1)}[kind], grad=True)
+    return (
+        None
+        if kind is None
+        else rand(*{"heads": (1, 4, 5, 7), "matrix": (5, 7), "rows": (2, 1, 5, 1)}[kind], grad=True)
+    )
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("value_dim", [8, 6])  # 8 takes the flash kernel, 6 the plain path
 @pytest.mark.parametrize("bias", [None, "bool", "heads", "matrix", "rows"])
-@pytest.mark.parametrize(("causal", "window", "rows", "columns"), [(0, 0, 0, 0), (1, 0, 0, 0), (1, 3, 0, 0), (0, 3, 0, 0), (1, 0, 4, 0), (1, 3, 3, 2), (1, 0, 0, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("causal", "window", "rows", "columns"),
+    [(0, 0, 0, 0), (1, 0, 0, 0), (1, 3, 0, 0), (0, 3, 0, 0), (1, 0, 4, 0), (1, 3, 3, 2), (1, 0, 0, 3)],
+)
 def test_attention_is_dense_attention(groups, value_dim, bias, causal, window, rows, columns) -> None:
     q, k, v = rand(2, 4, 5, 8, grad=True), rand(2, groups, 7, 8, grad=True), rand(2, groups, 7, value_dim, grad=True)
     b = made_bias(bias)
@@ -123,15 +130,24 @@ def test_attention_is_dense_attention(groups, value_dim, bias, causal, window, r
 
 
 def test_attention_gradcheck_with_dropout_bias_and_lse() -> None:
-    q, k, v, b = rand(1, 2, 3, 4, grad=True), rand(1, 1, 5, 4, grad=True), rand(1, 1, 5, 3, grad=True), rand(2, 3, 5, grad=True)
+    q, k, v, b = (
+        rand(1, 2, 3, 4, grad=True),
+        rand(1, 1, 5, 4, grad=True),
+        rand(1, 1, 5, 3, grad=True),
+        rand(2, 3, 5, grad=True),
+    )
     seed = torch.tensor(7)
     assert torch.autograd.gradcheck(lambda *a: attention(*a, 0.5, True, 0, 0.4, seed, 1, torch.tensor(2)), (q, k, v, b))
 
 
 @pytest.mark.parametrize("block", [(0, 3), (3, 5)])
 def test_long_rows_are_blocked_and_equal(block, monkeypatch) -> None:
-    monkeypatch.setattr("colofunc.ops.attention.MAX_SCORES", 24)
-    q, k, v = rand(2, 4, 50, 8, grad=True), rand(2, 2, 50, 8, grad=True), rand(2, 2, 50, 6 + block[0] % 2 * 2, grad=True)
+    monkeypatch.setattr("colofunc.ops.attention_parts.MAX_SCORES", 24)
+    q, k, v = (
+        rand(2, 4, 50, 8, grad=True),
+        rand(2, 2, 50, 8, grad=True),
+        rand(2, 2, 50, 6 + block[0] % 2 * 2, grad=True),
+    )
     out, _ = attention(q, k, v, None, 0.3, True, block[1])
     want, _ = dense(q, k, v, None, True, block[1])
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
@@ -143,7 +159,9 @@ def test_long_rows_are_blocked_and_equal(block, monkeypatch) -> None:
 def test_two_blocks_of_keys_merge_to_the_whole() -> None:
     q, k, v = rand(2, 4, 6, 8), rand(2, 2, 6, 8), rand(2, 2, 6, 8)
     whole, whole_lse = attention(q, k, v, None, 0.3, True)
-    parts = [attention(q, k[:, :, a : a + 3], v[:, :, a : a + 3], None, 0.3, True, k_offset=torch.tensor(a)) for a in (0, 3)]
+    parts = [
+        attention(q, k[:, :, a : a + 3], v[:, :, a : a + 3], None, 0.3, True, k_offset=torch.tensor(a)) for a in (0, 3)
+    ]
     assert parts[1][1][0, 0, 0] == -torch.inf  # row 0 sees nothing of the second block
     out, lse = merge([p[0] for p in parts], [p[1] for p in parts])
     torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
@@ -155,7 +173,9 @@ def test_the_gradient_of_blocks_adds_up_with_the_merged_out_and_lse() -> None:
     out, lse = attention(q, k, v, None, 0.3, True)
     dq, dk, dv, _ = attention_backward(g, q, k, v, None, out, lse, 0.3, True)
     parts = [
-        attention_backward(g, q, k[:, :, a : a + 3], v[:, :, a : a + 3], None, out, lse, 0.3, True, k_offset=torch.tensor(a))
+        attention_backward(
+            g, q, k[:, :, a : a + 3], v[:, :, a : a + 3], None, out, lse, 0.3, True, k_offset=torch.tensor(a)
+        )
         for a in (0, 3)
     ]
     torch.testing.assert_close(parts[0][0] + parts[1][0], dq, rtol=1e-11, atol=1e-11)
@@ -221,16 +241,23 @@ def test_adamw_is_torchs(decoupled, amsgrad, maximize, dtype, tol) -> None:
         g = torch.randn(5, 6, dtype=dtype).T  # lies otherwise in memory than the parameter
         ref.grad = g.clone()
         opt.step()
-        p, m, v, new = adamw(p, g, m, v, torch.tensor(step), lr, 0.9, 0.999, 1e-8, 0.1, decoupled, amsgrad, top, maximize)
+        p, m, v, new = adamw(
+            p, g, m, v, torch.tensor(step), lr, 0.9, 0.999, 1e-8, 0.1, decoupled, amsgrad, top, maximize
+        )
         top = new if amsgrad else top
     torch.testing.assert_close(p, ref.detach(), rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize(("momentum", "dampening", "nesterov", "decay"), [(0, 0, False, 0.1), (0.9, 0, False, 0), (0.9, 0.3, False, 0.1), (0.9, 0, True, 0.1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov", "decay"),
+    [(0, 0, False, 0.1), (0.9, 0, False, 0), (0.9, 0.3, False, 0.1), (0.9, 0, True, 0.1)],
+)
 def test_sgd_is_torchs(momentum, dampening, nesterov, decay) -> None:
     p = rand(6, 5)
     ref = p.clone().requires_grad_()
-    opt = torch.optim.SGD([ref], lr=3e-2, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=decay, foreach=False)
+    opt = torch.optim.SGD(
+        [ref], lr=3e-2, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=decay, foreach=False
+    )
     buffer, lr = (torch.zeros_like(p) if momentum else None), torch.tensor(3e-2, dtype=D)
     for step in (1.0, 2.0, 3.0):
         g = rand(6, 5)
@@ -268,7 +295,14 @@ def test_twins_write_the_same_numbers_in_place() -> None:
 
 @pytest.mark.parametrize("op", [adamw, adamw_])
 def test_opcheck_adamw(op) -> None:
-    t = (torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4), torch.rand(3, 4), torch.tensor(1.0), torch.tensor(0.1, dtype=D))
+    t = (
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        torch.rand(3, 4),
+        torch.tensor(1.0),
+        torch.tensor(0.1, dtype=D),
+    )
     torch.library.opcheck(op.op, (*t, 0.9, 0.99, 1e-8, 0.1, True))
     torch.library.opcheck(op.op, (*t, 0.9, 0.99, 1e-8, 0.1, True, True, torch.rand(3, 4)))
 
@@ -348,7 +382,16 @@ def test_multihead_attention_is_opened_up() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("q", "k"), [((4, 3, 8), (4, 5, 8)), ((3, 8), (5, 8)), ((2, 2, 3, 3, 8), (2, 2, 3, 5, 8)), ((2, 4, 3, 8), (1, 4, 5, 8)), ((2, 4, 3, 8), (2, 1, 5, 8))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((4, 3, 8), (4, 5, 8)),
+        ((3, 8), (5, 8)),
+        ((2, 2, 3, 3, 8), (2, 2, 3, 5, 8)),
+        ((2, 4, 3, 8), (1, 4, 5, 8)),
+        ((2, 4, 3, 8), (2, 1, 5, 8)),
+    ],
+)
 @pytest.mark.parametrize("mask", [None, "bool", "full"])
 def test_sdpa_of_any_rank(q, k, mask) -> None:
     query, key, value = rand(*q), rand(*k), rand(*k)
@@ -379,6 +422,17 @@ def test_autocast_is_respected() -> None:
 def test_dropout_off_is_the_input() -> None:
     with canonical.single_device():
         assert F.dropout(X, 0.5, training=False) is X and F.dropout(X, 0.0) is X
+
+
+def test_without_a_seed_torchs_generator_decides() -> None:
+    def run() -> torch.Tensor:
+        with canonical.single_device():
+            return F.dropout(X, 0.5)
+
+    torch.manual_seed(3)
+    first, second = run(), run()
+    torch.manual_seed(3)
+    assert torch.equal(run(), first) and not torch.equal(first, second)
 
 
 def test_a_generator_of_its_own_is_refused() -> None:

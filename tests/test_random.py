@@ -85,7 +85,7 @@ def test_tiles_cover_every_element_once(shape) -> None:
 def test_uniform_moments_and_range() -> None:
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         u = R.random_uniform(SEED, 1, (200_000,), dtype).double()
-        assert 0.0 <= u.min() and u.max() < 1.0
+        assert u.min() >= 0.0 and u.max() < 1.0
         # Means of 200,000 draws: standard error 6.5e-4; bfloat16 draws are multiples of 1/256, low by half of one.
         step = 0.5 / 256 if dtype == torch.bfloat16 else 0.0
         assert abs(u.mean() + step - 0.5) < 4e-3 and abs(u.var() - 1 / 12) < 2e-3
@@ -183,7 +183,12 @@ def test_exponential_and_randint_follow_their_laws() -> None:
 
 @pytest.mark.parametrize("name", ["bits", "uniform", "normal", "bernoulli"])
 def test_opcheck(name: str) -> None:
-    op = {"bits": R.random_bits, "uniform": R.random_uniform, "normal": R.random_normal, "bernoulli": R.random_bernoulli}[name]
+    op = {
+        "bits": R.random_bits,
+        "uniform": R.random_uniform,
+        "normal": R.random_normal,
+        "bernoulli": R.random_bernoulli,
+    }[name]
     middle = {"bits": (), "bernoulli": (torch.float32, 0.3)}.get(name, (torch.float32,))
     torch.library.opcheck(op.op, (SEED, 1, (4, 3), *middle, (4, 3), (6, 1), torch.tensor(3)))
 

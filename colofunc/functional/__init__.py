@@ -5,4 +5,13 @@ from colofunc.functional.modules import Model, abstract, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.functional.train import train_step
 
-__all__ = ["Model", "Optimizer", "abstract", "adapt", "clip_by_global_norm", "functional", "train_step", "value_and_grad"]
+__all__ = [
+    "Model",
+    "Optimizer",
+    "abstract",
+    "adapt",
+    "clip_by_global_norm",
+    "functional",
+    "train_step",
+    "value_and_grad",
+]

@@ -27,7 +27,9 @@ from colofunc.program.trace_tree import Tree, flatten, unflatten
 _DEPTH: ContextVar[int] = ContextVar("colofunc_grad_depth", default=0)
 
 
-def value_and_grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """A function that returns (f(...), gradients with respect to the arguments `argnums`).
 
     `f` returns a 0-dim floating tensor, or with `has_aux` a pair of it and anything; aux carries no gradient.
@@ -58,8 +60,12 @@ def value_and_grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     return wrapped
 
 
-def _differentiated(args: tuple[Any, ...], chosen: tuple[int, ...], inner: bool) -> tuple[list[Any], list[Tensor | None], list[Tree]]:
-    """The arguments with fresh leaves; those leaves (None where one cannot be differentiated); the trees of the chosen."""
+def _differentiated(
+    args: tuple[Any, ...], chosen: tuple[int, ...], inner: bool
+) -> tuple[list[Any], list[Tensor | None], list[Tree]]:
+    """The arguments with fresh leaves; those leaves (None where one cannot be differentiated); the trees of
+    the chosen.
+    """
     new, leaves, trees = list(args), [], []
     for n in chosen:
         found, tree = flatten(args[n], f"arg{n}")
@@ -69,7 +75,7 @@ def _differentiated(args: tuple[Any, ...], chosen: tuple[int, ...], inner: bool)
         trees.append(tree)
     if all(leaf is None for leaf in leaves):
         raise InputError(f"value_and_grad: no floating tensor in argument {chosen}. Try: argnums=")
-    return new, leaves, trees  # type: ignore[return-value]
+    return new, leaves, trees
 
 
 def _fresh(t: Tensor, inner: bool) -> Tensor:
@@ -81,11 +87,15 @@ def _fresh(t: Tensor, inner: bool) -> Tensor:
 
 def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise InputError(f"value_and_grad(has_aux=True): the function returned {type(result).__name__}, not (loss, aux)")
+        raise InputError(
+            f"value_and_grad(has_aux=True): the function returned {type(result).__name__}, not (loss, aux)"
+        )
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"value_and_grad: the loss is {what}, not a 0-dim floating tensor. Try: loss.mean(), or has_aux=True")
+        raise InputError(
+            f"value_and_grad: the loss is {what}, not a 0-dim floating tensor. Try: loss.mean(), or has_aux=True"
+        )
     return loss, aux
 
 

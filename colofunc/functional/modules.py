@@ -51,7 +51,9 @@ class Model:
     def eval(self) -> Model:
         return self.train(False)
 
-    def apply(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+    def apply(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
         """(out, new buffers): the module's forward with these parameters; nothing that is passed in changes."""
         self._check_names(params, buffers)
         # The forward may write to its buffers in place, so it gets copies.
@@ -72,7 +74,9 @@ class Model:
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise InputError(f"apply: {'; '.join(found[:8])}{more}. Try: the dicts of model.params and model.buffers")
 
-    def to_module(self, params: Mapping[str, Tensor] | None = None, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
+    def to_module(
+        self, params: Mapping[str, Tensor] | None = None, buffers: Mapping[str, Tensor] | None = None
+    ) -> nn.Module:
         """A new module that holds these values (the model's own by default). Collective where they are sharded."""
         params = self.params if params is None else params
         buffers = self.buffers if buffers is None else buffers
@@ -105,7 +109,9 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
     params = {name: p.detach() for name, p in named.items() if trains(name, p)}
     whole = [name for name, p in params.items() if not p.is_floating_point()]
     if whole:
-        raise InputError(f"{whole[0]!r} holds {params[whole[0]].dtype} and cannot be trained. Try: a glob that leaves it out")
+        raise InputError(
+            f"{whole[0]!r} holds {params[whole[0]].dtype} and cannot be trained. Try: a glob that leaves it out"
+        )
     frozen = {name: p.detach() for name, p in named.items() if name not in params}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
     return Model(module, params, frozen, buffers)

@@ -56,19 +56,21 @@ class Optimizer:
             return state | ({"momentum_buffer": buffers} if buffers else {})
         return state | torch_optim.init(self.cls, self._grouped(params), params)
 
-    def update(self, grads: Mapping[str, Tensor | None], opt_state: State, params: Mapping[str, Tensor]) -> tuple[Tensors, State]:
+    def update(
+        self, grads: Mapping[str, Tensor | None], opt_state: State, params: Mapping[str, Tensor]
+    ) -> tuple[Tensors, State]:
         """(params, state) after one update. A gradient of None counts as zeros, so weight decay still acts."""
         self._check_names(grads, params)
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
-            full = {n: torch.zeros_like(p) if grads[n] is None else grads[n] for n, p in params.items()}
+            full = {n: torch.zeros_like(p) if (g := grads[n]) is None else g for n, p in params.items()}
             kind = OPERATORS.get(self.cls)
             if kind is None:
                 grouped = self._grouped(params)
                 new, rest = torch_optim.update(self.cls, grouped, self._rates(params, step), full, opt_state, params)
                 return new, {"step": step, **rest}
             run = self._adamw if kind == "adamw" else self._sgd
-            return run(full, opt_state, params, step, self._rates(params, step))  # type: ignore[arg-type]
+            return run(full, opt_state, params, step, self._rates(params, step))
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
@@ -80,7 +82,9 @@ class Optimizer:
 
     # ---- one operator per parameter ----
 
-    def _adamw(self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors) -> tuple[Tensors, State]:
+    def _adamw(
+        self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, State]:
         new: Tensors = {}
         first: Tensors = {}
         second: Tensors = {}
@@ -90,21 +94,35 @@ class Optimizer:
             decoupled = self.cls is torch.optim.AdamW or bool(o.get("decoupled_weight_decay", False))
             top = state["max_exp_avg_sq"][n] if o["amsgrad"] else None
             new[n], first[n], second[n], maximum = ops.adamw(
-                p, grads[n], state["exp_avg"][n], state["exp_avg_sq"][n], step, rates[n], *map(float, o["betas"]), o["eps"],
+                p, grads[n], state["exp_avg"][n], state["exp_avg_sq"][n], step, rates[n], *map(float, o["betas"]),
+                o["eps"],
                 o["weight_decay"], decoupled, o["amsgrad"], top, o["maximize"],
             )  # fmt: skip
             if top is not None:
                 largest[n] = maximum
-        return new, {"step": step, "exp_avg": first, "exp_avg_sq": second} | ({"max_exp_avg_sq": largest} if largest else {})
+        return new, {"step": step, "exp_avg": first, "exp_avg_sq": second} | (
+            {"max_exp_avg_sq": largest} if largest else {}
+        )
 
-    def _sgd(self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors) -> tuple[Tensors, State]:
+    def _sgd(
+        self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, State]:
         new: Tensors = {}
         buffers: Tensors = {}
         for n, p in params.items():
             o = self.of(n)
             buffer = state["momentum_buffer"][n] if o["momentum"] != 0 else None
             new[n], kept = ops.sgd(
-                p, grads[n], buffer, step, rates[n], o["momentum"], o["dampening"], o["weight_decay"], o["nesterov"], o["maximize"]
+                p,
+                grads[n],
+                buffer,
+                step,
+                rates[n],
+                o["momentum"],
+                o["dampening"],
+                o["weight_decay"],
+                o["nesterov"],
+                o["maximize"],
             )
             if buffer is not None:
                 buffers[n] = kept
@@ -119,7 +137,11 @@ class Optimizer:
         def rate(lr: float | Schedule) -> Tensor:
             if lr not in made:
                 value = lr((step - 1).to(torch.float64)) if callable(lr) else lr
-                made[lr] = value.to(torch.float64) if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64)
+                made[lr] = (
+                    value.to(torch.float64)
+                    if isinstance(value, Tensor)
+                    else torch.full((), float(value), dtype=torch.float64)
+                )
             return made[lr]
 
         return {n: rate(self.of(n).get("lr", self.lr)) for n in params}
@@ -147,12 +169,16 @@ class Optimizer:
         extra = [n for n in grads if n not in params]
         if missing or extra:
             raise InputError(
-                f"update: no gradient for {missing[:4]}, no parameter for {extra[:4]}. Try: gradients with the names of the parameters"
+                f"update: no gradient for {missing[:4]}, no parameter for {extra[:4]}. Try: gradients "
+                f"with the names of the parameters"
             )
 
 
 def adapt(
-    cls: type[torch.optim.Optimizer], lr: float | Schedule | None = None, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any
+    cls: type[torch.optim.Optimizer],
+    lr: float | Schedule | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> Optimizer:
     """The functional form of a `torch.optim` class.
 
@@ -166,6 +192,8 @@ def adapt(
     for glob, changed in chosen.items():
         unknown = [k for k in changed if k != "lr" and k not in defaults]
         if unknown:
-            raise InputError(f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}")
+            raise InputError(
+                f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}"
+            )
     defaults.pop("lr", None)
     return Optimizer(cls, rate, defaults, chosen)

@@ -9,13 +9,14 @@ tensor, and rewrites the few calls that take a number only (`alpha=`, `value=`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from colofunc import compat
 from colofunc.errors import InputError, near
 
 Groups = Sequence[tuple[list[str], dict[str, Any]]]  # (names, options)
@@ -78,8 +79,7 @@ def init(cls: type[torch.optim.Optimizer], groups: Groups, params: Mapping[str, 
         t.grad = t.detach()
     optimizer = _build(cls, groups, tensors)
     for group in optimizer.param_groups:
-        lists = [[] for _ in list(inspect.signature(optimizer._init_group).parameters)[1:]]  # type: ignore[attr-defined]
-        optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
+        compat.init_optimizer_group(optimizer, group)
     return _read(optimizer, tensors)
 
 
@@ -99,7 +99,8 @@ def update(
         optimizer.state[t] = {**({"step": state["step"].to(torch.float64, copy=True)} if counted else {}), **held}
     with TensorNumbers():
         # Without the profiler's hooks, which are nothing to record.
-        inspect.unwrap(cls.step)(optimizer)
+        step: Callable[..., Any] = inspect.unwrap(cls.step)
+        step(optimizer)
     return {n: t.detach() for n, t in tensors.items()}, _read(optimizer, tensors)
 
 
@@ -110,7 +111,9 @@ def _read(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> di
             if key == "step" or value is None:
                 continue
             if not isinstance(value, Tensor):
-                raise InputError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no step can return")
+                raise InputError(
+                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no step can return"
+                )
             found.setdefault(key, {})[n] = value.detach()
     return found
 
@@ -132,7 +135,7 @@ class TensorNumbers(TorchFunctionMode):
         if func is Tensor.item and args[0].dim() == 0:
             # float64, so that arithmetic with it is as exact as with the Python number it stands for.
             return args[0].to(torch.float64)
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return _Accelerator()
         number = kwargs.get("alpha", kwargs.get("value"))
         if isinstance(number, Tensor) and func in SCALED:
@@ -146,7 +149,7 @@ def _cast(number: Tensor, like: Tensor) -> Tensor:
     return number.to(like.dtype)
 
 
-SCALED = {
+SCALED: dict[Any, Callable[..., Tensor]] = {
     Tensor.add: lambda a, x, y: x + _cast(a, x) * y,
     Tensor.add_: lambda a, x, y: x.add_(_cast(a, x) * y),
     Tensor.sub_: lambda a, x, y: x.sub_(_cast(a, x) * y),

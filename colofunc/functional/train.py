@@ -1,7 +1,7 @@
 """The dozen lines everybody writes: a training step from a model, an optimizer and a loss.
 
-    step_fn, state = train_step(model, opt, clip=1.0)
-    state, metrics = step_fn(state, batch)        # state: params, buffers, opt; metrics: loss, grad_norm
+step_fn, state = train_step(model, opt, clip=1.0)
+state, metrics = step_fn(state, batch)        # state: params, buffers, opt; metrics: loss, grad_norm
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def default_loss(out: Any) -> Tensor:
         return out
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if not isinstance(loss, Tensor):
-        raise InputError(f"the model returns {type(out).__name__} without a loss. Try: labels in the batch, or loss=lambda out: ...")
+        raise InputError(
+            f"the model returns {type(out).__name__} without a loss. Try: labels in the batch, or loss=lambda out: ..."
+        )
     return loss
 
 
@@ -43,7 +45,8 @@ def train_step(
 ) -> tuple[Step, State]:  # fmt: skip
     """(step_fn, state): `step_fn(state, batch) -> (state, metrics)`.
 
-    `loss(out)`; with `inputs` (batch -> args, kwargs of the model) it is `loss(out, batch)`, for models that do not take
+    `loss(out)`; with `inputs` (batch -> args, kwargs of the model) it is `loss(out, batch)`, for models that do not
+    take
     their labels. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
     """
 

@@ -47,7 +47,9 @@ class Operator:
         return self.function.apply(*args)
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], gradient: Gradient | None = None) -> Operator:
+def define(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], gradient: Gradient | None = None
+) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward)."""
     name = schema.split("(", 1)[0].strip()
     LIBRARY.define(schema)
@@ -63,7 +65,9 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], gr
     return Operator(f"{NAMESPACE}.{name}", op, kernel, function)
 
 
-def _function(name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+def _function(
+    name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
     def forward(*args: Any) -> Any:
         return op(*args)
 

@@ -29,7 +29,9 @@ def _linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     if x.shape[-1] != w.shape[-1]:
-        raise RuleError(f"linear: x {tuple(x.shape)} and w {tuple(w.shape)} differ in the last dim. Try: w of shape (out, in)")
+        raise RuleError(
+            f"linear: x {tuple(x.shape)} and w {tuple(w.shape)} differ in the last dim. Try: w of shape (out, in)"
+        )
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 

@@ -19,7 +19,7 @@ Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, prod, sqrt
 from typing import Any
 
@@ -32,11 +32,12 @@ from colofunc.ops.define import define
 
 aten = torch.ops.aten
 # Elements mixed at a time: two int64 buffers that stay in the second-level cache.
-TILE = 1 << 14
+TILE = 1 << 16
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 # Rounds of the mix: (shift right, then multiply by).
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
+Place = tuple[Sequence[int], Sequence[int], Tensor | None]  # (sizes, strides, offset)
 # Bits that a uniform number of a dtype can hold exactly in [0, 1).
 UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
@@ -52,8 +53,12 @@ class Index:
     columns: Tensor
 
 
-def dim_indices(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Per dim of `shape`, the contribution (n,) int64 of each of its coordinates to the global index, without offset."""
+def dim_indices(
+    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    """Per dim of `shape`, the contribution (n,) int64 of each of its coordinates to the global index,
+    without offset.
+    """
     atoms = [a for a in zip(*_atoms(shape, sizes, strides), strict=True) if a[0] != 1]
     found = []
     for n in shape:
@@ -62,7 +67,9 @@ def dim_indices(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[in
             mine.append(atoms.pop(0))
             size *= mine[-1][0]
         if size != n:
-            raise InputError(f"sizes {tuple(sizes)} do not group to the dims of shape {tuple(shape)}. Try: one atom per dim")
+            raise InputError(
+                f"sizes {tuple(sizes)} do not group to the dims of shape {tuple(shape)}. Try: one atom per dim"
+            )
         found.append(_outer_sum(mine, device))
     return found
 
@@ -83,7 +90,9 @@ def _outer_sum(atoms: Sequence[tuple[int, int]], device: torch.device) -> Tensor
     return total
 
 
-def _index(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], offset: Tensor | None, device: torch.device) -> Index:
+def _index(
+    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], offset: Tensor | None, device: torch.device
+) -> Index:
     merged: list[tuple[int, int]] = []
     for size, stride in zip(*_atoms(shape, sizes, strides), strict=True):
         if size == 1:
@@ -113,9 +122,12 @@ def _mix_int(z: int) -> int:
     return z
 
 
-def _mix_(z: Tensor, spare: Tensor) -> Tensor:
-    """SplitMix64's mix in place. Shifts of int64 are arithmetic, so the sign is masked off."""
-    for shift, factor in ROUNDS:
+def _mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
+    """SplitMix64's mix in place. Shifts of int64 are arithmetic, so the sign is masked off.
+
+    `top_only`: the last round leaves the top 31 bits as they are, so who reads no others can do without it.
+    """
+    for shift, factor in ROUNDS[:-1] if top_only else ROUNDS:
         torch.bitwise_right_shift(z, shift, out=spare)
         z.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
         if factor is not None:
@@ -131,7 +143,7 @@ def _key(seed: Tensor, site: int) -> Tensor | int:
     return _mix_(first, torch.empty_like(first))
 
 
-def _tiles(index: Index, seed: Tensor, site: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, bits) tile by tile; the bits are a buffer that the next tile overwrites."""
     n, m = index.rows.numel(), index.columns.numel()
     rows, columns = index.rows * _signed(GAMMA) + _key(seed, site), index.columns * _signed(GAMMA)
@@ -144,15 +156,23 @@ def _tiles(index: Index, seed: Tensor, site: int) -> Iterator[tuple[slice, slice
             shape = (row.numel(), column.numel())
             z, spare = (b[: shape[0] * shape[1]].view(shape) for b in buffer)
             torch.add(row.unsqueeze(1), column, out=z)
-            yield slice(r, r + height), slice(c, c + width), _mix_(z, spare)
+            yield slice(r, r + height), slice(c, c + width), _mix_(z, spare, top_only)
 
 
-def _filled(seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: Any, to: Any) -> Tensor:
-    """A tensor of `shape` whose tiles are `to(bits)`; `place` is (sizes, strides, offset)."""
+def _filled(
+    seed: Tensor,
+    site: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    place: Place,
+    to: Callable[[Tensor], Tensor],
+    top_only: bool = False,
+) -> Tensor:
+    """A tensor of `shape` whose tiles are `to(bits)`."""
     index = _index(shape, *place, seed.device)
     out = torch.empty((index.rows.numel(), index.columns.numel()), dtype=dtype, device=seed.device)
     if out.numel():
-        for r, c, bits in _tiles(index, seed, site):
+        for r, c, bits in _tiles(index, seed, site, top_only):
             out[r, c] = to(bits)
     return out.view(tuple(shape))
 
@@ -162,8 +182,8 @@ def _top(bits: Tensor, count: int) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Bits, read as int64, are below this with probability p (to 2^-64)."""
-    return min(max(ceil(p * 2.0**64), 0), MASK64 + 1) - (1 << 63)
+    """Bits, read as int64, are below this with probability p (to 2^-31: it is decided by the top 31 bits)."""
+    return (min(max(ceil(p * 2.0**31), 0), 1 << 31) << 33) - (1 << 63)
 
 
 def _below(bits: Tensor, p: float) -> Tensor:
@@ -176,25 +196,35 @@ def _below(bits: Tensor, p: float) -> Tensor:
 
 def _check_seed(seed: Tensor) -> None:
     if seed.dim() != 0 or seed.dtype != torch.int64:
-        raise InputError(f"a seed is a 0-dim int64 tensor, not {seed.dtype} of shape {tuple(seed.shape)}. Try: torch.tensor(0)")
+        raise InputError(
+            f"a seed is a 0-dim int64 tensor, not {seed.dtype} of shape {tuple(seed.shape)}. Try: torch.tensor(0)"
+        )
 
 
 def _random_bits(
-    seed: Tensor, site: int, shape: Sequence[int], sizes: Sequence[int] = (), strides: Sequence[int] = (), offset: Tensor | None = None
+    seed: Tensor,
+    site: int,
+    shape: Sequence[int],
+    sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
+    offset: Tensor | None = None,
 ) -> Tensor:
     return _filled(seed, site, shape, torch.int64, (sizes, strides, offset), lambda bits: bits)
 
 
 def _random_uniform(
-    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     count = UNIFORM_BITS[dtype]
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), lambda bits: _top(bits, count)).mul_(2.0**-count)
+    place = (sizes, strides, offset)
+    return _filled(seed, site, shape, dtype, place, lambda bits: _top(bits, count), count <= 31).mul_(2.0**-count)
 
 
 def _random_normal(
-    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def inverse(bits: Tensor) -> Tensor:
@@ -207,18 +237,26 @@ def _random_normal(
 
 
 def _random_bernoulli(
-    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, p: float, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, p: float, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), lambda bits: _below(bits, p))
+    return _filled(seed, site, shape, dtype, (sizes, strides, offset), lambda bits: _below(bits, p), top_only=True)
 
 
 def _dropout(
-    x: Tensor, seed: Tensor, site: int, p: float, sizes: Sequence[int] = (), strides: Sequence[int] = (), offset: Tensor | None = None
+    x: Tensor,
+    seed: Tensor,
+    site: int,
+    p: float,
+    sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
+    offset: Tensor | None = None,
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
-    keep = _filled(seed, site, x.shape, torch.bool, (sizes, strides, offset), lambda bits: _below(bits, 1.0 - p))
+    place = (sizes, strides, offset)
+    keep = _filled(seed, site, x.shape, torch.bool, place, lambda bits: _below(bits, 1.0 - p), top_only=True)
     return aten.native_dropout_backward(x, keep, 1.0 / (1.0 - p))
 
 
@@ -229,13 +267,18 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor]) -> Tens
         lead = (lead.unsqueeze(1) + d).flatten()
     index = Index(lead, dims[-1])
     out = torch.empty((lead.numel(), dims[-1].numel()), dtype=torch.bool, device=seed.device)
-    for r, c, bits in _tiles(index, seed, site):
+    for r, c, bits in _tiles(index, seed, site, top_only=True):
         out[r, c] = _below(bits, 1.0 - p)
     return out.view([d.numel() for d in dims])
 
 
 def _fake_bits(
-    seed: Tensor, site: int, shape: Sequence[int], sizes: Sequence[int] = (), strides: Sequence[int] = (), offset: Tensor | None = None
+    seed: Tensor,
+    site: int,
+    shape: Sequence[int],
+    sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
+    offset: Tensor | None = None,
 ) -> Tensor:
     _check_seed(seed)
     return seed.new_empty(shape)
@@ -247,7 +290,13 @@ def _fake(seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, *re
 
 
 def _dropout_fake(
-    x: Tensor, seed: Tensor, site: int, p: float, sizes: Sequence[int] = (), strides: Sequence[int] = (), offset: Tensor | None = None
+    x: Tensor,
+    seed: Tensor,
+    site: int,
+    p: float,
+    sizes: Sequence[int] = (),
+    strides: Sequence[int] = (),
+    offset: Tensor | None = None,
 ) -> Tensor:
     _check_seed(seed)
     if not 0.0 <= p <= 1.0:
@@ -256,9 +305,8 @@ def _dropout_fake(
 
 
 def _save_dropout(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, seed, ctx.site, ctx.p, *place = inputs
-    ctx.sizes, ctx.strides = place[0], place[1]
-    ctx.save_for_backward(seed, place[2])
+    _, seed, ctx.site, ctx.p, ctx.sizes, ctx.strides, offset = inputs
+    ctx.save_for_backward(seed, offset)
 
 
 def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
@@ -277,7 +325,9 @@ random_normal = define(
     f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake
 )
 random_bernoulli = define(
-    f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor", _random_bernoulli, _fake
+    f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor",
+    _random_bernoulli,
+    _fake,
 )
 dropout = define(
     f"dropout(Tensor x, Tensor seed, int site, float p, {_PLACE}) -> Tensor",

@@ -46,7 +46,8 @@ def _aligned(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def _adamw_(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
+    beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False,
 ) -> None:  # fmt: skip
@@ -77,7 +78,8 @@ def _adamw_(
 
 
 def _adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
+    beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -88,12 +90,12 @@ def _adamw(
 
 
 def _adamw_fake(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
+    beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    none = not amsgrad or max_exp_avg_sq is None
-    maximum = param.new_empty(0) if none else torch.empty_like(max_exp_avg_sq)
+    maximum = torch.empty_like(max_exp_avg_sq) if amsgrad and max_exp_avg_sq is not None else param.new_empty(0)
     return torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq), maximum
 
 
@@ -137,8 +139,10 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
     return (
-        f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor lr, float beta1, float beta2, "
-        f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? max_exp_avg_sq=None, bool maximize=False)"
+        f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor "
+        f"lr, float beta1, float beta2, "
+        f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? "
+        f"max_exp_avg_sq=None, bool maximize=False)"
     )
 
 
