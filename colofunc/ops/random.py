@@ -47,10 +47,22 @@ UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.b
 
 @attrs.frozen(eq=False)
 class Index:
-    """The global indices of a local tensor as rows (n,) plus columns (m,): element (r, c) has rows[r] + columns[c]."""
+    """The global indices of a local tensor: element (r, c) has rows[r] + columns[c].
+
+    `columns` is given, or where they are equally spaced only its first tile: then there are `count` of them, and those
+    of tile k are the first ones plus `k * TILE * stride`.
+    """
 
     rows: Tensor
     columns: Tensor
+    count: int
+    stride: int | None = None
+
+    def tile(self, c: int, width: int) -> tuple[Tensor, int]:
+        """(first columns, what to add) for the columns c : c + width."""
+        if self.stride is None:
+            return self.columns[c : c + width], 0
+        return self.columns[: min(width, self.count - c)], c * self.stride
 
 
 def dim_indices(
@@ -104,7 +116,8 @@ def _index(
     rows = _outer_sum(merged[:-1], device)
     if offset is not None:
         rows = rows + offset
-    return Index(rows, _outer_sum(merged[-1:], device))
+    count, stride = merged[-1] if merged else (1, 1)
+    return Index(rows, _outer_sum([(min(count, TILE), stride)], device), count, stride)
 
 
 # ---- bits ----
@@ -145,17 +158,19 @@ def _key(seed: Tensor, site: int) -> Tensor | int:
 
 def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, bits) tile by tile; the bits are a buffer that the next tile overwrites."""
-    n, m = index.rows.numel(), index.columns.numel()
-    rows, columns = index.rows * _signed(GAMMA) + _key(seed, site), index.columns * _signed(GAMMA)
+    n, m = index.rows.numel(), index.count
+    rows, first = index.rows * _signed(GAMMA) + _key(seed, site), index.columns * _signed(GAMMA)
+    scaled = attrs.evolve(index, columns=first)
     width = max(1, min(m, TILE))
     height = max(1, TILE // width)
     buffer = torch.empty((2, min(n, height) * width), dtype=torch.int64, device=seed.device)
     for r in range(0, n, height):
         for c in range(0, m, width):
-            row, column = rows[r : r + height], columns[c : c + width]
+            row = rows[r : r + height]
+            column, start = scaled.tile(c, width)
             shape = (row.numel(), column.numel())
             z, spare = (b[: shape[0] * shape[1]].view(shape) for b in buffer)
-            torch.add(row.unsqueeze(1), column, out=z)
+            torch.add(row.unsqueeze(1) + _signed(start * GAMMA), column, out=z)
             yield slice(r, r + height), slice(c, c + width), _mix_(z, spare, top_only)
 
 
@@ -170,7 +185,7 @@ def _filled(
 ) -> Tensor:
     """A tensor of `shape` whose tiles are `to(bits)`."""
     index = _index(shape, *place, seed.device)
-    out = torch.empty((index.rows.numel(), index.columns.numel()), dtype=dtype, device=seed.device)
+    out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
     if out.numel():
         for r, c, bits in _tiles(index, seed, site, top_only):
             out[r, c] = to(bits)
@@ -265,7 +280,7 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor]) -> Tens
     lead = dims[0]
     for d in dims[1:-1]:
         lead = (lead.unsqueeze(1) + d).flatten()
-    index = Index(lead, dims[-1])
+    index = Index(lead, dims[-1], dims[-1].numel())
     out = torch.empty((lead.numel(), dims[-1].numel()), dtype=torch.bool, device=seed.device)
     for r, c, bits in _tiles(index, seed, site, top_only=True):
         out[r, c] = _below(bits, 1.0 - p)
