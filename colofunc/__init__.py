@@ -34,6 +34,7 @@ from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
+from colofunc.planner.plan import Plan
 from colofunc.plugins import hookimpl
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
@@ -54,6 +55,7 @@ __all__ = [
     "MeshError",
     "Model",
     "Optimizer",
+    "Plan",
     "PlanError",
     "PluginError",
     "ProgramError",

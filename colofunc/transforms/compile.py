@@ -32,9 +32,10 @@ from colofunc.program.lower import lower
 from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree, flatten, unflatten
-from colofunc.transforms.decide import decide, given_layouts
+from colofunc.transforms.decide import Candidates, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
+from colofunc.transforms.wanted import wanted
 
 Leaf = torch.Tensor
 
@@ -52,7 +53,7 @@ class StepCompiler:
     """Compiles a staged function once per signature and runs it."""
 
     def __init__(self) -> None:
-        self._ready: dict[Any, Ready] = {}
+        self._ready: dict[Any, list[Ready]] = {}
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         leaves, tree = flatten(args)
@@ -72,15 +73,19 @@ class StepCompiler:
         return self._get(staged, args, leaves, tree).low
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
-        key = (tree.key(), tuple(_leaf_key(leaf) for leaf in leaves), torch.get_default_dtype())
-        ready = self._ready.get(key)
+        key = (tree.key(), tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves), torch.get_default_dtype())
+        known = self._ready.setdefault(key, [])
+        ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
-            ready = self._ready[key] = prepare(staged, args, leaves)
+            ready = prepare(staged, args, leaves)
+            known.append(ready)
         return ready
 
 
-def _leaf_key(leaf: Leaf) -> tuple[Any, ...]:
-    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.sharding if isinstance(leaf, DTensor) else None
+def _lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
+    """Plain tensors can be placed anywhere; a DTensor stays where it is, so the plan must want it there."""
+    pairs = zip(leaves, layouts, strict=False)
+    return all(not isinstance(leaf, DTensor) or leaf.sharding is layout for leaf, layout in pairs)
 
 
 def mesh_of(staged: Staged) -> Mesh:
@@ -105,7 +110,11 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     program = attrs.evolve(program, aliases=aliases)
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
-    decided = decide(program, mesh, registry, given_layouts(program, given), None)
+    candidates = Candidates(program, mesh, registry)
+    constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
+    axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
+    budget = mesh.capacity_bytes("device")
+    decided = decide(program, mesh, candidates, constraints, named, budget, axes)
     planned_s = time.perf_counter() - began - traced_s
     local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local)
     check_program(local, mesh)
@@ -114,7 +123,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
         print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
     inputs = tuple(decided.input_layouts[i] for i in program.inputs)
     low = Lowered(
-        traced, program, tuple(decided.choices), None, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
+        traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
     )
     backend = backend_for(mesh, staged.executor)
     return Ready(low, backend, backend.compile(local, mesh))

@@ -14,10 +14,12 @@ import attrs
 from colofunc.dtensor.convert_pattern import pattern_s
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
+from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, assign, assign_by_axes
-from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.planner.constraints import Constraints, leaf_strategy
+from colofunc.planner.explain import make_plan
+from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
@@ -31,6 +33,7 @@ class Decided:
     choices: tuple[Choice, ...]
     input_layouts: Mapping[int, Layout]
     output_layouts: tuple[Layout, ...]
+    plan: Plan
 
 
 @attrs.define(eq=False)
@@ -51,9 +54,8 @@ class Candidates:
             self._rules[call] = rule
         return self._rules[call]
 
-    def whole(self, item: Node | Value) -> Sequence[Strategy]:
-        """All candidates, over every axis at once."""
-        return self.along(item, self.mesh.axis_names, None)
+    def rule_of(self, node: Node) -> Rule | None:
+        return self.rule(call_of(node, self.program.values)[0])
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
@@ -81,12 +83,6 @@ class Candidates:
         extra = [s for s in self.registry.extra_strategies(call, self.mesh) if _uses_only(s, axes)]
         return [*found, *extra] or [replicated_strategy(call)]
 
-    def following(self, node: Node, operand: int, layout: Layout) -> Strategy | None:
-        """The strategy of `node` that takes an operand as it lies."""
-        call, _ = call_of(node, self.program.values)
-        rule = self.rule(call)
-        return None if rule is None else follow(call, rule, operand, layout)
-
 
 def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
     return all(a in axes for lay in (*strategy.ins, *strategy.outs) if lay is not None for a in lay.axes)
@@ -106,34 +102,21 @@ def _without(layout: Layout, free: set[str]) -> Any:
 def decide(
     program: Program,
     mesh: Mesh,
-    registry: Registry,
+    candidates: Candidates,
     constraints: Constraints,
+    named: Mapping[str, str],
     budget_bytes: int | None,
+    axes: tuple[str, ...],
 ) -> Decided:
-    """Plan the program: exact or searched over all axes at once where at most two are open, axis by axis beyond."""
-    candidates = Candidates(program, mesh, registry)
+    """Plan the program: over all open axes at once where at most two are open, axis by axis beyond."""
     found: Assignment
-    if sum(n > 1 for _, n in mesh.axes) <= 2:
-        found = assign(program, mesh, candidates.whole, constraints, pattern_s, budget_bytes)
+    if sum(mesh.axis_size(a) > 1 for a in axes) <= 2:
+        found = assign(program, mesh, lambda item: candidates.along(item, axes, None), constraints, pattern_s, budget_bytes)
     else:
-        found = assign_by_axes(program, mesh, candidates.along, constraints, pattern_s, budget_bytes)
+        found = assign_by_axes(program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes)
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):
         call, _ = call_of(node, program.values)
         choices.append(Choice(strategy, candidates.rule(call)))
-    return Decided(found, tuple(choices), found.inputs, found.outputs)
-
-
-def given_layouts(program: Program, given: Mapping[int, Layout]) -> Constraints:
-    """Inputs that already lie somewhere stay there."""
-    items: dict[int, tuple[Constraint, ...]] = {}
-    for position, id in enumerate(program.inputs):
-        layout = given.get(id)
-        if layout is not None:
-            items[position] = (pin(layout, f"{program.values[id].name} already lies as {layout.text()!r}"),)
-    return Constraints(items)
-
-
-def pin(layout: Layout, says: str) -> Constraint:
-    """Exactly this layout for an input leaf."""
-    return Constraint(("pin", layout), lambda s: s.outs[0] is layout, says, (leaf_strategy(layout),))
+    plan = make_plan(program, mesh, found, candidates.rule_of, named, constraints, budget_bytes)
+    return Decided(found, tuple(choices), found.inputs, found.outputs, plan)

@@ -14,6 +14,7 @@ import attrs
 
 from colofunc.dtensor.layout import Layout
 from colofunc.mesh import Mesh
+from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_work, program_cost
 from colofunc.program.ir import Program
@@ -48,7 +49,7 @@ class Lowered:
     traced: Traced
     global_program: Program
     choices: tuple[Choice, ...]
-    plan: Any
+    plan: Plan
     program: Program
     mesh: Mesh
     registry: Registry

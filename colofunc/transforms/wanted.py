@@ -1,0 +1,138 @@
+"""What the user fixed beforehand, as constraints for the planner.
+
+Four sources, all meaning "this tensor lies so": DTensor arguments that already lie somewhere, `in_specs` and
+`out_specs` (trees of specs in which a prefix speaks for everything below it), named plans and globs, and an earlier
+plan given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.spec import Spec, bind
+from colofunc.dtensor.strategies import Strategy
+from colofunc.errors import InputError, SpecError, near
+from colofunc.mesh import Mesh
+from colofunc.planner.constraints import NONE, Constraint, Constraints, leaf_strategy
+from colofunc.planner.explain import RuleOf, constraints_from
+from colofunc.planner.wishes import Wish, constraints_of, wishes_of
+from colofunc.program.ir import Program
+from colofunc.program.trace import Traced
+from colofunc.program.trace_tree import Tree
+
+AUTO = None
+
+
+def specs_of(specs: Any, tree: Tree, what: str) -> Iterator[tuple[int, str, str | Spec | Layout]]:
+    """(leaf position, leaf name, spec) for every tensor leaf that `specs` speaks for.
+
+    `specs` has the structure of the tree, or a prefix of it; None leaves everything below to the planner. Raises
+    InputError naming the path where the structures differ or a spec stands on a leaf that is no tensor.
+    """
+    yield from _walk(specs, tree, what, [0])
+
+
+def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[int, str, str | Spec | Layout]]:
+    here = f"{path} ({tree.name or 'the whole'})"
+    if isinstance(specs, (str, Spec, Layout)) or specs is None:
+        if tree.kind == "static" and specs is not None:
+            raise InputError(f"{here}: spec {str(specs)!r} stands on {tree.value!r}, which is no tensor; write None there")
+        for leaf in tree.leaves():
+            if specs is not None:
+                yield at[0], leaf.name, specs
+            at[0] += 1
+        return
+    if isinstance(specs, Mapping):
+        items = {str(k): v for k, v in specs.items()}
+    elif isinstance(specs, (list, tuple)):
+        items = {str(k): v for k, v in enumerate(specs)}
+    else:
+        raise InputError(f"{here}: {specs!r} is no spec; write a string such as '(dp b) ...', a cf.Spec, or None")
+    keys = [str(k) for k in tree.keys]
+    if tree.kind in ("tensor", "static") or set(items) != set(keys):
+        missing = [k for k in keys if k not in items]
+        unknown = [k for k in items if k not in keys]
+        says = f"misses {', '.join(map(repr, missing[:5]))}" if missing else f"has {unknown[0]!r}{near(unknown[0], keys)}" if unknown else "is deeper than the value"
+        raise InputError(f"{here}: the tree of specs {says}; give one spec per leaf, or one spec (or None) for the whole branch")
+    for key, child in zip(keys, tree.children, strict=True):
+        yield from _walk(items[key], child, path, at)
+
+
+def wanted(
+    program: Program,
+    traced: Traced,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+    given: Mapping[int, Layout],
+    plan: Any,
+    rule_of: RuleOf,
+) -> tuple[Constraints, dict[str, str]]:
+    """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words)."""
+    constraints = _given(program, given) | _specs(program, traced, mesh, options)
+    wishes: list[Wish] = []
+    named: dict[str, str] = {}
+    for k, part in enumerate(options.get("plans", ())):
+        name = getattr(part, "name", None) or f"plan {k + 1}"
+        mine = part.wishes(program, mesh) if hasattr(part, "wishes") else wishes_of(part, program, str(name))
+        wishes += mine
+        for wish in mine:
+            for axis in wish.axes or ():
+                named.setdefault(axis, str(name))
+    if wishes:
+        constraints = constraints | constraints_of(wishes, program, mesh, rule_of)
+    if plan is not None:
+        constraints = constraints | constraints_from(plan, program, mesh)
+    return constraints, named
+
+
+def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
+    items: dict[int, tuple[Constraint, ...]] = {}
+    for position, id in enumerate(program.inputs):
+        layout = given.get(id)
+        if layout is not None:
+            items[position] = (pin(layout, f"{program.values[id].name} already lies as {layout.text()!r}"),)
+    return Constraints(items)
+
+
+def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, Any]) -> Constraints:
+    found = NONE
+    if options.get("in_specs") is not None:
+        specs = options["in_specs"]
+        tree = traced.in_tree.children[0]
+        if len(tree.children) == 1 and not isinstance(specs, (tuple, list)):
+            specs = (specs,)
+        items = {}
+        for position, name, spec in specs_of(specs, tree, "in_specs"):
+            value = program.values[program.inputs[position]]
+            layout = _bind(spec, mesh, value.shape, f"in_specs of {name!r}")
+            items[position] = (pin(layout, f"in_specs: {name} as {layout.text()!r}"),)
+        found = found | Constraints(items)
+    if options.get("out_specs") is not None:
+        outputs = {}
+        for position, name, spec in specs_of(options["out_specs"], traced.out_tree, "out_specs"):
+            value = program.values[program.outputs[position]]
+            layout = _bind(spec, mesh, value.shape, f"out_specs of {name!r}")
+            if layout.pending:
+                raise SpecError(f"out_specs of {name!r}: {layout.text()!r} is pending; outputs are reduced, drop the +axis")
+            outputs[position] = layout
+        found = found | Constraints({}, outputs)
+    return found
+
+
+def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout:
+    try:
+        return bind(spec, mesh, shape)
+    except SpecError as error:
+        error.add_note(f"in {what}")
+        raise
+
+
+def pin(layout: Layout, says: str) -> Constraint:
+    """Exactly this layout for an input leaf."""
+
+    def accepts(strategy: Strategy) -> bool:
+        return strategy.outs[0] is layout
+
+    return Constraint(("pin", layout), accepts, says, (leaf_strategy(layout),))
