@@ -534,6 +534,54 @@ def test_cpu_autocast() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.filterwarnings("error:CUDA is not available")
+def test_autocast_of_an_absent_device_is_honoured() -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            y, z = F.linear(x, w), x @ w
+            with torch.autocast("cpu", enabled=False):
+                exact = x @ w
+        return y, z, exact, x @ w
+
+    traced = trace(step, (torch.randn(2, 2), torch.randn(2, 2)))
+    kinds = [traced.program.value(o).dtype for o in traced.program.outputs]
+    assert kinds == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+
+
+def test_autocast_under_func_grad() -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.linear(x, w).float().sum()
+
+    traced = trace(torch.func.grad(loss), (torch.randn(2, 2), torch.randn(2, 2)))
+    assert any(n.target == "colofunc.linear_dw" for n in traced.program.nodes)
+    assert traced.program.value(traced.program.outputs[0]).dtype == torch.float32
+
+
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, dict(momentum=0.9)), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {}), (torch.optim.NAdam, {}),
+        (torch.optim.Adagrad, {}), (torch.optim.Adam, dict(foreach=True)), (torch.optim.Adam, dict(fused=True)),
+    ],
+)  # fmt: skip
+def test_torch_optimizers_inside_a_step(cls: Any, options: dict[str, Any]) -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        p = nn.Parameter(w.clone())
+        opt = cls([p], lr=0.1, **options)
+        for _ in range(2):
+            opt.zero_grad()
+            ((x @ p) ** 2).sum().backward()
+            opt.step()
+        return p.detach()
+
+    same(step, torch.randn(3, 4, dtype=f64), torch.randn(5, 3, dtype=f64))
+
+
 # ---- local code ----
 
 

@@ -26,6 +26,7 @@ from colofunc import compat
 from colofunc.dtensor.rule import TensorType
 from colofunc.errors import InputError, TraceError
 from colofunc.ops import canonical
+from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.trace_function import TraceFunctions
 from colofunc.program.trace_infer import contiguous
@@ -180,7 +181,7 @@ def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activ
 
 def _host_random_state() -> Any:
     kind, keys, *rest = np.random.get_state()
-    return random.getstate(), (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
+    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
 
 # ---- running and collecting ----
@@ -192,6 +193,7 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
         stack.enter_context(activate(rec.where))
         stack.enter_context(rec)
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(honoured_autocast())
         stack.enter_context(TraceFunctions(rec))
         for mode in modes:
             stack.enter_context(mode)

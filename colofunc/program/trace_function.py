@@ -40,7 +40,8 @@ class TraceFunctions(TorchFunctionMode):
             args, kwargs = _one_device(args, kwargs)
         elif "device" in kwargs and kwargs["device"] is not None:
             kwargs = {**kwargs, "device": _CPU}
-        self._mirror_autocast()
+        if torch.is_autocast_enabled("cuda") != self._cuda:
+            self._follow_autocast()
         hooks = compat.saved_tensor_hooks()
         if hooks is not None and _is_checkpoint(hooks):
             # Activation checkpointing is a hint: what to recompute is the planner's choice, so nothing is thrown away.
@@ -67,16 +68,24 @@ class TraceFunctions(TorchFunctionMode):
         cell = self.rec.cell(data)
         self.rec.attach(tensor, cell.child(self.rec.read(cell), cell.meta, "", (), ()))
 
-    def _mirror_autocast(self) -> None:
-        """Tensors of the trace are on the CPU: what autocast says for an accelerator has to hold for them."""
-        wanted = torch.is_autocast_enabled("cuda")
-        if wanted != torch.is_autocast_enabled("cpu") and (wanted or self._mirrored):
-            torch.set_autocast_enabled("cpu", wanted)
-            self._mirrored = wanted
-        if wanted:
-            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    def __enter__(self) -> Any:
+        self._cuda = torch.is_autocast_enabled("cuda")
+        self._before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        if self._cuda:
+            self._follow_autocast()
+        return super().__enter__()
 
-    _mirrored = False
+    def __exit__(self, *exc: Any) -> None:
+        torch.set_autocast_enabled("cpu", self._before[0])
+        torch.set_autocast_dtype("cpu", self._before[1])
+        super().__exit__(*exc)
+
+    def _follow_autocast(self) -> None:
+        """Tensors of the trace are on the CPU: what autocast begins or ends for a GPU has to hold for them."""
+        self._cuda = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cpu", self._cuda)
+        if self._cuda:
+            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
 
 
 def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:

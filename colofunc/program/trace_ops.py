@@ -147,8 +147,10 @@ def mutating(func: Any) -> Handler:
         # What is written comes first among the results of `op_` and `op.out`, last among those of `op` with extras.
         for tensor, result in zip(targets, results[-len(targets) :], strict=True):
             assign(rec, tensor, result)
-        given_back = tuple(targets)
-        return given_back[0] if len(func._schema.returns) == 1 else given_back or None
+        # Results that are written operands are those operands; others come first from the functional form.
+        rest = iter(targets)
+        back = [results[i] if r.alias_info is None else next(rest) for i, r in enumerate(func._schema.returns)]
+        return None if not back else back[0] if len(back) == 1 else tuple(back)
 
     return handle
 
@@ -338,6 +340,11 @@ def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def passthrough(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Profiler marks and the like: they compute nothing."""
+    return func(*args, **kwargs)
+
+
 def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return CPU
 
@@ -399,6 +406,8 @@ def handler_of(func: Any) -> Handler:
     special = SPECIAL.get(func)
     if special is not None:
         return special
+    if func.namespace == "profiler":
+        return passthrough
     ours = func.namespace == "colofunc"
     schema = func._schema
     if not ours and torch.Tag.nondeterministic_seeded in func.tags:
