@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    mesh = cf.Mesh(dp=args.dp, tp=args.tp, topology="8xa100-80g")
+    mesh = cf.Mesh(dp=args.dp, tp=args.tp)
     console = Console(quiet=not mesh.is_main, highlight=False)
     head = console.rule
 
@@ -179,7 +179,7 @@ def main() -> None:
     step = cf.shard(step_fn, mesh)
     low = step.lower(state, batch_at(data, 0, args.batch))
     console.print(f"  the plan: [bold]{low.plan}[/bold]")
-    console.print(low.plan.table())
+    console.print(low.plan.table(costly=12))
 
     head("3. train, beside the single device")
     reference = {k: dict(v) for k, v in state.items()}

@@ -235,6 +235,8 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return _item(args[0])
     leaves, tree = pytree.tree_flatten((args, kwargs))
     mesh, backend = _common_mesh(func, leaves)
     operands = [_as_operand(func, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -243,6 +245,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return leaves[mutated]
     wrapped = [r if not isinstance(r, tuple) else DTensor(r[0], r[1], mesh, backend) for r in results]
     return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _item(x: DTensor) -> Any:
+    """The number of a one-element tensor: local where every rank has it."""
+    layout = x.sharding
+    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend)
+    return whole[0].item()
 
 
 def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
