@@ -112,6 +112,33 @@ def test_func_grad_and_value_and_grad() -> None:
     assert [traced.program.value(i).role for i in traced.program.inputs] == ["param", "param", "batch"]
 
 
+def test_gradients_carry_the_name_of_their_parameter() -> None:
+    def by_backward(w: torch.Tensor, x: torch.Tensor) -> Any:
+        w = w.detach().requires_grad_()
+        (x @ w).sum().backward()
+        return w.grad
+
+    def by_grad(w: torch.Tensor, x: torch.Tensor) -> Any:
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad((x @ w).sum(), w)[0]
+
+    by_func = torch.func.grad(lambda w, x: (x @ w).sum())
+    for step in (by_backward, by_grad, lambda w, x: by_func(w, x)):
+        program = trace(step, (torch.randn(3, 4), torch.randn(5, 3))).program
+        value = program.value(program.outputs[0])
+        assert (value.role, value.name) == ("grad", "grad.w")
+
+
+def test_a_leaf_that_requires_grad_is_a_parameter() -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        (x @ w).sum().backward()
+        return w.grad
+
+    program = trace(step, (torch.randn(3, 4, requires_grad=True), torch.randn(5, 3))).program
+    assert [program.value(i).role for i in program.inputs] == ["param", "batch"]
+    assert program.value(program.outputs[0]).role == "grad"
+
+
 def test_second_derivative() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()

@@ -95,7 +95,9 @@ def trace(
     fakes, storages = _make_inputs(rec, leaves, tree.names())
     seed = _make_input(rec, torch.empty((), dtype=torch.int64, device="meta"), "seed", role="seed")[0]
     host_state = _host_random_state()
-    result = _run(rec, fn, unflatten(tree, fakes), modes(lambda: seed))
+    leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
+    functions = TraceFunctions(rec, leaves_with_grad)
+    result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
             "the step draws from Python's or NumPy's random generator, which one recorded program would repeat for ever; "
@@ -119,7 +121,7 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     rec = Recorder(handler_of)
     leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
     fakes, _ = _make_inputs(rec, leaves, [f"arg{i}" for i in range(len(types))])
-    result = _run(rec, fn, (tuple(fakes), {}), ())
+    result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
 
@@ -194,7 +196,6 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
         stack.enter_context(rec)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(honoured_autocast())
-        stack.enter_context(TraceFunctions(rec))
         for mode in modes:
             stack.enter_context(mode)
         return fn(*args, **kwargs)

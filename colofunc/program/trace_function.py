@@ -7,13 +7,15 @@ passes every call on and looks at the few that matter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.program.trace_record import Recorder
+from colofunc.program.trace_record import Cell, Recorder
 
 Tensor = torch.Tensor
 
@@ -26,9 +28,10 @@ _CPU = torch.device("cpu")
 class TraceFunctions(TorchFunctionMode):
     """Looks at calls of torch functions while a trace runs."""
 
-    def __init__(self, rec: Recorder) -> None:
+    def __init__(self, rec: Recorder, leaves: Sequence[tuple[Tensor, str]] = ()) -> None:
         super().__init__()
         self.rec = rec
+        self.leaves = list(leaves)  # differentiated tensors, name of the input behind them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,17 +55,39 @@ class TraceFunctions(TorchFunctionMode):
         if func in _DIFFERENTIATED:
             self._mark([args[0]])
         elif func is torch.autograd.grad:
-            self._mark(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+            inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+            inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            self._mark(inputs)
+            for leaf, gradient in zip(inputs, out):
+                cell = _cell_of(leaf)
+                self._name(gradient, cell.storage.name if cell is not None else "")
+        elif func is Tensor.backward:
+            self._name_gradients()
         elif func == _DATA:
             self._set_data(args[0], args[1])
         return out
 
     def _mark(self, tensors: Any) -> None:
+        """These are differentiated: inputs among them are parameters."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-            plain = compat.unwrap_functorch(tensor)
-            cell = plain.__dict__.get("_colofunc_cell")
-            if cell is not None and plain.dtype.is_floating_point:
+            cell = _cell_of(tensor)
+            if cell is not None and tensor.dtype.is_floating_point and not cell.storage.differentiated:
                 cell.storage.differentiated = True
+                self.leaves.append((tensor, cell.storage.name))
+
+    def _name_gradients(self) -> None:
+        """After a backward pass: what stands in `.grad` of a leaf is the gradient of that input."""
+        for leaf, name in self.leaves:
+            if name and leaf.is_leaf and leaf.grad is not None:
+                self._name(leaf.grad, name)
+
+    def _name(self, gradient: Any, name: str) -> None:
+        cell = _cell_of(gradient) if isinstance(gradient, Tensor) else None
+        if cell is not None and name:
+            vid = self.rec.read(cell)
+            value = self.rec.values[vid]
+            if value.role == "activation":
+                self.rec.values[vid] = attrs.evolve(value, role="grad", name=f"grad.{name}")
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         cell = self.rec.cell(data)
@@ -86,6 +111,12 @@ class TraceFunctions(TorchFunctionMode):
         torch.set_autocast_enabled("cpu", self._cuda)
         if self._cuda:
             torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+
+
+def _cell_of(tensor: Tensor) -> Cell | None:
+    """The cell of a tensor of the trace, through the wrappers of `torch.func`."""
+    found: Cell | None = compat.unwrap_functorch(tensor).__dict__.get("_colofunc_cell")
+    return found
 
 
 def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
