@@ -268,7 +268,7 @@ def _two_unknown(word: str, unknown: list[str], mesh: Mesh) -> str:
     axes = (*mesh.shape, *mesh.views)
     first = next((n for n in unknown if near(n, axes).startswith("; did")), unknown[0])
     return (
-        f"{word} has {len(unknown)} factors of unknown size, {', '.join(map(repr, unknown))}, so the dim cannot be cut; "
+        f"{word} has {len(unknown)} factors of unknown size, {', '.join(map(repr, unknown))}, so it has no cut; "
         f"if all are local, give sizes as in Spec(..., {unknown[0]}=4); "
         f"{first!r} is no mesh axis{near(first, axes, 'axes')}"
     )
