@@ -18,6 +18,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.classes import starred, tie
 from colofunc.planner.constraints import Constraint, Constraints
+from colofunc.planner.describe import describe
 from colofunc.planner.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
@@ -233,6 +234,22 @@ def test_a_budget_is_met_and_shards_the_states() -> None:
     tight = plan(program, budget_bytes=rich.peak_bytes * 2 // 3)
     assert tight.peak_bytes <= rich.peak_bytes * 2 // 3
     assert sum(tight.inputs[i].local_numel * 4 for i in params) <= whole // 4
+
+
+def said(program: Program, mesh: Mesh, found: Assignment) -> str:
+    return " · ".join(words for _, words in describe(program, mesh, found.strategies, found.inputs))
+
+
+def test_the_three_named_cases_are_found() -> None:
+    dp, tp = Mesh(dp=4, topology="8xa100-80g"), Mesh(tp=4, topology="8xa100-80g")
+    small = mlp(256, 1 << 16, 2)
+    copies = Constraints({k: (_copies(),) for k, i in enumerate(small.inputs) if small.values[i].role == "param"})
+    assert said(small, dp, plan(small, dp, constraints=copies)) == "data parallel"
+    large = mlp(2048, 1 << 14, 4)
+    limit = plan(large, dp, constraints=Constraints({0: (_copies(),)})).peak_bytes
+    assert said(large, dp, plan(large, dp, budget_bytes=limit - (1 << 20))) == "ZeRO-3"
+    wide = mlp(8192, 2048, 2)
+    assert said(wide, tp, plan(wide, tp)).startswith("Megatron column/row")
 
 
 def _copies() -> Constraint:

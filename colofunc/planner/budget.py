@@ -56,7 +56,7 @@ def fit(
     """The fastest choice found whose measured peak is within the budget."""
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
-    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 3))
+    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 4), sweeps=False)
     best: tuple[float, list[int], float] | None = None
     least: tuple[int, Mapping[str, int]] = (measure(start), peak.by_role)
     if least[0] <= budget_bytes:
@@ -64,9 +64,9 @@ def fit(
     x = list(start)
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
-    for turn in range(18):
+    for turn in range(16):
         priced = model.priced(_copies(model, charge, price))
-        x = search(priced, [x], _extra(model, charge, price), seed, light, fresh=turn % 4 == 0)
+        x = search(priced, [x], _extra(model, charge, price), seed, light, fresh=turn == 0)
         nbytes, seconds = measure(x), model.true_cost(x)
         peak = live.peak(x)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
@@ -82,7 +82,7 @@ def fit(
             if turn >= 11 or price > 1e3:
                 break
             price *= 8
-        elif high < low * 1.3:
+        elif high < low * 1.4:
             break
         else:
             price = (low * high) ** 0.5 if low else high / 8

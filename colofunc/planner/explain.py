@@ -62,12 +62,14 @@ def make_plan(
 ) -> Plan:
     """The plan of an assignment. `named`: axis -> the named plan that speaks for it; other axes were found."""
     keys = node_keys(program)
+    budgeted = budget_bytes is not None
     paid = _paid(found, mesh)
     decisions = []
     for c, members in enumerate(found.ties.members):
         if members[0] >= found.ties.n_inputs:
             nodes = [m - found.ties.n_inputs for m in members]
-            decisions.append(_decide(program, found, c, nodes, keys, paid.get(c, _Share()), rule_of, constraints))
+            share = paid.get(c, _Share())
+            decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted))
     leaves = tuple(_leaf(program.values[i], found.inputs[i]) for i in program.inputs)
     by = named or {}
     uses = tuple(
@@ -97,6 +99,7 @@ def _decide(
     share: _Share,
     rule_of: RuleOf,
     constraints: Constraints,
+    budgeted: bool,
 ) -> Decision:
     node = program.nodes[nodes[0]]
     strategy = found.strategies[nodes[0]]
@@ -117,13 +120,15 @@ def _decide(
         own,
         inside + share.seconds / len(nodes),
         share.collectives,
-        _reason(wishes, alternatives, rule, len(found.model.options[c])),
+        _reason(wishes, alternatives, rule, len(found.model.options[c]), budgeted),
         tuple(keys[n] for n in nodes),
         alternatives,
     )
 
 
-def _reason(wishes: Sequence[str], alternatives: Sequence[Alternative], rule: Rule | None, count: int) -> str:
+def _reason(
+    wishes: Sequence[str], alternatives: Sequence[Alternative], rule: Rule | None, count: int, budgeted: bool
+) -> str:
     if wishes:
         return "wished: " + "; ".join(wishes)
     if rule is None and count == 1:
@@ -133,6 +138,8 @@ def _reason(wishes: Sequence[str], alternatives: Sequence[Alternative], rule: Ru
     finite = [a for a in alternatives if a.more_s < BIG]
     if not finite:
         return "all others clash with their neighbours"
+    if budgeted and finite[0].more_s < -1e-9:
+        return f"{finite[0].strategy} would save {time_text(-finite[0].more_s)}, but not memory"
     if finite[0].more_s <= 1e-9:
         return f"as good as {finite[0].strategy}"
     return f"next best {finite[0].strategy} +{time_text(finite[0].more_s)}"

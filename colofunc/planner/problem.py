@@ -83,6 +83,7 @@ class Effort:
     exact_elements: int = 1 << 22  # largest table of an exact solution
     pass_elements: int = 1 << 15  # largest table of one step of the neighbourhood search
     passes: int = 64
+    sweeps: bool = True  # also try moves of single variables and whole flows under the true cost
     patience: int = 12  # passes without gain before a search ends
 
 

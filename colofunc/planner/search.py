@@ -88,10 +88,10 @@ def polish(
             x, best, stale, moved = found, cost_s, 0, True
             continue
         stale += 1
-        if moved and stale >= effort.patience // 2:
+        if effort.sweeps and moved and stale >= effort.patience // 2:
             x, best, moved = _sweep(model, x, best, extra)
             stale = 0 if moved else stale
-        if stale >= effort.patience or (not moved and not fixed):
+        if stale >= effort.patience or (not fixed and not (effort.sweeps and moved)):
             break
     return x
 
@@ -111,7 +111,7 @@ def _sweep(model: Model, x: list[int], best: float, extra: Sequence[Array] | Non
             continue
         scores = _row(graph, around, c, x)
         # The pairwise row underestimates no single move by more than what is shared: the best few are enough.
-        for o in np.argsort(scores, kind="stable")[:6]:
+        for o in np.argsort(scores, kind="stable")[:4]:
             proposal = {c: int(o)}
             gain = change_s(model, x, proposal, extra)
             if gain < -1e-12 * abs(best):

@@ -36,7 +36,8 @@ class Wish:
 
     `want`: a spec (of a tensor) or "{axis: factor}" (of an operator; "{tp: whole}" keeps tp out). `axes`: it speaks for
     these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
-    parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match nothing.
+    parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
+    nothing.
     """
 
     match: str | Callable[[str], bool]
