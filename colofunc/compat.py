@@ -25,7 +25,9 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import placement_types
 from torch.utils import _python_dispatch
 
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = [
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
+]  # fmt: skip
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # A tensor with a shape, a dtype and no storage: torch's documented way to write a wrapper subclass.
@@ -55,13 +57,13 @@ def disable_modes() -> AbstractContextManager[Any]:
 
 def no_function_modes() -> AbstractContextManager[Any]:
     """Torch function modes and `__torch_function__` do not see what runs inside."""
-    disable: Any = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
+    disable: Any = torch._C.DisableTorchFunction
     return disable()
 
 
 def no_dispatch() -> AbstractContextManager[Any]:
     """Operators reach their kernels although an operand is a Python tensor; for those that change only metadata."""
-    disable: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+    disable: Any = torch._C._DisableTorchDispatch
     return disable()
 
 

@@ -105,7 +105,7 @@ def test_check_types_every_node() -> None:
     with pytest.raises(ProgramError, match=r"is f32\[4\], the operator gives torch.float32 \(3,\)"):
         check_program(program.with_nodes(program.nodes, values))
     bad = attrs.evolve(program.nodes[0], target="aten.mm.default", args=(Ref(0), Ref(0)))
-    with pytest.raises(ProgramError, match="aten.mm.default refuses its operands"):
+    with pytest.raises(ProgramError, match=r"aten.mm.default refuses its operands"):
         check_program(program.with_nodes([bad, program.nodes[1]]))
     unknown = attrs.evolve(program.nodes[0], target="aten.nothing.default")
     with pytest.raises(ProgramError, match="not registered"):
@@ -116,17 +116,20 @@ def test_check_knows_the_stages() -> None:
     gather = Node("colofunc.all_gather", (Ref(0), ("dp",), 2), (), (1,))
     values = {0: Value(0, (3,), f64), 1: Value(1, (2, 3), f64)}
     program = Program((0,), (gather,), (1,), values)
-    with pytest.raises(ProgramError, match="collective .* in a global program"):
+    with pytest.raises(ProgramError, match=r"collective .* in a global program"):
         check_program(program)
     with pytest.raises(ProgramError, match="%0 has no layout in a local program"):
         check_program(attrs.evolve(program, stage="local"))
-    layouts = {0: attrs.evolve(values[0], layout=make_layout((((2, "dp"), (3, None)),), (6,))), 1: attrs.evolve(values[1], layout=replicated((2, 3)))}
+    layouts = {
+        0: attrs.evolve(values[0], layout=make_layout((((2, "dp"), (3, None)),), (6,))),
+        1: attrs.evolve(values[1], layout=replicated((2, 3))),
+    }
     local = attrs.evolve(program, stage="local", values=layouts)
     check_program(local, Mesh(dp=2))
     with pytest.raises(ProgramError, match="axis 'dp', which the mesh does not have"):
         check_program(local, Mesh(tp=2))
     wrong = attrs.evolve(local, values={**layouts, 0: attrs.evolve(layouts[0], layout=replicated((6,)))})
-    with pytest.raises(ProgramError, match="has shape .3,., its layout"):
+    with pytest.raises(ProgramError, match=r"has shape .3,., its layout"):
         check_program(wrong)
     write = Node("aten.add_.Tensor", (Ref(0), 1.0), (), (2,))
     mutating = attrs.evolve(local, nodes=(gather, write), values={**layouts, 2: attrs.evolve(layouts[0], id=2)})
@@ -163,14 +166,29 @@ def test_a_saved_program_is_equal_and_runs(tmp_path: Path) -> None:
 
 def test_layouts_survive(tmp_path: Path) -> None:
     layout = make_layout((((2, "dp"), (4, None)),), (8,), (("tp", "max"),), "host", "int8")
-    program = Program((0,), (), (0,), {0: Value(0, (4,), f64, "w", "state", layout)}, aliases=((0, 0),), stage="inplace")
+    program = Program(
+        (0,), (), (0,), {0: Value(0, (4,), f64, "w", "state", layout)}, aliases=((0, 0),), stage="inplace"
+    )
     save(program, tmp_path)
     assert load(tmp_path) == program and load(tmp_path).values[0].layout is layout
 
 
 @pytest.mark.parametrize(
     "arg",
-    [1, 1.5, float("inf"), True, None, "x", (1, (Ref(3), None)), torch.float32, torch.channels_last, torch.strided, torch.device("cpu"), 1 + 2j],
+    [
+        1,
+        1.5,
+        float("inf"),
+        True,
+        None,
+        "x",
+        (1, (Ref(3), None)),
+        torch.float32,
+        torch.channels_last,
+        torch.strided,
+        torch.device("cpu"),
+        1 + 2j,
+    ],
 )
 def test_arguments_survive(arg: Any) -> None:
     back = decode(encode(arg))
@@ -187,7 +205,18 @@ def test_load_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_views_and_copies_that_change_nothing_go() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        y = x.clone().view(2, 6).view(3, 4).t().t().transpose(0, 1).transpose(1, 0).permute(0, 1).to(x.dtype)[:].expand(3, 4)
+        y = (
+            x.clone()
+            .view(2, 6)
+            .view(3, 4)
+            .t()
+            .t()
+            .transpose(0, 1)
+            .transpose(1, 0)
+            .permute(0, 1)
+            .to(x.dtype)[:]
+            .expand(3, 4)
+        )
         return torch.cat([y, torch.zeros(0, dtype=x.dtype)]) + y.contiguous()
 
     assert targets(same_results(step, torch.randn(3, 4, dtype=f64))) == ["aten.add.Tensor"]
@@ -320,7 +349,7 @@ def test_targets_resolve() -> None:
     x = torch.arange(6.0).view(2, 3).t()
     assert torch.equal(resolve("aten.view.default")(x, (6,)), x.reshape(6))
     assert torch.equal(resolve("aten.as_strided.default")(x, (2,), (3,), 1), x.contiguous().as_strided((2,), (3,), 1))
-    with pytest.raises(ProgramError, match="'aten.nothing' is not registered"):
+    with pytest.raises(ProgramError, match=r"'aten.nothing' is not registered"):
         resolve("aten.nothing")
 
 
@@ -336,10 +365,14 @@ def _models() -> dict[str, Callable[[], nn.Module]]:
     transformers = pytest.importorskip("transformers")
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     return {
-        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=32)),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=32)
+        ),
         "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)),
         "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes)),
-        "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=4)),
+        "mistral": lambda: transformers.MistralForCausalLM(
+            transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=4)
+        ),
     }
 
 
@@ -372,7 +405,9 @@ def test_model_steps_equal_eager(name: str) -> None:
     after = simplify(traced.program)
     check_program(after)
     assert not any(v.shape[-2:] == (14, 14) for v in after.values.values())
-    for x, y in zip(run_reference(after, traced.pack((params, ids)) + seed), [*expected.values(), expected_loss], strict=True):
+    for x, y in zip(
+        run_reference(after, traced.pack((params, ids)) + seed), [*expected.values(), expected_loss], strict=True
+    ):
         torch.testing.assert_close(x, y.detach(), rtol=1e-6, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ resolve to their `reshape` form, which runs for any strides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ _RELAXED = {
 }
 
 
-def _as_strided(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> torch.Tensor:
+def _as_strided(
+    x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
+) -> torch.Tensor:
     """Strides in a program are those of the contiguous tensor."""
     return torch.ops.aten.as_strided.default(x.contiguous(), size, stride, offset)
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(target: str) -> Callable[..., Any]:
     """The callable of a target; raises ProgramError where no such operator is registered."""
     if target == "aten.as_strided.default":
@@ -38,7 +40,7 @@ def resolve(target: str) -> Callable[..., Any]:
     return overload(_RELAXED.get(target, target))
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(target: str) -> Any:
     """The operator overload that `target` names, exactly."""
     namespace, _, rest = target.partition(".")
@@ -49,7 +51,7 @@ def overload(target: str) -> Any:
         raise ProgramError(f"operator {target!r} is not registered; import the module that defines it") from error
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_of(func: Any) -> str:
     """The target string of an operator overload."""
     name = str(func)

@@ -57,7 +57,9 @@ def _check_inputs(program: Program, mesh: Mesh | None) -> set[int]:
             raise ProgramError(f"constant %{vid} is not among the inputs")
         value = program.values[vid]
         if program.stage == "global" and (tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype):
-            raise ProgramError(f"constant %{vid} is {tensor.dtype} {tuple(tensor.shape)}, its value says {type_text(value)}")
+            raise ProgramError(
+                f"constant %{vid} is {tensor.dtype} {tuple(tensor.shape)}, its value says {type_text(value)}"
+            )
     return set(program.inputs)
 
 
@@ -70,7 +72,9 @@ def _check_outputs(program: Program, defined: set[int]) -> None:
             raise ProgramError(f"alias ({out}, {into}) points outside of the outputs or inputs")
         mine, theirs = program.values[program.outputs[out]], program.values[program.inputs[into]]
         if (mine.shape, mine.dtype, mine.layout) != (theirs.shape, theirs.dtype, theirs.layout):
-            raise ProgramError(f"output {out} ({type_text(mine)}) cannot be updated in place of input {into} ({type_text(theirs)})")
+            raise ProgramError(
+                f"output {out} ({type_text(mine)}) cannot be updated in place of input {into} ({type_text(theirs)})"
+            )
 
 
 def _value_problem(program: Program, value: Value, mesh: Mesh | None) -> str:
@@ -82,7 +86,8 @@ def _value_problem(program: Program, value: Value, mesh: Mesh | None) -> str:
         named = value.id in program.inputs or value.id in program.outputs
         return f"%{value.id} has no layout in a {program.stage} program" if named else ""
     if layout.local_shape != value.shape:
-        return f"%{value.id} has shape {value.shape}, its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
+        said = f"its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
+        return f"%{value.id} has shape {value.shape}, {said}"
     if mesh is not None:
         sizes = mesh.shape
         for axis in (*layout.axes, *(a for a, _ in layout.pending)):

@@ -60,7 +60,9 @@ def to_dict(program: Program) -> dict[str, Any]:
 def from_dict(data: dict[str, Any], constants: dict[int, torch.Tensor]) -> Program:
     """The inverse of `to_dict`."""
     if data.get("version") != VERSION:
-        raise ProgramError(f"a program of version {data.get('version')} cannot be read by version {VERSION}; save it again")
+        raise ProgramError(
+            f"a program of version {data.get('version')} cannot be read by version {VERSION}; save it again"
+        )
     values = [_value_from(v) for v in data["values"]]
     return Program(
         inputs=tuple(data["inputs"]),

@@ -142,7 +142,14 @@ def _view(node: Node, scope: Scope) -> int | Node | None:
     source, shape = node.args
     if scope.shape(source) == shape:
         return int(source.id)
-    inner = scope.maker(source, "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+    inner = scope.maker(
+        source,
+        "aten.view.default",
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze.default",
+    )
     if inner is not None:
         if scope.shape(inner.args[0]) == shape:
             return int(inner.args[0].id)

@@ -114,7 +114,9 @@ def _folded(node: Node, where: tuple[int, int, int], known: Known, verdicts: dic
     return attrs.evolve(node, args=tuple(args))
 
 
-def classify(mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0) -> tuple[bool, int] | None:
+def classify(
+    mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
+) -> tuple[bool, int] | None:
     """(causal, window) that show exactly what `mask` shows beside the given ones; None if there are none.
 
     `mask`: (..., rows or 1, columns or 1), bool (True is visible) or added to the scores (0 is visible).

@@ -1,6 +1,6 @@
 """Programs as text: one line per node, the same for equal programs.
 
-    %4: f32[8,128,256] «(dp a) b (tp c)» = linear(%3, %1, %2)    # forward transformer.h.0.mlp.c_fc modeling_gpt2.py:120 in forward
+    %4: f32[8,128,256] «(dp a) b (tp c)» = linear(%3, %1, %2)    # forward h.0.mlp.c_fc gpt2.py:120 in forward
 
 `aten.` and an overload named `default` are left out of targets, our own namespace too. Layouts stand in « » where the
 program is local.

@@ -58,7 +58,7 @@ class Traced:
     uses_seed: bool
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-        """The tensor leaves of a call, in the order of the program's inputs. Raises InputError where the tree differs."""
+        """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
         leaves, tree = flatten((tuple(args), dict(kwargs or {})))
         if _nameless(tree) != _nameless(self.in_tree):
             raise InputError("the arguments have another structure or other static values than the traced call")
@@ -87,7 +87,7 @@ def trace(
     """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
 
     `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
-    overriding what is found. `modes`: makes the function modes of canonical operators from a provider of the hidden seed.
+    overriding what is found. `modes`: makes the modes of canonical operators from a provider of the hidden seed.
     Raises TraceError where one recorded program could not repeat what the function does.
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
@@ -100,7 +100,7 @@ def trace(
     result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
-            "the step draws from Python's or NumPy's random generator, which one recorded program would repeat for ever; "
+            "the step draws from Python's or NumPy's random generator, which one program would repeat for ever; "
             "draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
@@ -126,8 +126,10 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
 
 
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, flags: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """The cache key of a call: tree, static leaves, shapes and dtypes, and `flags` (train or eval mode of the models)."""
+def signature(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, flags: tuple[Any, ...] = ()
+) -> tuple[Any, ...]:
+    """The cache key of a call: tree, static leaves, shapes and dtypes, and `flags` (train or eval mode of models)."""
     leaves, tree = flatten((tuple(args), dict(kwargs or {})))
     types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves)
     return (tree.key(), types, torch.get_default_dtype(), flags)
@@ -136,7 +138,9 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, fl
 # ---- inputs ----
 
 
-def _name_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tree, list[torch.Tensor]]:
+def _name_arguments(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tree, list[torch.Tensor]]:
     """The tree of (args, kwargs), its leaves named by the function's own parameters: `state.params.w`."""
     names = _parameter_names(fn, args)
     leaves: list[torch.Tensor] = []
@@ -170,12 +174,16 @@ def _parameter_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]
     return names + [f"arg{i}" for i in range(len(names), len(args))]
 
 
-def _make_inputs(rec: Recorder, leaves: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[list[torch.Tensor], list[Storage]]:
+def _make_inputs(
+    rec: Recorder, leaves: Sequence[torch.Tensor], names: Sequence[str]
+) -> tuple[list[torch.Tensor], list[Storage]]:
     made = [_make_input(rec, leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     return [fake for fake, _ in made], [storage for _, storage in made]
 
 
-def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation") -> tuple[torch.Tensor, Storage]:
+def _make_input(
+    rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation"
+) -> tuple[torch.Tensor, Storage]:
     vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
     cell = rec.root(vid, contiguous(leaf.shape, leaf.dtype), "input", name)
     return rec.tensor(cell).requires_grad_(leaf.requires_grad), cell.storage
@@ -207,8 +215,8 @@ def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:
     for leaf in tree.statics():
         if not (leaf.value is None or isinstance(leaf.value, (bool, int, str))):
             raise TraceError(
-                f"the step returns {leaf.name} of type {type(leaf.value).__name__}, which is no tensor and no container "
-                "of tensors; return its tensors in a dict, list, tuple or record"
+                f"the step returns {leaf.name} of type {type(leaf.value).__name__}, which is no tensor and "
+                "no container of tensors; return its tensors in a dict, list, tuple or record"
             )
     with rec:
         return [rec.read(rec.cell(leaf)) for leaf in leaves], tree
@@ -219,8 +227,8 @@ def _check_leaks(rec: Recorder) -> None:
         if real.is_leaf and isinstance(real.grad, compat.FakeTensor):
             real.grad = None
             raise TraceError(
-                f"a backward pass in the step reached a tensor of shape {tuple(real.shape)} that the step captured from "
-                "outside; pass parameters as an argument (torch.func.functional_call, cf.functional), and use "
+                f"a backward pass in the step reached a tensor of shape {tuple(real.shape)} that the step captured "
+                "from outside; pass parameters as an argument (torch.func.functional_call, cf.functional), and use "
                 "torch.utils.checkpoint with use_reentrant=False"
             )
 
@@ -241,10 +249,14 @@ def _with_roles(rec: Recorder, tree: Tree, roles: Mapping[str, str]) -> dict[int
     return values
 
 
-def _assemble(rec: Recorder, values: Mapping[int, Value], n_inputs: int, outputs: Sequence[int]) -> tuple[Program, bool]:
+def _assemble(
+    rec: Recorder, values: Mapping[int, Value], n_inputs: int, outputs: Sequence[int]
+) -> tuple[Program, bool]:
     """The program, without the seed and the constants that nothing reads."""
     used = {ref for node in rec.nodes for ref in node.refs} | set(outputs)
-    seed = [vid for vid in range(n_inputs, min(n_inputs + 1, len(values))) if values[vid].role == "seed" and vid in used]
+    seed = [
+        vid for vid in range(n_inputs, min(n_inputs + 1, len(values))) if values[vid].role == "seed" and vid in used
+    ]
     constants = {vid: tensor for vid, tensor in rec.constants.items() if vid in used}
     inputs = (*range(n_inputs), *seed, *constants)
     defined = set(inputs) | {o for node in rec.nodes for o in node.outs if o is not None}

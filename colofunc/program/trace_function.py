@@ -98,12 +98,12 @@ class TraceFunctions(TorchFunctionMode):
         self._before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         if self._cuda:
             self._follow_autocast()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
         torch.set_autocast_enabled("cpu", self._before[0])
         torch.set_autocast_dtype("cpu", self._before[1])
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def _follow_autocast(self) -> None:
         """Tensors of the trace are on the CPU: what autocast begins or ends for a GPU has to hold for them."""

@@ -4,8 +4,8 @@ Problem: a trace needs shape, strides and dtype of every result, thousands of ti
 before. Idea: a traced tensor is an empty shell that only dispatch can see; the results of a call are found once with
 torch's fake tensors and kept in a table keyed by operator, arguments and operand types.
 
->>> results = infer(torch.ops.aten.mm.default, (Ref(0), Ref(1)), (), [Meta((2, 3), (3, 1), torch.float32), Meta((3, 4), (4, 1), torch.float32)])
->>> results.metas[0].shape
+>>> operands = [contiguous((2, 3), torch.float32), contiguous((3, 4), torch.float32)]
+>>> infer(torch.ops.aten.mm.default, (Ref(0), Ref(1)), (), operands).metas[0].shape
 (2, 4)
 """
 
@@ -50,12 +50,12 @@ class Plain:
     value: Any
 
 
-class TraceTensor(compat.FakeTensor):  # type: ignore[misc]
+class TraceTensor(compat.FakeTensor):
     """A tensor of a running trace: shape and dtype, no data. Libraries that ask see a fake tensor."""
 
-    device = torch.Tensor.device  # type: ignore[assignment]
-    layout = torch.Tensor.layout  # type: ignore[assignment]
-    is_mkldnn = torch.Tensor.is_mkldnn  # type: ignore[assignment]
+    device = torch.Tensor.device
+    layout = torch.Tensor.layout
+    is_mkldnn = torch.Tensor.is_mkldnn
 
     @staticmethod
     def __new__(cls, meta: Meta, fake_mode: Any) -> TraceTensor:
@@ -67,7 +67,7 @@ class TraceTensor(compat.FakeTensor):  # type: ignore[misc]
 
     def __init__(self, meta: Meta, fake_mode: Any) -> None: ...
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<traced {str(self.dtype).removeprefix('torch.')} {list(self.shape)}>"
 
     __str__ = __repr__
@@ -82,8 +82,8 @@ class TraceTensor(compat.FakeTensor):  # type: ignore[misc]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TraceError(
-            f"{func} was called on a tensor of a trace that has ended: the step stored it outside (an attribute, a global, "
-            "a closure); return it from the step instead"
+            f"{func} was called on a tensor of a trace that has ended: the step stored it outside (an "
+            "attribute, a global, a closure); return it from the step instead"
         )
 
 
@@ -100,7 +100,9 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Meta:
 _MEMO: dict[Any, Results] = {}
 
 
-def remembered(key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
+def remembered(
+    key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]
+) -> Results:
     """`infer`, through the table. `key` stands for (func, args, kwargs, metas) and what else decides the result."""
     found = _MEMO.get(key)
     if found is None:
@@ -109,7 +111,9 @@ def remembered(key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tupl
         try:
             found = _MEMO[key] = infer(func, args, kwargs, metas)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise TraceError(f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size") from error
+            raise TraceError(
+                f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size"
+            ) from error
         except Exception as error:
             error.add_note(f"{func} on {', '.join(f'{m.dtype} {list(m.shape)}' for m in metas)} at {user_line()}")
             raise
@@ -118,7 +122,13 @@ def remembered(key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tupl
 
 def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
     """Run `func` on fake tensors. The n-th `Ref` in args then kwargs has the type `metas[n]`."""
-    with compat.disable_modes(), compat.no_function_modes(), compat.quiet_fake_errors(), torch.no_grad(), compat.fake_mode():
+    with (
+        compat.disable_modes(),
+        compat.no_function_modes(),
+        compat.quiet_fake_errors(),
+        torch.no_grad(),
+        compat.fake_mode(),
+    ):
         operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
 
         def real(arg: Any) -> Any:

@@ -22,11 +22,11 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
-from colofunc.program.ir import Ref
-from colofunc.program.trace_meta import inside_file, user_line
-from colofunc.program.trace_infer import CPU, build, slots
-from colofunc.program.trace_record import PLACEMENT, Recorder, flat_results, refs_of
+from colofunc.program.trace_infer import CPU, build
+from colofunc.program.trace_meta import user_line
+from colofunc.program.trace_record import Recorder, flat_results
 from colofunc.program.trace_strided import as_strided
+from colofunc.program.trace_values import dynamic, index, index_put, item, item_of, plain
 from colofunc.program.trace_views import view_calls
 
 Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
@@ -34,21 +34,7 @@ Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
 aten = torch.ops.aten
 
 
-# ---- plain, view ----
-
-
-def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    enc, named, results = rec.encode_call(func, args, kwargs)
-    form, metas = results.form, results.metas
-    if form == 0:  # one tensor, the usual case
-        meta = metas[0]
-        return rec.fresh(rec.emit(target_of(func), enc, named, [(meta[0], meta[2])])[0], meta)
-    if not metas:
-        return build(form, ())  # answers about metadata (is_same_size) are Python's
-    places = slots(form)
-    types = [None if i is None else (metas[i].shape, metas[i].dtype) for i in places]
-    ids = rec.emit(target_of(func), enc, named, types)
-    return build(form, [rec.fresh(vid, metas[i]) for vid, i in zip(ids, places, strict=True) if i is not None])
+# ---- views ----
 
 
 def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -68,12 +54,16 @@ def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return build(results.form, [rec.tensor(cell) for cell in cells])
 
 
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Any, ...]:
+def _sizes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[Any, ...]:
     """`view(x, (-1, 4))` says its sizes."""
     return (args[0], out)
 
 
-def _slice(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Any, ...]:
+def _slice(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[Any, ...]:
     """`slice(x, dim, start, end, step)` with bounds inside the dim."""
     given = dict(zip(("dim", "start", "end", "step"), args[1:])) | kwargs
     dim, step = given.get("dim", 0) % len(shape), given.get("step", 1)
@@ -160,7 +150,9 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     cell = rec.cell(tensor)
     if result.shape != tensor.shape:
         if tensor.numel() == 0:
-            raise TraceError(f"out= would resize a tensor at {user_line()}; give it the right shape {tuple(result.shape)}")
+            raise TraceError(
+                f"out= would resize a tensor at {user_line()}; give it the right shape {tuple(result.shape)}"
+            )
         result = rec.call(aten.expand.default, result, list(tensor.shape))
     if result.dtype != tensor.dtype:
         result = rec.call(aten._to_copy.default, result, dtype=tensor.dtype)
@@ -199,7 +191,9 @@ def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def unsupported(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise TraceError(f"{target_of(func)} at {user_line()} changes a tensor in a way that a program cannot express; compute a new tensor")
+    raise TraceError(
+        f"{target_of(func)} at {user_line()} changes a tensor in a way no program can express; compute a new tensor"
+    )
 
 
 def foreach(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -238,91 +232,7 @@ def factory(position: int | None, value: Any) -> Handler:
     return handle
 
 
-# ---- values asked for by Python ----
-
-
-def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
-    vid = rec.read(rec.cell(tensor))
-    if rec.values[vid].device_free:
-        value = rec.evaluate(vid)
-        with compat.disable_modes(), compat.no_function_modes():
-            return value.item()
-    raise data_dependent("Python asks for the value of a tensor")
-
-
-def data_dependent(what: str) -> TraceError:
-    if inside_file(f"amp{'/'}grad_scaler.py"):
-        return TraceError(f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead")
-    return TraceError(
-        f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. Choose with torch.where, "
-        "return the tensor from the step, or make the argument a static one (int, bool or str)"
-    )
-
-
-def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return item_of(rec, args[0])
-
-
-def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
-    enc = tuple([rec.encode(a) for a in args])
-    named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
-    if not all(rec.values[r].device_free for r in refs_of((enc, named))):
-        raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
-
-    def known(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return rec.evaluate(arg.id)
-        return tuple(known(a) for a in arg) if isinstance(arg, tuple) else arg
-
-    arguments, keywords = known(enc), {k: known(v) for k, v in named}
-    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-        out = func(*arguments, **keywords)
-    return _wrap_known(rec, out)
-
-
-def _wrap_known(rec: Recorder, out: Any) -> Any:
-    if isinstance(out, (list, tuple)):
-        return type(out)(_wrap_known(rec, o) for o in out)
-    if not isinstance(out, torch.Tensor):
-        return out
-    cell = rec.cell(out)
-    return rec.fresh(cell.vid, cell.meta)
-
-
-def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-    if not masks:
-        return plain(rec, func, args, kwargs)
-    if all(rec.is_known(m) for m in masks):
-        # A mask that is known becomes the positions where it holds.
-        places: list[Any] = []
-        for i in args[1]:
-            if i is not None and i.dtype in (torch.bool, torch.uint8):
-                places += _positions(rec, i)
-            else:
-                places.append(i)
-        return rec.call(aten.index.Tensor, args[0], places)
-    raise data_dependent("indexing with a mask makes a result of a shape")
-
-
-def _positions(rec: Recorder, mask: torch.Tensor) -> list[torch.Tensor]:
-    with rec:
-        return list(aten.unbind.int(aten.nonzero.default(mask), 1))
-
-
-def index_put(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`x[mask] = value` with one value is a `where`; the rest is a plain operator."""
-    tensor, indices, value = args[:3]
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    used = [i for i in indices if i is not None]
-    if len(used) == 1 == len(indices) and used[0].dtype == torch.bool and value.numel() == 1 and not accumulate:
-        mask = used[0]
-        with rec:
-            mask = aten.view.default(mask, list(mask.shape) + [1] * (tensor.dim() - mask.dim()))
-            value = aten._to_copy.default(value, dtype=tensor.dtype) if value.dtype != tensor.dtype else value
-            return aten.where.self(mask, aten.view.default(value, []), tensor)
-    return plain(rec, func, args, kwargs)
+# ---- the rest ----
 
 
 def random(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -331,8 +241,8 @@ def random(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if given.get("dropout_p") == 0:
         return plain(rec, func, args, kwargs)  # attention kernels draw only where there is dropout
     raise TraceError(
-        f"random operator {target_of(func)} at {user_line()} has no counter-based form, so its numbers could not be the "
-        "same on every mesh; draw with torch.rand, torch.randn, torch.bernoulli or F.dropout"
+        f"random operator {target_of(func)} at {user_line()} has no counter-based form, so its numbers could not "
+        "be the same on every mesh; draw with torch.rand, torch.randn, torch.bernoulli or F.dropout"
     )
 
 
@@ -359,7 +269,9 @@ def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
         return tuple(out[:3])
     if training:
         return tuple(rec.call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, momentum, eps))
-    return tuple(rec.call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, mean, var, momentum, eps))
+    return tuple(
+        rec.call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, mean, var, momentum, eps)
+    )
 
 
 SPECIAL: dict[Any, Handler] = {
@@ -426,4 +338,3 @@ def handler_of(func: Any) -> Handler:
     if func in _ALIASES_UNSAID or (returns_view and schema.arguments and schema.arguments[0].alias_info is not None):
         return view
     return plain
-

@@ -51,7 +51,7 @@ class Storage:
 class Cell:
     """The value behind one tensor. A root has no parent; a view has the call that makes it from its parent."""
 
-    __slots__ = ("args", "kwargs", "key", "meta", "parent", "storage", "target", "version", "vid")
+    __slots__ = ("args", "key", "kwargs", "meta", "parent", "storage", "target", "version", "vid")
 
     def __init__(self, storage: Storage, vid: int, meta: Meta) -> None:
         self.storage = storage
@@ -64,7 +64,9 @@ class Cell:
         self.args: tuple[Any, ...] = ()
         self.kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def child(self, vid: int, meta: Meta, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Cell:
+    def child(
+        self, vid: int, meta: Meta, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+    ) -> Cell:
         """A view of this cell. In `args`, `Ref(-1)` stands for the parent; target "" is the parent itself."""
         cell = Cell(self.storage, vid, meta)
         cell.parent, cell.target, cell.args, cell.kwargs = self, target, args, kwargs
@@ -75,7 +77,7 @@ class Recorder(compat.TorchDispatchMode):
     """Collects nodes and values while a function runs on fake tensors."""
 
     def __init__(self, handler_of: Callable[[Any], Callable[..., Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = compat.fake_mode()
         self.where = Whereabouts()
         self.nodes: list[Node] = []
@@ -104,11 +106,13 @@ class Recorder(compat.TorchDispatchMode):
         self.values[vid] = Value(vid, shape, dtype, **fields)
         return vid
 
-    def emit(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: list[Any]) -> list[Any]:
+    def emit(
+        self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: list[Any]
+    ) -> list[Any]:
         """Append a node; `types` holds (shape, dtype) or None per result. Returns the value ids."""
         phase, path, line = self.where.now()
         values = self.values
-        free = target not in COLLECTIVES and all([values[r].device_free for r in refs_of((args, kwargs))])
+        free = target not in COLLECTIVES and all(values[r].device_free for r in refs_of((args, kwargs)))
         outs = tuple([None if t is None else self.new_value(t[0], t[1], device_free=free) for t in types])
         node = Node(target, args, kwargs, outs, phase, path, line)
         self.nodes.append(node)
@@ -117,7 +121,9 @@ class Recorder(compat.TorchDispatchMode):
                 self.producer[out] = node
         return list(outs)
 
-    def emit1(self, target: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, /, **kwargs: Any) -> int:
+    def emit1(
+        self, target: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, /, **kwargs: Any
+    ) -> int:
         """Append a node with one result."""
         out: int = self.emit(target, args, tuple(kwargs.items()), [(tuple(shape), dtype)])[0]
         return out
@@ -217,9 +223,13 @@ class Recorder(compat.TorchDispatchMode):
 
     # ---- arguments ----
 
-    def encode_call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], Results]:
+    def encode_call(
+        self, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], Results]:
         """A call's arguments as plain data, and what it returns."""
-        self._key, self._metas = key, metas = [func, torch.get_default_dtype()], []
+        key: list[Any] = [func, torch.get_default_dtype()]
+        metas: list[Meta] = []
+        self._key, self._metas = key, metas
         enc = tuple([self.encode(a) for a in args])
         named: tuple[tuple[str, Any], ...] = ()
         if kwargs:
@@ -250,7 +260,9 @@ class Recorder(compat.TorchDispatchMode):
             return arg
         if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise TraceError(f"an operator takes a symbolic size at {user_line()}; make the size a Python int")
-        raise TraceError(f"an operator takes an argument of type {kind.__name__} at {user_line()}, which no program can hold")
+        raise TraceError(
+            f"an operator takes an argument of type {kind.__name__} at {user_line()}, which no program can hold"
+        )
 
     # ---- constants ----
 

@@ -84,7 +84,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     if isinstance(obj, torch.Tensor):
         leaves.append(obj)
         return Tree("tensor", name)
-    if obj is None or isinstance(obj, (bool, int, str)) and not isinstance(obj, np.generic):
+    if obj is None or (isinstance(obj, (bool, int, str)) and not isinstance(obj, np.generic)):
         return Tree("static", name, value=obj)
     if isinstance(obj, (float, np.floating)):
         # A 0-dim float64 takes part in type promotion as a Python float does and loses no digit.
@@ -160,6 +160,4 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Any:
 
 def _mapping(cls: Any, items: dict[Any, Any]) -> Any:
     """A mapping of type `cls`: a dataclass-like one takes fields by name, the others take a dict."""
-    if dataclasses.is_dataclass(cls):
-        return cls(**items)
-    return cls(items)
+    return cls(**items) if dataclasses.is_dataclass(cls) and isinstance(cls, type) else cls(items)

@@ -30,7 +30,10 @@ _SCATTERS = {
     "aten.diagonal.default": "aten.diagonal_scatter.default",
 }
 _INVOLUTIONS = {"aten.t.default", "aten.transpose.int", "aten._conj.default", "aten._neg_view.default"}
-_INVERSES = {"aten.view_as_real.default": "aten.view_as_complex.default", "aten.view_as_complex.default": "aten.view_as_real.default"}
+_INVERSES = {
+    "aten.view_as_real.default": "aten.view_as_complex.default",
+    "aten.view_as_complex.default": "aten.view_as_real.default",
+}
 
 
 def write_back(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
@@ -74,7 +77,9 @@ def _by_position(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
     return rec.emit1("aten.view.default", (Ref(put), whole.shape), whole.shape, whole.dtype)
 
 
-def view_calls(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[Any, ...]]]:
+def view_calls(
+    target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], shapes: list[tuple[int, ...]]
+) -> list[tuple[str, tuple[Any, ...]]]:
     """One call per result of a view operator, with `Ref(-1)` for the viewed tensor; split and unbind become slices."""
     here = Ref(-1)
     rest = args[1:]
