@@ -171,8 +171,8 @@ def run(count: int) -> list[str]:
         row("bytes, torch redistribute (its plan)", f"{planned:,}", f"{theirs:,} ({theirs / same:.2f} times ours)"),
         row("torch moves more than ours", f"{planned:,}", f"{worse:,}, at most {max(ratio):.1f} times"),
         row("torch has no plan", f"{len(shuffled):,}", f"{refused:,}"),
-        row("CPU time cold, ideal topology", f"{len(every):,}", quantiles(cold)),
-        row("CPU time cold, 8xa100-80g", f"{len(real_cold):,}", quantiles(real_cold)),
+        row("CPU time cold (collector off), ideal topology", f"{len(every):,}", quantiles(cold)),
+        row("CPU time cold (collector off), 8xa100-80g", f"{len(real_cold):,}", quantiles(real_cold)),
         row("CPU time warm (`conversion_s`)", f"{len(every):,}", f"{warm_us:.2f} us each"),
     ]
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into bench/RESULTS.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.freeze()  # collecting the libraries' objects is no part of a conversion
+    gc.disable()  # a full collection walks the libraries' objects: some 0.1 s, and no part of a conversion
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
