@@ -53,8 +53,10 @@ def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, .
 class Builder:
     """Collects the nodes and values of a local program."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, regather: frozenset[int] = frozenset()) -> None:
         self.mesh = mesh
+        self.regather = regather  # values whose conversions are made anew in every phase, so that they can die between
+        self.made_in: dict[int, str] = {}  # local id of a converted copy of such a value -> phase
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
         self.copies: dict[int, dict[Layout, int]] = {}  # global id -> layout -> local id
@@ -72,7 +74,10 @@ class Builder:
 
     def want(self, global_id: int, layout: Layout, source: Node | None) -> int:
         """The local id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet."""
+        phase = source.phase if source is not None else ""
         copies = self.copies[global_id]
+        if global_id in self.regather:
+            copies = {lay: id for lay, id in copies.items() if self.made_in.get(id, phase) == phase}
         if layout in copies:
             return copies[layout]
         any_id = next(iter(copies.values()))
@@ -91,7 +96,9 @@ class Builder:
             current = out
         if self.values[current].layout is not layout:
             self.values[current] = attrs.evolve(self.values[current], layout=layout)
-        copies[layout] = current
+        self.copies[global_id][layout] = current
+        if global_id in self.regather:
+            self.made_in[current] = phase
         return current
 
     def splice(self, body: Program, ids: Sequence[int], node: Node, name: str) -> tuple[int, ...]:
@@ -121,9 +128,13 @@ def lower(
     output_layouts: Sequence[Layout],
     mesh: Mesh,
     record_local: RecordLocal,
+    regather: frozenset[int] = frozenset(),
 ) -> Program:
-    """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output."""
-    build = Builder(mesh)
+    """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
+
+    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather).
+    """
+    build = Builder(mesh, regather)
     inputs = tuple(build.define(i, program.values[i], input_layouts[i]) for i in program.inputs)
     constants = {local: program.constants[i] for local, i in zip(inputs, program.inputs, strict=True) if i in program.constants}
     for node, choice in zip(program.nodes, choices, strict=True):

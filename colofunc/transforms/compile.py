@@ -9,7 +9,8 @@ already have, which the plan takes as given). `StepCompiler` is the only place t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -24,15 +25,17 @@ from colofunc.errors import InputError, PlanError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
-from colofunc.plugins import Registry, build_registry
+from colofunc.planner.constraints import Constraints
+from colofunc.plugins import build_registry
 from colofunc.program.check import check_program
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lower import lower
+from colofunc.program.memory import memory
 from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree, flatten, unflatten
-from colofunc.transforms.decide import Candidates, decide
+from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
 from colofunc.transforms.wanted import wanted
@@ -40,13 +43,20 @@ from colofunc.transforms.wanted import wanted
 Leaf = torch.Tensor
 
 
-@attrs.frozen(eq=False)
 class Ready:
-    """A lowered step bound to a backend."""
+    """A lowered step and, from the first call on, the backend that runs it."""
 
-    low: Lowered
-    backend: Backend
-    run: Callable[[Sequence[list[torch.Tensor]]], list[list[torch.Tensor]]]
+    def __init__(self, low: Lowered, executor: str | None) -> None:
+        self.low = low
+        self._executor = executor
+
+    @cached_property
+    def backend(self) -> Backend:
+        return backend_for(self.low.mesh, self._executor)
+
+    @cached_property
+    def run(self) -> Callable[[Sequence[list[torch.Tensor]]], list[list[torch.Tensor]]]:
+        return self.backend.compile(self.low.program, self.low.mesh)
 
 
 class StepCompiler:
@@ -113,20 +123,49 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
     axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
-    budget = mesh.capacity_bytes("device")
-    decided = decide(program, mesh, candidates, constraints, named, budget, axes)
+    decided, local = _within(program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes)
     planned_s = time.perf_counter() - began - traced_s
-    local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local)
-    check_program(local, mesh)
-    local = in_place(local)
     if traced_s + planned_s > 2 and mesh.is_main and not env.switched_on("COLOFUNC_QUIET"):
         print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
     inputs = tuple(decided.input_layouts[i] for i in program.inputs)
     low = Lowered(
         traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
     )
-    backend = backend_for(mesh, staged.executor)
-    return Ready(low, backend, backend.compile(local, mesh))
+    return Ready(low, staged.executor)
+
+
+def _within(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    named: Mapping[str, str],
+    budget_bytes: int | None,
+    axes: tuple[str, ...],
+    tries: int = 4,
+) -> tuple[Decided, Program]:
+    """Plan and lower so that the accountant agrees that the peak is within the budget.
+
+    The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less.
+    """
+    aim = budget_bytes
+    for _ in range(tries):
+        decided = decide(program, mesh, candidates, constraints, named, aim, axes)
+        regather = decided.assignment.regather
+        local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
+        check_program(local, mesh)
+        local = in_place(local)
+        if budget_bytes is None or aim is None:
+            return decided, local
+        report = memory(local)
+        peak = report.peak_bytes["device"]
+        if peak <= budget_bytes:
+            return decided, local
+        aim = int(min(aim, decided.assignment.peak_bytes) * budget_bytes / peak * 0.99)
+    raise PlanError(
+        f"no plan found within {budget_bytes / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
+        f"use more ranks, a smaller batch, or a topology with more memory"
+    )
 
 
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
