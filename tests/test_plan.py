@@ -62,7 +62,9 @@ def decide(program: Program, constraints: Constraints = NONE, mesh: Mesh = MESH)
 
 
 def plan_of(program: Program, wishes: Any = (), **options: Any) -> Plan:
-    constraints = constraints_of(wishes_of(wishes, program), program, MESH, rule_of(program)) if wishes else NONE
+    constraints = (
+        constraints_of(wishes_of(wishes, program, mesh=MESH), program, MESH, rule_of(program)) if wishes else NONE
+    )
     return make_plan(program, MESH, decide(program, constraints), rule_of(program), constraints=constraints, **options)
 
 
@@ -194,7 +196,7 @@ def test_data_parallel_and_megatron_are_recognised_in_a_plan() -> None:
 
 def wish_constraints(wishes: Any, program: Program | None = None, mesh: Mesh = MESH) -> Constraints:
     program = program or mlp()
-    return constraints_of(wishes_of(wishes, program), program, mesh, rule_of(program))
+    return constraints_of(wishes_of(wishes, program, mesh=mesh), program, mesh, rule_of(program))
 
 
 def test_a_spec_pins_the_axes_it_names_and_leaves_the_others() -> None:
@@ -250,6 +252,25 @@ def test_a_wish_that_an_operator_cannot_do_names_the_rule() -> None:
 def test_a_spec_that_does_not_fit_names_the_tensor() -> None:
     with pytest.raises(PlanError, match=r"cannot be done on 'params.h.0.fc1.weight' of shape \(1024, 256\)"):
         wish_constraints({"*.fc1.weight": "(tp o)"})
+
+
+@attrs.frozen
+class Shard:
+    """A named plan: all parameters on their first dim."""
+
+    axes: tuple[str, ...]
+
+    def wishes(self, program: Program, mesh: Mesh) -> list[Wish]:
+        return [Wish("*", f"({self.axes[0]} o) ...", source="shard")]
+
+
+def test_a_named_plan_speaks_for_its_axes_only() -> None:
+    program = mlp()
+    found = decide(program, wish_constraints([Shard(("dp",)), {"*.fc2.weight": "o (tp i)"}], program))
+    assert found.inputs[1].dims[0][0][1] == "dp"
+    assert "tp" in {a for _, a in found.inputs[1].dims[1]}
+    with pytest.raises(ValueError, match="no axis 'ddp'"):
+        wish_constraints(Shard(("ddp",)))
 
 
 @pytest.mark.parametrize("plan", [3, {"*": 4}, lambda name, shape: None])

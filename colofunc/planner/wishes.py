@@ -12,7 +12,7 @@ wish that matches nothing is an error with near names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -61,10 +61,25 @@ class Wish:
         return f"{self.source}: {pattern!r} -> {want!r}"
 
 
-def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wish, ...]:
-    """Wishes from a dict of globs, a function (name, shape) -> spec or None, a Wish, or a sequence of these."""
+@runtime_checkable
+class NamedPlan(Protocol):
+    """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh."""
+
+    axes: tuple[str, ...]
+
+    def wishes(self, program: Program, mesh: Mesh, /) -> Sequence[Wish]: ...
+
+
+def wishes_of(plan: Any, program: Program, source: str = "the plan", mesh: Mesh | None = None) -> tuple[Wish, ...]:
+    """Wishes from a dict of globs, a function (name, shape) -> spec or None, a Wish, or a sequence of these.
+
+    With `mesh` also from a named plan; its wishes speak for its axes only.
+    """
     if isinstance(plan, Wish):
         return (plan,)
+    if mesh is not None and isinstance(plan, NamedPlan):
+        mesh.atoms(plan.axes)  # raises on unknown axes, with near names
+        return tuple(w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in plan.wishes(program, mesh))
     if isinstance(plan, Mapping):
         return tuple(
             attrs.evolve(want, match=match)
@@ -85,7 +100,7 @@ def wishes_of(plan: Any, program: Program, source: str = "the plan") -> tuple[Wi
             )
         return tuple(found)
     if isinstance(plan, Sequence) and not isinstance(plan, str):
-        return tuple(w for part in plan for w in wishes_of(part, program, source))
+        return tuple(w for part in plan for w in wishes_of(part, program, source, mesh))
     raise PlanError(f"{source} is {plan!r}; give a dict of globs, a function (name, shape) -> spec, or a named plan")
 
 
