@@ -131,7 +131,7 @@ def pointwise(call: Call) -> Rule | None:
             outs.append((("none",),))
         else:
             return None
-    if copied:
+    if (("none",),) in outs:
         sizes = sizes | {"none": 0}
     name = base(call.target)
     return (
