@@ -1,8 +1,13 @@
 """float64: a mode in which unmodified models really compute in float64.
 
 Models upcast losses, norms and rotary tables to float32 by name, so `.double()` alone leaves float32 islands whose
-rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every `.float()`
-and every default dtype becomes float64; a sharded step and the single device then agree to 1e-10.
+rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every `.float()`,
+every array that becomes a tensor and every default dtype is float64; a sharded step and the single device then agree
+to 1e-10.
+
+>>> with float64():
+...     torch.ones(2).float().softmax(0, dtype=torch.float32).dtype
+torch.float64
 """
 
 from __future__ import annotations
@@ -15,12 +20,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _DOUBLE: dict[Any, Callable[..., Any]] = {torch.Tensor.float: torch.Tensor.double}
+# Functions that take their dtype from an array, which no argument names.
+_FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
 
 
 class _Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _DOUBLE.get(func, func)
-        return func(*(_double(a) for a in args), **{k: _double(v) for k, v in (kwargs or {}).items()})
+        out = func(*map(_double, args), **{k: _double(v) for k, v in (kwargs or {}).items()})
+        return out.double() if func in _FROM_ARRAYS and out.dtype is torch.float32 else out
 
 
 def _double(x: Any) -> Any:

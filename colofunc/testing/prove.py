@@ -1,0 +1,300 @@
+"""check_strategies: proof by trying that every strategy of an operator computes what the operator computes.
+
+    cf.testing.check_strategies(my_plugin, "aten.cumsum.default")
+    cf.testing.check_strategies(my_plugin, torch.ops.mylib.scan, sample(torch.randn(12, 6), 0))
+
+For each sample call and each small mesh, each strategy is lowered as a step would lower it, run on the simulated ranks
+in float64, and compared with the operator on the whole tensors. Operands that a strategy wants pending are given as
+random terms. Costs must be sane: finite, not less work than a fair share, communication not for free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import join, part
+from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
+from colofunc.dtensor.strategies import enumerate_strategies, replicated_strategy
+from colofunc.errors import CheckError, InputError
+from colofunc.executors.backend import backend_for
+from colofunc.mesh import Mesh
+from colofunc.ops.targets import resolve
+from colofunc.plugins import Registry, build_registry
+from colofunc.program.cost import program_cost
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.lower import Choice, lower
+from colofunc.program.trace import record_local
+from colofunc.program.trace_record import flat_results
+from colofunc.testing.trees import scaled_difference
+
+MESHES = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
+SIDE = 12  # of the operands of samples that are made up: 2, 3 and 4 divide it
+BOUND = 1e-10
+
+
+@attrs.frozen
+class Sample:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@attrs.frozen
+class Proved:
+    """One strategy on one mesh, tried: `share` is its work per rank against the whole operator's."""
+
+    sample: int
+    mesh: str
+    strategy: str
+    worst: float
+    share: float
+
+
+def sample(*args: Any, **kwargs: Any) -> Sample:
+    """The arguments of a call of the operator, as `check_strategies` takes them."""
+    return Sample(args, kwargs)
+
+
+def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Mesh] = ()) -> tuple[Proved, ...]:
+    """Prove the strategies that `plugin` gives for `op` (None: all that are built in); returns what was tried.
+
+    `op`: a name ("aten.cumsum.default") or an operator of torch.ops. Without samples, calls are made up from its schema:
+    square matrices, dims 0 and -1. Raises CheckError naming the strategy, or where there is no strategy at all.
+    """
+    target = target_of(op)
+    registry, known = build_registry(() if plugin is None else (plugin,)), build_registry(())
+    grids = tuple(meshes) or tuple(Mesh(**axes) for axes in MESHES)
+    done: list[Proved] = []
+    for number, each in enumerate(samples or made_up(target)):
+        call, tensors, whole = run_whole(target, each)
+        for mesh in grids:
+            for strategy, rule in _claimed(call, mesh, registry, None if plugin is None else known):
+                worst = prove(call, strategy, rule, mesh, tensors, whole, registry)
+                full = replicated_strategy(call).cost.flops if rule is None or rule.flops is None else rule.flops
+                done.append(Proved(number, _words(mesh), strategy.name, worst, strategy.cost.flops / full if full else 0.0))
+    if not done:
+        owner = "colofunc" if plugin is None else getattr(plugin, "__name__", repr(plugin))
+        raise CheckError(
+            f"{owner} gives no strategy of {target} on any of {', '.join(map(_words, grids))}. "
+            "Try: samples whose sizes the axes divide, check_strategies(plugin, op, sample(...))"
+        )
+    return tuple(done)
+
+
+def target_of(op: Any) -> str:
+    """The name that programs and plugins use: "aten.mm.default", "mylib.scan"."""
+    if isinstance(op, str):
+        return op
+    schema = getattr(op, "_schema", None) or getattr(getattr(op, "default", None), "_schema", None)
+    if schema is None:
+        raise InputError(f"check_strategies wants an operator or its name, not {op!r}. Try: \"aten.cumsum.default\"")
+    space, name = schema.name.split("::")
+    return f"{space}.{name}" + (f".{schema.overload_name or 'default'}" if space == "aten" else "")
+
+
+def _words(mesh: Mesh) -> str:
+    return " ".join(f"{name}={size}" for name, size in mesh.axes)
+
+
+# ---- samples ----
+
+
+def made_up(target: str) -> Iterator[Sample]:
+    """Calls with square float64 matrices in place of tensors. Raises InputError where the operator refuses them all."""
+    schema = _schema(target)
+    gen = torch.Generator().manual_seed(0)
+    refused, made = "", 0
+    for dim in (0, -1):
+        each = Sample(tuple(_argument(a, dim, gen) for a in schema.arguments if not a.kwarg_only and not a.has_default_value()), {})
+        try:
+            run_whole(target, each)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
+            continue
+        made += 1
+        yield each
+    if not made:
+        raise InputError(f"{target} cannot be called with made-up arguments ({refused}). Try: check_strategies(plugin, op, sample(...))")
+
+
+def _schema(target: str) -> Any:
+    fn = resolve(target)
+    schema = getattr(fn, "_schema", None) or getattr(getattr(fn, "default", None), "_schema", None)
+    if schema is None:
+        raise InputError(f"{target} has no schema to make samples from. Try: check_strategies(plugin, op, sample(...))")
+    return schema
+
+
+def _argument(argument: Any, dim: int, gen: torch.Generator) -> Any:
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return torch.randn(SIDE, SIDE, generator=gen, dtype=torch.float64)
+    if kind in ("List[Tensor]", "Tensor[]"):
+        return [torch.randn(SIDE, SIDE, generator=gen, dtype=torch.float64) for _ in range(2)]
+    made: dict[str, Any] = {"int": dim, "bool": False, "float": 0.5, "number": 0.5, "Scalar": 0.5, "List[int]": [dim]}
+    return made.get(kind)
+
+
+# ---- one call ----
+
+
+def run_whole(target: str, each: Sample) -> tuple[Call, list[torch.Tensor], list[Any]]:
+    """(call, operands, flat results) of the operator on whole tensors; refuses operators that draw random numbers."""
+    tensors: list[torch.Tensor] = []
+    args, kwargs = _abstract(each.args, tensors), tuple((k, _abstract(v, tensors)) for k, v in each.kwargs.items())
+    whole = _run(target, args, kwargs, tensors)
+    again = _run(target, args, kwargs, tensors)
+    if any(isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, again, strict=True)):
+        raise InputError(f"{target} gives something else each time, so that nothing can be compared. Try: a random operator keyed by a seed")
+    types = tuple(_type(r) for r in whole)
+    return Call(target, args, kwargs, tuple(TensorType(tuple(t.shape), t.dtype) for t in tensors), types), tensors, whole
+
+
+def _abstract(x: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(x, torch.Tensor):
+        tensors.append(x.detach().double() if x.is_floating_point() else x)
+        return Ref(len(tensors) - 1)
+    if isinstance(x, (tuple, list)):
+        return tuple(_abstract(item, tensors) for item in x)
+    return x
+
+
+def _type(result: Any) -> TensorType | None:
+    return TensorType(tuple(result.shape), result.dtype) if isinstance(result, torch.Tensor) else None
+
+
+def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    given = {k: map_refs(v, tensors.__getitem__) for k, v in kwargs}
+    with torch.no_grad():
+        return flat_results(resolve(target)(*map_refs(args, tensors.__getitem__), **given))
+
+
+def _claimed(call: Call, mesh: Mesh, registry: Registry, known: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
+    """The strategies to prove and the rule they came from: all, or those that `known` does not have."""
+    rule = registry.rule(call)
+    if rule is not None and (known is None or call.target in registry.rules):
+        rule.check(call)
+        yield from ((s, rule) for s in enumerate_strategies(call, rule, mesh))
+    before = known.extra_strategies(call, mesh) if known is not None else ()
+    yield from ((s, rule) for s in registry.extra_strategies(call, mesh)[len(before) :])
+
+
+# ---- one strategy ----
+
+
+def prove(
+    call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, tensors: Sequence[torch.Tensor], whole: Sequence[Any], registry: Registry
+) -> float:
+    """The largest scaled difference between the ranks' results and the whole. Raises CheckError beyond 1e-10."""
+    what = f"{call.target} {strategy.name} on {_words(mesh)}"
+    _check_layouts(call, strategy, what)
+    local = _lowered(call, strategy, rule, mesh, what)
+    _check_cost(call, strategy, rule, mesh, local, registry, what)
+    inputs = [terms(x, layout, mesh) for x, layout in zip(tensors, strategy.ins, strict=True)]
+    try:
+        outs = backend_for(mesh, "simulated").run(local, mesh, inputs)
+    except Exception as error:
+        raise CheckError(f"{what} fails on the ranks: {type(error).__name__}: {error}") from error
+    wanted = [(k, lay, x) for k, (lay, x) in enumerate(zip(strategy.outs, whole, strict=True)) if lay is not None and x is not None]
+    worst = 0.0
+    for (k, layout, expected), shards in zip(wanted, outs, strict=True):
+        worst = max(worst, _check_result(f"{what}, result {k} [{layout.text()}]", shards, layout, mesh, expected))
+    return worst
+
+
+def _check_layouts(call: Call, strategy: Strategy, what: str) -> None:
+    for kind, layouts, types in (("operands", strategy.ins, call.ins), ("results", strategy.outs, call.outs)):
+        if len(layouts) != len(types):
+            raise CheckError(f"{what}: {len(layouts)} layouts for {len(types)} {kind}")
+        for layout, typ in zip(layouts, types, strict=True):
+            if layout is not None and typ is not None and layout.shape != typ.shape:
+                raise CheckError(f"{what}: a layout of {layout.shape} among the {kind} for a tensor of {typ.shape}")
+
+
+def _lowered(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, what: str) -> Program:
+    """The local program of the call alone."""
+    n = len(call.ins)
+    values = {i: Value(i, t.shape, t.dtype) for i, t in enumerate(call.ins)}
+    outs: list[int | None] = []
+    for typ in call.outs:
+        outs.append(None if typ is None else n + len(outs))
+        if typ is not None:
+            values[n + len(outs) - 1] = Value(n + len(outs) - 1, typ.shape, typ.dtype)
+    kept = [o for o, layout in zip(outs, strategy.outs, strict=True) if o is not None and layout is not None]
+    program = Program(tuple(range(n)), (Node(call.target, call.args, call.kwargs, tuple(outs)),), tuple(kept), values)
+    layouts = [layout for o, layout in zip(outs, strategy.outs, strict=True) if o is not None and layout is not None]
+    try:
+        return lower(program, [Choice(strategy, rule)], dict(enumerate(strategy.ins)), layouts, mesh, record_local)
+    except Exception as error:
+        raise CheckError(f"{what} cannot be lowered: {type(error).__name__}: {error}") from error
+
+
+def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """All ranks' parts; along axes with a pending reduction the parts are random terms that reduce to `x`."""
+    axes = [axis for axis, _ in layout.pending]
+    if not axes:
+        return [part(x, layout, mesh, rank) for rank in range(mesh.size)]
+    where = [tuple(mesh.coordinates(rank)[a] for a in axes) for rank in range(mesh.size)]
+    gen, how, keys = torch.Generator().manual_seed(1), layout.pending[0][1], sorted(set(where))
+    found = {key: _term(x, how, gen) for key in keys[1:]}
+    found[keys[0]] = x - torch.stack(list(found.values())).sum(0).to(x.dtype) if how == "sum" else x
+    bare = layout.with_pending(())
+    return [part(found[where[rank]], bare, mesh, rank).contiguous() for rank in range(mesh.size)]
+
+
+def _term(x: torch.Tensor, how: str, gen: torch.Generator) -> torch.Tensor:
+    noise = (torch.rand(x.shape, generator=gen, dtype=torch.float64) * 4).to(x.dtype)
+    return noise if how == "sum" else x - noise if how == "max" else x + noise
+
+
+def _check_result(what: str, shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor) -> float:
+    for rank, shard in enumerate(shards):
+        if tuple(shard.shape) != layout.local_shape or shard.dtype != expected.dtype:
+            raise CheckError(
+                f"{what}: rank {rank} has {tuple(shard.shape)} {shard.dtype}, its part is {layout.local_shape} {expected.dtype}"
+            )
+    _check_copies(what, shards, layout, mesh)
+    got = join(shards, layout, mesh)
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        worst = 0.0 if torch.equal(got, expected) else float("inf")
+    else:
+        worst = scaled_difference(got, expected)
+    if not worst <= BOUND:
+        raise CheckError(f"{what} differs from the operator on whole tensors by {worst:.3g} of the largest value")
+    return worst
+
+
+def _check_copies(what: str, shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> None:
+    """Ranks that hold the same part must hold the same values."""
+    split = {*layout.axes, *(axis for axis, _ in layout.pending)}
+    first: dict[tuple[int, ...], int] = {}
+    for rank, shard in enumerate(shards):
+        where = mesh.coordinates(rank)
+        other = first.setdefault(tuple(where[a] for a in mesh.axis_names if a in split), rank)
+        if not torch.allclose(shard, shards[other], rtol=1e-10, atol=1e-10, equal_nan=True):
+            raise CheckError(f"{what}: ranks {other} and {rank} hold the same part with different values")
+
+
+def _check_cost(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Program, registry: Registry, what: str) -> None:
+    cost = strategy.cost
+    figures = {"flops": cost.flops, "nbytes": cost.nbytes, "peak_bytes": cost.peak_bytes, "extra_s": cost.extra_s}
+    wrong = [f"{name}={value}" for name, value in figures.items() if not (math.isfinite(value) and value >= 0)]
+    if wrong:
+        raise CheckError(f"{what}: cost has {', '.join(wrong)}; figures are finite and not negative")
+    flops = rule.flops if rule is not None and rule.flops is not None else None
+    if flops is not None and strategy.local is not None and cost.flops * mesh.size < 0.5 * flops:
+        raise CheckError(
+            f"{what}: all ranks together claim {cost.flops * mesh.size:.3g} flops, the operator has {flops:.3g}; "
+            "Cost.flops is the work of one rank"
+        )
+    spent = program_cost(local, mesh, registry.rule)
+    if spent.wire_bytes > 0 and cost.extra_s == 0 and strategy.local is not None and mesh.collective_s("all_gather", 1.0, mesh.axis_names) > 0:
+        calls = ", ".join(f"{kind} over {axes}" for kind, axes in spent.calls)
+        raise CheckError(f"{what}: the local code communicates ({calls}), its cost has extra_s=0. Try: extra_s=mesh.collective_s(...)")

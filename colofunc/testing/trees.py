@@ -1,0 +1,92 @@
+"""Trees of tensors as tests need them: copies, plain values, and a comparison that names the leaf.
+
+>>> compare({"w": torch.ones(2)}, {"w": torch.ones(2)})
+0.0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import CheckError
+
+# |a - b| <= bound * max(1, max|b|) per leaf. Half precisions: a few rounding errors of their 8 and 11 bits.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-3,
+}
+
+
+def plain_copy(tree: Any) -> Any:
+    """Copies of all tensors, on CPU and whole: what a check may use up. Collective where leaves are DTensors."""
+    return pytree.tree_map_only(torch.Tensor, _plain_copy, tree)
+
+
+def _plain_copy(x: torch.Tensor) -> torch.Tensor:
+    whole = x.full() if isinstance(x, DTensor) else x.detach()
+    # .clone() keeps what the leaf was differentiated for: the step may read requires_grad.
+    return whole.cpu().clone().requires_grad_(x.requires_grad and x.is_leaf)
+
+
+def compare(got: Any, expected: Any, where: str = "", tolerance: float | None = None) -> float:
+    """The largest scaled difference of two trees. Raises CheckError that lists the leaves beyond their tolerance."""
+    a, a_tree = pytree.tree_flatten_with_path(got)
+    b, b_tree = pytree.tree_flatten_with_path(expected)
+    if [path for path, _ in a] != [path for path, _ in b]:
+        raise CheckError(f"{where or 'compare'}: the trees differ, {a_tree} against {b_tree} of the reference")
+    worst, failed = 0.0, []
+    for (path, x), (_, y) in zip(a, b, strict=True):
+        try:
+            worst = max(worst, compare_leaf(x, y, f"{where}{pytree.keystr(path)}", tolerance))
+        except CheckError as error:
+            failed.append(str(error))
+    if failed:
+        more = f"\nand {len(failed) - 8} more of {len(b)} leaves" if len(failed) > 8 else ""
+        raise CheckError("\n".join(failed[:8]) + more + "\nTry: step.lower(...).compare(...), which finds the first operator that differs")
+    return worst
+
+
+def compare_leaf(x: Any, y: Any, name: str, tolerance: float | None = None) -> float:
+    """Scaled difference of two leaves. Raises CheckError beyond the tolerance of the reference's dtype."""
+    if not isinstance(y, torch.Tensor):
+        if x is not y and x != y:
+            raise CheckError(f"{name}: {x!r} against {y!r}")
+        return 0.0
+    if not isinstance(x, torch.Tensor):
+        raise CheckError(f"{name}: {x!r} against a tensor of shape {tuple(y.shape)}")
+    label = f"{name} [{x.sharding.text()}]" if isinstance(x, DTensor) else name
+    whole = x.full() if isinstance(x, DTensor) else x.detach()
+    y = y.full() if isinstance(y, DTensor) else y.detach()
+    if (whole.shape, whole.dtype) != (y.shape, y.dtype):
+        raise CheckError(f"{label}: {tuple(whole.shape)} {whole.dtype} against {tuple(y.shape)} {y.dtype}")
+    if not (y.dtype.is_floating_point or y.dtype.is_complex):
+        if not torch.equal(whole, y):
+            raise CheckError(f"{label}: {int((whole != y).sum())} of {y.numel()} values differ")
+        return 0.0
+    worst = scaled_difference(whole, y)
+    bound = tolerance if tolerance is not None else TOLERANCE.get(y.dtype, 1e-1)
+    if not worst <= bound:
+        raise CheckError(f"{label}: differs by {worst:.3g} of the largest value, allowed {bound:.0e}")
+    return worst
+
+
+def scaled_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """max|a - b| / max(1, max|b|); infinite where one is not finite and the other is something else."""
+    if b.numel() == 0:
+        return 0.0
+    finite = torch.isfinite(b)
+    same = torch.equal(torch.isfinite(a), finite) and torch.equal(a.isnan(), b.isnan())
+    if not same or not torch.equal(a[b.isinf()], b[b.isinf()]):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = max(1.0, float(b[finite].abs().max()))
+    return float((a[finite] - b[finite]).abs().max()) / scale
