@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.tensor import placement_types
 from torch.utils import _python_dispatch
 
 __all__ = [
@@ -105,15 +104,20 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 
 def composite_kernel(func: Any) -> bool:
-    """Whether `func` is defined by other operators for every device (CompositeImplicitAutograd)."""
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    """Whether `func` is defined by other operators for every device (CompositeImplicitAutograd).
+
+    Torch's Python decompositions are registered under the same key and do not count: the operator stays whole.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the device-independent kernel of `func`: the implicit one, else the explicit one."""
     key = torch._C.DispatchKey
-    implicit = func.has_kernel_for_dispatch_key(key.CompositeImplicitAutograd)
-    return func._op_dk(key.CompositeImplicitAutograd if implicit else key.CompositeExplicitAutograd, *args, **kwargs)
+    chosen = key.CompositeImplicitAutograd if composite_kernel(func) else key.CompositeExplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), chosen):
+        raise NotImplementedError(f"{func} has no kernel in terms of other operators")
+    return func._op_dk(chosen, *args, **kwargs)
 
 
 @contextmanager
@@ -123,17 +127,22 @@ def identity_saved_hooks() -> Iterator[None]:
         yield
 
 
-_strided: Any = getattr(placement_types, "_StridedShard", None)
+def _strided() -> Any:
+    from torch.distributed.tensor import placement_types  # half a second
+
+    return getattr(placement_types, "_StridedShard", None)
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """torch's placement that splits each of `split_factor` blocks of a dim; None where torch has none."""
-    return None if _strided is None else _strided(dim, split_factor=split_factor)
+    strided = _strided()
+    return None if strided is None else strided(dim, split_factor=split_factor)
 
 
 def strided_factor(placement: Any) -> int | None:
     """The split factor of a strided shard, None for every other placement."""
-    return int(placement.split_factor) if _strided is not None and isinstance(placement, _strided) else None
+    strided = _strided()
+    return int(placement.split_factor) if strided is not None and isinstance(placement, strided) else None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
-
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from typing import TYPE_CHECKING, Any
 
 from colofunc import compat
 from colofunc.dtensor.layout import REDUCTIONS, Atom, Layout, make_layout
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 
+if TYPE_CHECKING:  # half a second to import, so each function does when it is called
+    from torch.distributed.tensor import Partial, Placement
+
 
 def from_placements(
     placements: Sequence[Placement], mesh: Mesh, shape: Sequence[int], order: Sequence[str] | None = None
 ) -> Layout:
     """The layout of a tensor of global `shape`. order: the mesh axes that torch's mesh dims are, all of them."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     axes = tuple(order) if order is not None else mesh.axis_names
     shape = tuple(shape)
     try:
@@ -88,6 +91,8 @@ def _split(atoms: list[Atom], skip: int, n: int, axis: str) -> list[Atom]:
 
 def to_placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """One placement per axis of the mesh, in its order; SpecError where torch has none for this layout."""
+    from torch.distributed.tensor import Partial, Replicate
+
     pending = dict(layout.pending)
     done: set[str] = set()
     out: list[Placement] = []
@@ -103,6 +108,8 @@ def to_placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 def _placement(layout: Layout, axis: str, done: set[str]) -> Placement:
+    from torch.distributed.tensor import Shard
+
     for d, atoms in enumerate(layout.dims):
         owners = [owner for _, owner in atoms]
         if axis not in owners:
