@@ -211,6 +211,22 @@ def test_updates_move_up_to_their_gradient():
     assert [n.target for n in moved.nodes][2:] == ["colofunc.sgd_", "aten.mul.Tensor", "colofunc.sgd_"]
 
 
+@pytest.mark.parametrize("later, targets", [
+    ((), ["aten.mm.default", "aten.add_.Tensor", "aten.add_.Tensor"]),
+    (("aten.exp.default", (R(2),), (5,)), ["aten.mm.default", "aten.add.Tensor", "aten.add_.Tensor"]),
+    (("aten.view.default", (R(2), (4,)), (5,)), ["aten.mm.default", "aten.add.Tensor", "aten.add_.Tensor"]),
+])  # fmt: skip
+def test_sums_go_into_fresh_tensors(later, targets):
+    nodes = [("aten.mm.default", (R(0), R(1)), (2,)), ("aten.add.Tensor", (R(0), R(2)), (3,)), ("aten.add.Tensor", (R(3), R(1)), (4,))]
+    p = program([0, 1], nodes + ([later] if later else []), [4] + ([5] if later else []), [(2, 2)] * 5 + [(4,) if later and "view" in later[0] else (2, 2)])
+    q = in_place(p)
+    assert [n.target for n in q.nodes][:3] == targets
+    inputs = [per_rank(2, 2), [per_rank(2, 2)[0]] * 4]
+    for a, b in zip(run_simulated(p, MESH, inputs), run_simulated(q, MESH, inputs)):
+        for s, t in zip(a, b):
+            torch.testing.assert_close(s, t, rtol=0, atol=0)
+
+
 def test_compiled_segments_are_exact():
     nodes = [
         ("colofunc.linear", (R(0), R(1)), (2,)),

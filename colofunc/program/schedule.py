@@ -35,9 +35,7 @@ class Memory:
             group = self.group(id)
             if at < len(program.nodes):
                 self._last[group] = max(self._last.get(group, -1), at)
-        self._outputs: dict[int, set[int]] = {}
-        for o in program.outputs:
-            self._outputs.setdefault(self.group(o), set()).add(o)
+        self._outputs = {self.group(o) for o in program.outputs}
 
     def group(self, id: int) -> int:
         """The first value of the memory that `id` may lie in."""
@@ -47,9 +45,9 @@ class Memory:
         """Index of the last node that reads any value of the group; -1 if none does."""
         return self._last.get(group, -1)
 
-    def is_output(self, group: int, besides: int) -> bool:
-        """Whether a value of the group, other than `besides`, leaves the program."""
-        return bool(self._outputs.get(group, set()) - {besides})
+    def is_output(self, group: int) -> bool:
+        """Whether a value of the group leaves the program."""
+        return group in self._outputs
 
 
 def updates_early(program: Program) -> Program:
