@@ -148,6 +148,20 @@ def test_a_leaf_that_requires_grad_is_a_parameter() -> None:
     assert program.value(program.outputs[0]).role == "grad"
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_interpolation_stays_one_operator(mode: str) -> None:
+    traced = same(lambda x: F.interpolate(x, scale_factor=2, mode=mode), torch.randn(1, 2, 3, 3, dtype=f64))
+    assert targets(traced) == [f"aten.upsample_{mode}2d.default"]
+
+
+def test_inference_mode() -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            return F.layer_norm(torch.matmul(x, w), (4,)).softmax(-1)
+
+    same(step, torch.randn(3, 4, dtype=f64), torch.randn(2, 5, 3, dtype=f64))
+
+
 def test_second_derivative() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -300,8 +314,8 @@ def _casts(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "fn",
     [
-        _slice_add, _transposed, _chunks, _index_put, _views_of_views, _out_argument, _fills, _strided, _foreach, _shape_in_place, _channels_last,
-        _in_place_under_autograd, _data_swap, _casts,
+        _slice_add, _transposed, _chunks, _index_put, _views_of_views, _out_argument, _fills, _strided, _foreach,
+        _shape_in_place, _channels_last, _in_place_under_autograd, _data_swap, _casts,
     ],
 )  # fmt: skip
 def test_mutation_becomes_functional(fn: Callable[..., Any]) -> None:
@@ -619,7 +633,8 @@ def test_autocast_under_func_grad() -> None:
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (torch.optim.SGD, dict(momentum=0.9)), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {}), (torch.optim.NAdam, {}),
+        (torch.optim.SGD, dict(momentum=0.9)), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {}),
+        (torch.optim.NAdam, {}),
         (torch.optim.Adagrad, {}), (torch.optim.Adam, dict(foreach=True)), (torch.optim.Adam, dict(fused=True)),
     ],
 )  # fmt: skip
