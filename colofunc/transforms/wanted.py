@@ -75,7 +75,7 @@ def wanted(
     named: dict[str, str] = {}
     for k, part in enumerate(options.get("plans", ())):
         name = getattr(part, "name", None) or f"plan {k + 1}"
-        mine = part.wishes(program, mesh) if hasattr(part, "wishes") else wishes_of(part, program, str(name))
+        mine = wishes_of(part, program, str(name), mesh)
         wishes += mine
         for wish in mine:
             for axis in wish.axes or ():
