@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from colofunc.dtensor.convert import conversion, conversion_s
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
-from colofunc.dtensor.rules import STRATEGIES, rule_for
+from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_strategies, follow, replicated_strategy
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
@@ -56,7 +56,7 @@ class _Eager:
     tree: Any
 
 
-def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: type) -> tuple[list[Any], Any, int | None]:
+def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: Any) -> tuple[list[Any], Any, int | None]:
     """Run `func` on flat arguments in which operands are DTensors (`cls`).
 
     Returns (results, tree, mutated): a result is (shards, layout) or plain data; `mutated` is the position of the
@@ -115,7 +115,9 @@ def _functional(func: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> _Eager:
-    metas, ids, values = [], [], {}
+    metas: list[Any] = []
+    ids: list[Any] = []
+    values: dict[int, Value] = {}
     for leaf in keyed.leaves:
         if isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == "T":
             id = len(values)
@@ -155,17 +157,17 @@ def _tuples(tree: Any) -> Any:
 
 
 def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> Choice:
-    """The cheapest strategy for operands that lie as `layouts` say; following an operand wins a tie."""
+    """The cheapest strategy that takes some operand as it lies; any other only where none does."""
     rule: Rule | None = rule_for(call)
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
-        raise RuleError(f"{call.target} draws random numbers and has no rule; use it inside a staged step, where random operators are keyed by position")
+        raise RuleError(
+            f"{call.target} draws random numbers and has no rule; use it inside a staged step, where every draw is keyed by position"
+        )
     options: list[Strategy] = []
     if rule is not None:
         options += [s for k, lay in enumerate(layouts) if (s := follow(call, rule, k, lay)) is not None]
-    options += enumerate_strategies(call, rule, mesh)
-    if call.target in STRATEGIES:
-        options += STRATEGIES[call.target](call, mesh)
-    options.append(replicated_strategy(call))
+    if not options:
+        options = [*enumerate_strategies(call, rule, mesh), *strategies_for(call, mesh), replicated_strategy(call)]
 
     def seconds(s: Strategy) -> float:
         moved = sum(conversion_s(a, b, mesh, t.dtype.itemsize) for a, b, t in zip(layouts, s.ins, call.ins, strict=True))

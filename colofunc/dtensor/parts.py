@@ -27,7 +27,7 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
     """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere."""
     where = mesh.coordinates(rank)
     atoms = [atom for dim in layout.dims for atom in dim]
-    if not atoms or layout.is_replicated and not layout.is_padded:
+    if not atoms or (layout.is_replicated and not layout.is_padded):
         out = x
     else:
         split = _pad(x, layout).reshape([size for size, _ in atoms])

@@ -63,6 +63,10 @@ class Call:
         return dict(self.kwargs).get(name, default)
 
 
+# (call, in layouts, out layouts) -> (args, kwargs) with local sizes
+Localize = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]]
+
+
 @attrs.frozen
 class Rule:
     """An einops pattern bound to one call.
@@ -89,7 +93,7 @@ class Rule:
     monotone: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     copied: frozenset[tuple[int, str]] = frozenset()
-    localize: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]] | None = None
+    localize: Localize | None = None
     local: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None] | None = None
     flops: int | None = None  # of the whole call; None: one per output element
 

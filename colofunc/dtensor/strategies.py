@@ -201,7 +201,7 @@ def placements(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
     factors = usable(rule)
     passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
-    options: list[None | str | tuple[int, str]] = [None, *factors, *passes]
+    options: list[str | tuple[int, str] | None] = [None, *factors, *passes]
     for choice in product(options, repeat=len(axes)):
         on: dict[str, list[str]] = {}
         passing: list[tuple[str, int, str]] = []

@@ -12,6 +12,7 @@ through the same rules as whole programs (a program of one node), so `x @ y`, `l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from colofunc import compat
 from colofunc.dtensor.eager import convert_shards, run_eager
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import join, part
-from colofunc.dtensor.spec import Spec, spec_of
+from colofunc.dtensor.spec import Spec, bind, parse, spec_of
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
@@ -37,10 +38,19 @@ class DTensor(torch.Tensor):
     _shards: list[torch.Tensor] | None
     _backend: Backend
     _consumed_by: str
+    _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
 
     @staticmethod
-    def __new__(cls, shards: list[torch.Tensor], layout: Layout, mesh: Mesh, backend: Backend | None = None, requires_grad: bool = False, owned: bool = False) -> DTensor:
+    def __new__(
+        cls,
+        shards: list[torch.Tensor],
+        layout: Layout,
+        mesh: Mesh,
+        backend: Backend | None = None,
+        requires_grad: bool = False,
+        owned: bool = False,
+    ) -> DTensor:
         first = shards[0]
         self: DTensor = compat.wrapper_subclass(
             cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
@@ -51,6 +61,7 @@ class DTensor(torch.Tensor):
         self._backend = backend or backend_for(mesh)
         self._consumed_by = ""
         self.owned = owned
+        self._lays_grad = False
         return self
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -91,13 +102,22 @@ class DTensor(torch.Tensor):
         self._shards = None
         self._consumed_by = by
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._shards is None:
             return f"DTensor(consumed by {self._consumed_by})"
         head = f"DTensor({tuple(self.shape)}, {self.sharding.text()!r}, {self.mesh}, {self.dtype}"
         if self.sharding.is_replicated and self.numel() == 1:
             head += f", value={self.local.detach().item():.6g}" if self.dtype.is_floating_point else f", value={self.local.item()}"
         return head + ")"
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As in torch; the gradient of a leaf will have the leaf's own spec, never a pending one."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not self._lays_grad:
+            self._lays_grad = True
+            target = self.sharding.with_pending(())
+            self.register_hook(lambda grad: grad.redistribute(target))
+        return self
 
     # -- moving it ----------------------------------------------------------------------------------------------
 
@@ -139,7 +159,7 @@ class DTensor(torch.Tensor):
     # -- operators ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
 
@@ -149,13 +169,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def bind(spec: SpecLike, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
-    """A spec in any of its forms as the layout of a tensor of `shape`."""
-    if isinstance(spec, Layout):
-        return spec
-    return (Spec(spec) if isinstance(spec, str) else spec).bind(mesh, shape)
 
 
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
@@ -184,14 +197,28 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
     if len(shards) != len(owned):
         raise InputError(f"{len(shards)} parts were given for the {len(owned)} ranks in this process of {mesh}")
     local_shape = tuple(shards[0].shape)
-    layout = spec if isinstance(spec, Layout) else None
-    if layout is None:
-        spec = Spec(spec) if isinstance(spec, str) else spec
-        layout = spec.bind(mesh, tuple(shape)) if shape is not None else spec.bind_local(mesh, local_shape)
+    layout = bind(spec, mesh, tuple(shape) if shape is not None else _global_shape(spec, mesh, local_shape))
     for shard in shards:
         if tuple(shard.shape) != layout.local_shape:
-            raise SpecError(f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, which has parts {layout.local_shape}")
+            raise SpecError(
+                f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, "
+                f"which has parts {layout.local_shape}; give shape= where the global size is not the obvious one"
+            )
     return DTensor(shards, layout, mesh, backend)
+
+
+def _global_shape(spec: SpecLike, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the whole: every local size times the sizes of the axes that its dim names."""
+    if isinstance(spec, Layout):
+        return spec.shape
+    dims = list(parse(str(spec)).dims)
+    if None in dims:  # `...` stands for dims that are not split
+        at = dims.index(None)
+        dims[at : at + 1] = [()] * (len(local_shape) - len(dims) + 1)
+    if len(dims) != len(local_shape):
+        raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
+    names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
+    return tuple(size * prod(mesh.axis_size(a) for a in axes) for size, axes in zip(local_shape, names, strict=True))
 
 
 class _Distribute(torch.autograd.Function):
@@ -259,7 +286,9 @@ def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
     mesh = found[0].mesh
     for other in found[1:]:
         if other.mesh != mesh:
-            raise InputError(f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; redistribute one of them by x.full() and distribute")
+            raise InputError(
+                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with cf.distribute(x.full(), ...)"
+            )
     return mesh, found[0]._backend
 
 

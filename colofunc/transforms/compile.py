@@ -148,7 +148,7 @@ def _within(
 
     The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less.
     """
-    aim = budget_bytes
+    aim, peak = budget_bytes, 0
     for _ in range(tries):
         decided = decide(program, mesh, candidates, constraints, named, aim, axes)
         regather = decided.assignment.regather
@@ -163,7 +163,7 @@ def _within(
             return decided, local
         aim = int(min(aim, decided.assignment.peak_bytes) * budget_bytes / peak * 0.99)
     raise PlanError(
-        f"no plan found within {budget_bytes / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
+        f"no plan found within {(budget_bytes or 0) / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
         f"use more ranks, a smaller batch, or a topology with more memory"
     )
 

@@ -54,7 +54,11 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
     if tree.kind in ("tensor", "static") or set(items) != set(keys):
         missing = [k for k in keys if k not in items]
         unknown = [k for k in items if k not in keys]
-        says = f"misses {', '.join(map(repr, missing[:5]))}" if missing else f"has {unknown[0]!r}{near(unknown[0], keys)}" if unknown else "is deeper than the value"
+        says = "is deeper than the value"
+        if missing:
+            says = f"misses {', '.join(map(repr, missing[:5]))}"
+        elif unknown:
+            says = f"has {unknown[0]!r}{near(unknown[0], keys)}"
         raise InputError(f"{here}: the tree of specs {says}; give one spec per leaf, or one spec (or None) for the whole branch")
     for key, child in zip(keys, tree.children, strict=True):
         yield from _walk(items[key], child, path, at)
