@@ -30,6 +30,7 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.facts import is_wire, written
 from colofunc.program.ir import Node, Program
+from colofunc.program.schedule import overlap
 
 DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
 
@@ -134,11 +135,14 @@ class Distributed:
     def compile(
         self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None
     ) -> RankProgram:
-        """`program` ready to run on this rank. `bound`: callables of targets that are no registered operators."""
+        """`program` ready to run on this rank, collectives started early and waited for late.
+
+        `bound`: callables of targets that are no registered operators.
+        """
         groups = self._groups.get(mesh)
         if groups is None:
             groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend)
-        return RankProgram(program, groups, self.watch, bound)
+        return RankProgram(overlap(program), groups, self.watch, bound)
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
