@@ -51,13 +51,9 @@ class Layout:
     pending: tuple[tuple[str, str], ...] = ()  # ((axis, "sum" | "max" | "min"), ...), sorted by axis
     tier: str = "device"
     scheme: str | None = None  # quantisation scheme, None: stored as computed
+    local_shape: tuple[int, ...] = attrs.field(init=False, default=())  # shape of one rank's part
 
     # Layouts are interned by `make_layout`, so identity is equality and hashing is free.
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of one rank's part."""
-        return self._local_shape
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -79,11 +75,11 @@ class Layout:
 
     @property
     def local_numel(self) -> int:
-        return prod(self._local_shape)
+        return prod(self.local_shape)
 
     def __attrs_post_init__(self) -> None:
         local = tuple(prod(s for s, a in dim if a is None) for dim in self.dims)
-        object.__setattr__(self, "_local_shape", local)
+        object.__setattr__(self, "local_shape", local)
 
     def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
         return make_layout(self.dims, self.shape, pending, self.tier, self.scheme)

@@ -7,12 +7,19 @@ merge the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.mesh import Mesh
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -59,7 +66,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Te
         if key in done:
             hows = {how for axis, how in layout.pending if where[axis]}
             how = hows.pop() if len(hows) == 1 else "sum"
-            local = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](done[key], local)
+            local = _REDUCE[how](done[key], local)
         done[key] = local
         out[tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)] = local
     padded = out.reshape(layout.padded_shape)

@@ -7,19 +7,25 @@ through the same rules as whole programs (a program of one node), so `x @ y`, `l
     (x * 2).spec                      # (dp b) d
     x.redistribute("b (dp d)").local  # this rank's part
     x.full()                          # the plain tensor
+
+Note [Views]: a view (`x[0]`, `x.t()`) is a value of its own that remembers where it came from. Writing to it writes to
+its base; a view whose base was written otherwise or donated since is refused when it is read, never silently old.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
-from colofunc.dtensor.eager import convert_shards, run_eager
+from colofunc.dtensor.eager import convert_shards, is_view, run_eager, written_argument
+from colofunc.dtensor.eager_views import write_back
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import join, part
 from colofunc.dtensor.spec import Spec, bind, parse, spec_of
@@ -30,14 +36,34 @@ from colofunc.mesh import Mesh
 SpecLike = str | Spec | Layout
 
 
+@attrs.define(eq=False)
+class _Held:
+    """The parts of a tensor; `detach()` and the tensor it was called on hold the same ones."""
+
+    shards: list[torch.Tensor] | None
+    consumed_by: str = ""
+    writes: int = 0
+
+
+@attrs.define(eq=False)
+class _Origin:
+    """Where a view came from. See Note [Views]."""
+
+    base: DTensor
+    func: Any
+    args: tuple[Any, ...]
+    root: _Held  # of the tensor that is no view
+    seen: int  # its writes when this view was taken
+
+
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
 
     sharding: Layout
     mesh: Mesh
-    _shards: list[torch.Tensor] | None
+    _held: _Held
+    _origin: _Origin | None
     _backend: Backend
-    _consumed_by: str
     _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
 
@@ -52,17 +78,15 @@ class DTensor(torch.Tensor):
         owned: bool = False,
     ) -> DTensor:
         first = shards[0]
-        self: DTensor = compat.wrapper_subclass(
-            cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
-        )
+        self: DTensor = compat.wrapper_subclass(cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False)
         self.sharding = layout
         self.mesh = mesh
-        self._shards = shards
+        self._held = _Held(shards)
+        self._origin = None
         self._backend = backend or backend_for(mesh)
-        self._consumed_by = ""
-        self.owned = owned
         self._lays_grad = False
-        return self
+        self.owned = owned
+        return self.requires_grad_() if requires_grad else self
 
     # -- what it is ---------------------------------------------------------------------------------------------
 
@@ -86,38 +110,75 @@ class DTensor(torch.Tensor):
     @property
     def parts(self) -> list[torch.Tensor]:
         """The parts of the ranks that this process owns."""
-        if self._shards is None:
+        origin = self._origin
+        lost = self._held if self._held.shards is None else origin.root if origin is not None and origin.root.shards is None else None
+        if lost is not None:
             raise ConsumedError(
-                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {self._consumed_by} and its memory "
+                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory "
                 f"reused; use that call's output, or pass donate=() to keep inputs alive"
             )
-        return self._shards
+        if origin is not None and origin.seen != origin.root.writes:
+            raise InputError(
+                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that was "
+                f"written in place since; take the view again after writing, or clone() it before"
+            )
+        assert self._held.shards is not None
+        return self._held.shards
 
     @property
     def is_consumed(self) -> bool:
-        return self._shards is None
+        return self._held.shards is None
 
     def consume(self, by: str) -> None:
-        """Give the parts away: later reads raise ConsumedError naming `by`."""
-        self._shards = None
-        self._consumed_by = by
+        """Give the parts away: later reads, also of views, raise ConsumedError naming `by`."""
+        self._held.shards = None
+        self._held.consumed_by = by
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As torch's; a leaf's gradient gets the leaf's own layout."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not self._lays_grad:
+            self._lays_grad = True
+            target = self.sharding.with_pending(())
+            hook: Callable[[DTensor], DTensor] = lambda grad: grad.redistribute(target)  # noqa: E731
+            self.register_hook(hook)  # type: ignore[no-untyped-call]
+        return self
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._shards is None:
-            return f"DTensor(consumed by {self._consumed_by})"
+        if self._held.shards is None:
+            return f"DTensor(consumed by {self._held.consumed_by})"
         head = f"DTensor({tuple(self.shape)}, {self.sharding.text()!r}, {self.mesh}, {self.dtype}"
         if self.sharding.is_replicated and self.numel() == 1:
             head += f", value={self.local.detach().item():.6g}" if self.dtype.is_floating_point else f", value={self.local.item()}"
         return head + ")"
 
-    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """As in torch; the gradient of a leaf will have the leaf's own spec, never a pending one."""
-        super().requires_grad_(requires_grad)
-        if requires_grad and self.is_leaf and not self._lays_grad:
-            self._lays_grad = True
-            target = self.sharding.with_pending(())
-            self.register_hook(lambda grad: grad.redistribute(target))
-        return self
+    def __format__(self, spec: str) -> str:
+        """A scalar formats like its number (collective only where it is not replicated)."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
+    def tolist(self) -> Any:
+        """The global value as nested lists. Collective."""
+        return self.full().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global value as an array. Collective."""
+        return self.full().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        out = DTensor([x.clone() for x in self.parts], self.sharding, self.mesh, self._backend, self.requires_grad)
+        memo[id(self)] = out
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(f"a DTensor {tuple(self.shape)} on {self.mesh} cannot be pickled; save x.full(), or x.local per rank")
 
     # -- moving it ----------------------------------------------------------------------------------------------
 
@@ -133,6 +194,8 @@ class DTensor(torch.Tensor):
 
     def to_torch(self) -> torch.Tensor:
         """This tensor as torch.distributed.tensor.DTensor on the running process group."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != self.mesh.size:
+            raise InputError(f"to_torch needs a process group of the size of {self.mesh}; start with torchrun, or use x.full()")
         # Imported here: it takes half a second, and few programs need it.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor as TorchDTensor
@@ -149,7 +212,9 @@ class DTensor(torch.Tensor):
         """A torch.distributed.tensor.DTensor as ours; `mesh` defaults to one with its mesh's names and sizes."""
         from colofunc.dtensor.placements import from_placements
 
-        device_mesh = y.device_mesh
+        device_mesh = getattr(y, "device_mesh", None)
+        if device_mesh is None:
+            raise InputError(f"from_torch wants a torch.distributed.tensor.DTensor, not {type(y).__name__}; use distribute")
         if mesh is None:
             names = device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(device_mesh.ndim))
             mesh = Mesh(**dict(zip(names, device_mesh.shape, strict=True)))
@@ -190,6 +255,14 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
     `shape`: the global shape; by default local sizes times the axes that split each dim.
     """
     shards = list(tensor) if isinstance(tensor, (list, tuple)) else [tensor]
+    for shard in shards:
+        if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
+            raise InputError(f"from_local wants this rank's part as a plain torch.Tensor, not {type(shard).__name__}")
+        if (shard.dtype, shard.device) != (shards[0].dtype, shards[0].device):
+            raise InputError(
+                f"the parts differ in dtype or device: {shards[0].dtype} on {shards[0].device} and {shard.dtype} on "
+                f"{shard.device}; convert them with .to() first"
+            )
     backend = backend_for(mesh)
     owned = backend.ranks(mesh)
     if len(shards) == 1:
@@ -204,7 +277,15 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
                 f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, "
                 f"which has parts {layout.local_shape}; give shape= where the global size is not the obvious one"
             )
-    return DTensor(shards, layout, mesh, backend)
+    return DTensor([x.detach() for x in shards], layout, mesh, backend)
+
+
+def _apart(shards: list[torch.Tensor], source: DTensor) -> list[torch.Tensor]:
+    """Parts that share no memory with an owned tensor's, which a later call may overwrite."""
+    if not source.owned:
+        return shards
+    taken = {x.untyped_storage().data_ptr() for x in source.parts}
+    return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in shards]
 
 
 def _global_shape(spec: SpecLike, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -225,8 +306,8 @@ class _Distribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
         backend = backend_for(mesh)
-        shards = [part(x.detach(), layout, mesh, rank) for rank in backend.ranks(mesh)]
-        return DTensor(shards, layout, mesh, backend)
+        plain = x.detach().clone()  # the parts may be views of it, and must not change when `x` does
+        return DTensor([part(plain, layout, mesh, rank) for rank in backend.ranks(mesh)], layout, mesh, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -239,23 +320,24 @@ class _Full(torch.autograd.Function):
         ctx.layout, ctx.mesh = x.sharding, x.mesh
         if len(x.parts) == x.mesh.size:
             return join(x.parts, x.sharding, x.mesh).clone()
-        return convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend)[0]
+        whole = convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend)[0]
+        return whole.clone() if whole is x.parts[0] else whole
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        layout = ctx.layout.with_pending(())
-        return DTensor([part(grad, layout, ctx.mesh, r) for r in backend_for(ctx.mesh).ranks(ctx.mesh)], layout, ctx.mesh)
+        return distribute(grad, ctx.layout.with_pending(()), ctx.mesh)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
         ctx.source = x.sharding.with_pending(())
-        return DTensor(convert_shards(x.parts, x.sharding, layout, x.mesh, x._backend), layout, x.mesh, x._backend)
+        shards = convert_shards(x.parts, x.sharding, layout, x.mesh, x._backend)
+        return DTensor(_apart(shards, x), layout, x.mesh, x._backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return DTensor(convert_shards(grad.parts, grad.sharding, ctx.source, grad.mesh, grad._backend), ctx.source, grad.mesh, grad._backend), None
+        return grad.redistribute(ctx.source), None
 
 
 # -- eager dispatch ---------------------------------------------------------------------------------------------
@@ -264,14 +346,54 @@ class _Redistribute(torch.autograd.Function):
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten._local_scalar_dense.default:
         return _item(args[0])
+    if func is torch.ops.aten.detach.default:
+        return _detached(args[0])
     leaves, tree = pytree.tree_flatten((args, kwargs))
     mesh, backend = _common_mesh(func, leaves)
     operands = [_as_operand(func, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    results, out_tree, mutated = run_eager(func, operands, tree, mesh, backend, DTensor)
-    if mutated is not None:
-        return leaves[mutated]
-    wrapped = [r if not isinstance(r, tuple) else DTensor(r[0], r[1], mesh, backend) for r in results]
+    written = written_argument(func)
+    if written and not isinstance(leaves[0], DTensor):
+        raise InputError(f"{func} writes a DTensor into a plain tensor of shape {tuple(leaves[0].shape)}; use x.full()")
+    results, out_tree = run_eager(func, operands, tree, mesh, backend, DTensor)
+    if written:
+        _write(func, leaves[0], *results[0])
+        return leaves[0]
+    wrapped = [DTensor(r[0], r[1], mesh, backend) if isinstance(r, tuple) else r for r in results]
+    if is_view(func) and isinstance(args[0], DTensor):
+        for view in wrapped:
+            view._origin = _origin(args[0], func, args)
     return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _detached(x: DTensor) -> DTensor:
+    out = DTensor(x.parts, x.sharding, x.mesh, x._backend, owned=x.owned)
+    out._held, out._origin = x._held, x._origin
+    return out
+
+
+def _origin(base: DTensor, func: Any, args: tuple[Any, ...]) -> _Origin:
+    root = base._held if base._origin is None else base._origin.root
+    return _Origin(base, func, args[1:], root, root.writes)
+
+
+def _write(func: Any, target: DTensor, shards: list[torch.Tensor], layout: Layout) -> None:
+    """Put a new value in the place of `target`'s, and in that of what it is a view of."""
+    if layout.shape != target.sharding.shape:
+        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead of the in-place call")
+    if not torch.can_cast(shards[0].dtype, target.dtype):
+        raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead of the in-place call")
+    parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
+    origin = target._origin
+    if origin is None:
+        target._held.shards = parts
+        target._held.writes += 1
+        return
+    fresh = DTensor(parts, target.sharding, target.mesh, target._backend)
+    with torch.no_grad():
+        whole = write_back(origin.func, origin.args, origin.base.detach(), fresh)
+    _write(func, origin.base, whole.parts, whole.sharding)
+    target._held.shards = parts
+    origin.seen = origin.root.writes
 
 
 def _item(x: DTensor) -> Any:

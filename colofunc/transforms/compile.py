@@ -83,13 +83,37 @@ class StepCompiler:
         return self._get(staged, args, leaves, tree).low
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
-        key = (tree.key(), tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves), torch.get_default_dtype())
+        types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
+        key = (tree.key(), types, torch.get_default_dtype(), training_flags(staged.fn))
         known = self._ready.setdefault(key, [])
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
             ready = prepare(staged, args, leaves)
             known.append(ready)
         return ready
+
+
+def training_flags(fn: Callable[..., Any], depth: int = 3) -> tuple[bool, ...]:
+    """Train or eval mode of every module that a step function holds in its closure: a switch means another trace."""
+    flags: list[bool] = []
+    held = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if _is_set(cell)]
+    held += [getattr(fn, "__self__", None), *(getattr(fn, "__defaults__", None) or ())]
+    for thing in held:
+        parts = [getattr(thing, f.name) for f in attrs.fields(type(thing))] if attrs.has(type(thing)) else [thing]
+        for part in parts:
+            if isinstance(part, torch.nn.Module):
+                flags += [m.training for m in part.modules()]
+            elif depth and callable(part) and hasattr(part, "__closure__"):
+                flags += training_flags(part, depth - 1)
+    return tuple(flags)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:  # a name that is assigned later
+        return False
+    return True
 
 
 def _lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:

@@ -59,9 +59,8 @@ class Candidates:
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
-        key = (item if isinstance(item, Value) else call_of(item, self.program.values)[0], axes, fixed and (fixed.ins, fixed.outs))
-        if isinstance(item, Value):
-            key = (item.shape, item.id in self.program.constants, axes, key[2])
+        what: Any = (item.shape, item.id in self.program.constants) if isinstance(item, Value) else call_of(item, self.program.values)[0]
+        key = (what, axes, None if fixed is None else (fixed.ins, fixed.outs))
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = tuple(self._all(item, axes, fixed))

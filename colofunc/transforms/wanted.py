@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import Spec, bind
-from colofunc.dtensor.strategies import Strategy
 from colofunc.errors import InputError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import NONE, Constraint, Constraints, leaf_strategy
@@ -21,8 +21,6 @@ from colofunc.planner.wishes import Wish, constraints_of, wishes_of
 from colofunc.program.ir import Program
 from colofunc.program.trace import Traced
 from colofunc.program.trace_tree import Tree
-
-AUTO = None
 
 
 def specs_of(specs: Any, tree: Tree, what: str) -> Iterator[tuple[int, str, str | Spec | Layout]]:
