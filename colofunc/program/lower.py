@@ -107,7 +107,7 @@ class Builder:
         if body.constants:
             raise ProgramError(f"local code of {node.target} {name} captures tensors; create them inside the function")
         for inner in body.nodes:
-            outs = []
+            outs: list[int | None] = []
             for o in inner.outs:
                 if o is None:
                     outs.append(None)
@@ -154,15 +154,16 @@ def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, re
         body = record_local(partial(strategy.local, mesh=build.mesh), types)
         results = build.splice(body, operands, node, strategy.name)
         tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
-        for (o, layout), result in zip(tensors, results, strict=True):  # results that are None are not recorded
-            _adopt(build, program, o, layout, result, node)
+        for (id, layout), result in zip(tensors, results, strict=True):  # results that are None are not recorded
+            _adopt(build, program, id, layout, result, node)
         return
     args, kwargs = call.args, call.kwargs
     if choice.rule is not None and choice.rule.localize is not None:
         args, kwargs = choice.rule.localize(call, strategy.ins, strategy.outs)
-    outs = []
-    for o, layout in zip(node.outs, strategy.outs, strict=True):
-        outs.append(None if o is None or layout is None else build.define(o, program.values[o], layout))
+    outs = [
+        None if o is None or layout is None else build.define(o, program.values[o], layout)
+        for o, layout in zip(node.outs, strategy.outs, strict=True)
+    ]
     at = lambda k: Ref(operands[k])  # noqa: E731 - operand k of the call is a local value here
     build.nodes.append(
         attrs.evolve(node, args=map_refs(args, at), kwargs=map_refs(kwargs, at), outs=tuple(outs), note=strategy.name)
