@@ -56,25 +56,19 @@ class _Eager:
     tree: Any
 
 
-def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: Any) -> tuple[list[Any], Any, int | None]:
-    """Run `func` on flat arguments in which operands are DTensors (`cls`).
+def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: type) -> tuple[list[Any], Any]:
+    """Run `func` on flat arguments in which operands are DTensors (`cls`): (results, their tree).
 
-    Returns (results, tree, mutated): a result is (shards, layout) or plain data; `mutated` is the position of the
-    argument that an in-place operator wrote to (its parts have been replaced), else None.
+    A result is (shards, layout) or plain data. An in-place operator runs as the one that returns a new tensor: its
+    result 0 is what the first argument is to become.
     """
-    mutated = _mutated_leaf(func)
-    plain = _functional(func) if mutated is not None else func
+    plain = _functional(func) if written_argument(func) else func
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
     eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh)
     outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
     results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
-    if mutated is not None:
-        target = leaves[mutated]
-        shards, layout = results[0]
-        for old, new in zip(target.parts, convert_shards(shards, layout, target.sharding, mesh, backend), strict=True):
-            old.copy_(new)
-    return results, eager.tree, mutated
+    return results, eager.tree
 
 
 class _Leaves:
@@ -93,14 +87,26 @@ class _Leaves:
         return hash(self.key)
 
 
-def _mutated_leaf(func: Any) -> int | None:
-    """0 for operators such as `add_` that write to their first argument; refuses other mutation."""
-    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+@lru_cache(maxsize=4096)
+def written_argument(func: Any) -> bool:
+    """Whether an operator such as `add_` writes to its first argument; refuses other mutation."""
+    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if not written:
-        return None
-    if written != [0]:
-        raise InputError(f"{func} writes to argument {written[0]}; use the operator that returns a new tensor")
-    return 0
+        return False
+    first = func._schema.arguments[0]
+    if len(written) > 1 or written[0].name != first.name or str(first.type) != "Tensor":
+        raise InputError(
+            f"{func} writes to {', '.join(repr(a.name) for a in written)}, which DTensors do not do outside a step; use the "
+            "operator that returns new tensors (optimizers: foreach=False, fused=False)"
+        )
+    return True
+
+
+@lru_cache(maxsize=4096)
+def is_view(func: Any) -> bool:
+    """Whether results of an operator are views of its first argument."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    return first is not None and first.alias_info is not None and not first.alias_info.is_write
 
 
 def _functional(func: Any) -> Any:
@@ -166,8 +172,11 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     options: list[Strategy] = []
     if rule is not None:
         options += [s for k, lay in enumerate(layouts) if (s := follow(call, rule, k, lay)) is not None]
-    if not options:
-        options = [*enumerate_strategies(call, rule, mesh), *strategies_for(call, mesh), replicated_strategy(call)]
+    # Only axes that some operand lies on: results stay where a reader expects them, nothing is cut further unasked.
+    used = {a for lay in layouts for a in (*lay.axes, *(p for p, _ in lay.pending))}
+    options += enumerate_strategies(call, rule, mesh, tuple(a for a in mesh.axis_names if a in used))
+    options += [s for s in strategies_for(call, mesh) if used.issuperset(a for lay in s.ins for a in lay.axes)]
+    options.append(replicated_strategy(call))
 
     def seconds(s: Strategy) -> float:
         moved = sum(conversion_s(a, b, mesh, t.dtype.itemsize) for a, b, t in zip(layouts, s.ins, call.ins, strict=True))
