@@ -8,7 +8,9 @@ already have, which the plan takes as given). `StepCompiler` is the only place t
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -64,6 +66,8 @@ class StepCompiler:
 
     def __init__(self) -> None:
         self._ready: dict[Any, list[Ready]] = {}
+        self._last: tuple[Sequence[Leaf], Tree] = (), Tree("sequence")
+        self._static_retraces = 0
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         leaves, tree = flatten(args)
@@ -88,9 +92,32 @@ class StepCompiler:
         known = self._ready.setdefault(key, [])
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
+            if len(self._ready) > 1 and not known:
+                self._tell_retrace(staged, leaves, tree)
             ready = prepare(staged, args, leaves)
             known.append(ready)
+        self._last = leaves, tree
         return ready
+
+    def _tell_retrace(self, staged: Staged, leaves: Sequence[Leaf], tree: Tree) -> None:
+        """One line that says why a step is traced again; a third time for a static value is a warning."""
+        before, old = self._last
+        name = getattr(staged.fn, "__name__", "step")
+        pairs = zip(tree.statics(), old.statics(), strict=False)
+        static = next((f"argument {a.name}: {b.value!r} -> {a.value!r}" for a, b in pairs if a.value != b.value), None)
+        if static is not None:
+            self._static_retraces += 1
+            say(f"{name} is traced again, a static value changed: {static}")
+            if self._static_retraces == 3:
+                warnings.warn(
+                    f"{name} has been traced {self._static_retraces + 1} times because static values change ({static}); "
+                    "pass numbers that vary as tensors or floats",
+                    stacklevel=4,
+                )
+            return
+        shapes = zip(tree.names(), leaves, before, strict=False)
+        what = next((f"argument {n}: {tuple(b.shape)} -> {tuple(a.shape)}" for n, a, b in shapes if a.shape != b.shape), "its arguments' structure, dtypes or mode")
+        say(f"{name} is traced again for {what}")
 
 
 def training_flags(fn: Callable[..., Any], depth: int = 3) -> tuple[bool, ...]:
@@ -122,6 +149,12 @@ def _lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
     return all(not isinstance(leaf, DTensor) or leaf.sharding is layout for leaf, layout in pairs)
 
 
+def say(text: str) -> None:
+    """One line to the person who waits."""
+    if not env.switched_on("COLOFUNC_QUIET"):
+        print(f"colofunc: {text}", file=sys.stderr, flush=True)
+
+
 def mesh_of(staged: Staged) -> Mesh:
     """The mesh that `shard` was given, else a mesh of one."""
     intent = staged.intent("shard")
@@ -149,8 +182,8 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
     decided, local = _within(program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes)
     planned_s = time.perf_counter() - began - traced_s
-    if traced_s + planned_s > 2 and mesh.is_main and not env.switched_on("COLOFUNC_QUIET"):
-        print(f"colofunc: trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators", flush=True)
+    if traced_s + planned_s > 2 and mesh.is_main:
+        say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     inputs = tuple(decided.input_layouts[i] for i in program.inputs)
     low = Lowered(
         traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
