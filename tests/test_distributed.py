@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
+from test_executors import program
 
-import colofunc.ops.linear
 from colofunc.errors import CollectiveError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import broadcast_object
@@ -17,7 +17,6 @@ from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Ref
 from colofunc.program.schedule import overlap
-from test_executors import program
 
 pytestmark = pytest.mark.dist
 R = Ref
@@ -162,7 +161,8 @@ def test_torchrun(failing, tmp_path, subprocess_env):
     script.write_text(SCRIPT.replace("FAIL", str(failing)))
     env = {**subprocess_env, "PYTHONPATH": subprocess_env["PYTHONPATH"] + ":" + str(__file__).rsplit("/", 1)[0]}
     began = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
     assert done.stdout.count("distributed 3.0") == 2
     assert (done.returncode != 0) is failing

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from einops import rearrange
 
-import colofunc.ops.linear
-import colofunc.ops.update
 from colofunc.dtensor.layout import replicated
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.faults import FaultError, fail
@@ -15,7 +14,6 @@ from colofunc.program.facts import rearrange_steps
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.schedule import overlap, updates_early
-from einops import rearrange
 
 R = Ref
 MESH = Mesh(dp=2, tp=2)
@@ -218,7 +216,10 @@ def test_updates_move_up_to_their_gradient():
 ])  # fmt: skip
 def test_sums_go_into_fresh_tensors(later, targets):
     nodes = [("aten.mm.default", (R(0), R(1)), (2,)), ("aten.add.Tensor", (R(0), R(2)), (3,)), ("aten.add.Tensor", (R(3), R(1)), (4,))]
-    p = program([0, 1], nodes + ([later] if later else []), [4] + ([5] if later else []), [(2, 2)] * 5 + [(4,) if later and "view" in later[0] else (2, 2)])
+    if later:
+        nodes.append(later)
+    shapes = [(2, 2)] * 5 + [(4,) if later and "view" in later[0] else (2, 2)]
+    p = program([0, 1], nodes, [4, 5] if later else [4], shapes)
     q = in_place(p)
     assert [n.target for n in q.nodes][:3] == targets
     inputs = [per_rank(2, 2), [per_rank(2, 2)[0]] * 4]

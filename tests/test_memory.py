@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-
-import colofunc.ops.attention
-import colofunc.ops.linear
-import colofunc.ops.update
-from colofunc.executors.measure import measure
-from colofunc.mesh import Mesh
-from colofunc.program.inplace import in_place
-from colofunc.program.memory import memory
-from colofunc.program.ir import Ref
-from colofunc.program.schedule import overlap
 from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
+
+import colofunc as cf
+from colofunc.dtensor.parts import part
+from colofunc.executors.measure import measure
+from colofunc.program.inplace import in_place
+from colofunc.program.ir import Ref
+from colofunc.program.memory import memory
+from colofunc.program.schedule import overlap
 
 R = Ref
 
@@ -70,3 +68,29 @@ def test_in_place_updates_make_nothing():
 def test_report_reads():
     text = str(memory(adamw_program()))
     assert "device: peak" in text and "aten.neg.default" in text
+
+
+def layers(state, batch):
+    """A step with norms, attention-like views, gradients and an update, written in plain torch."""
+    def loss_of(params):
+        h = torch.nn.functional.layer_norm(batch["x"], (8,), params["g"], params["b"])
+        q, k = (h @ params["qk"]).split(8, dim=-1)
+        heads = (t.view(4, 6, 2, 4).transpose(1, 2) for t in (q, k))
+        q, k = heads
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ q
+        out = mixed.transpose(1, 2).reshape(4, 6, 8) @ params["qk"][:, :8] + h
+        return ((out - batch["y"]) ** 2).mean()
+
+    grads = torch.func.grad(loss_of)(state)
+    return {k: state[k] - 0.1 * grads[k] for k in state}
+
+
+@pytest.mark.parametrize("mesh", [cf.Mesh(dp=1), cf.Mesh(dp=2, tp=2, topology="ideal")], ids=["one", "four"])
+def test_whole_step_agrees_to_the_byte(mesh):
+    batch = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 6, 8)}
+    state = {"g": torch.ones(8), "b": torch.zeros(8), "qk": torch.randn(8, 16)}
+    low = cf.shard(layers, mesh).lower(state, batch)
+    leaves = [*state.values(), *batch.values()]
+    pairs = list(zip(leaves, low.input_layouts, strict=False))  # constants of the program come last
+    inputs = [[part(x, lay, mesh, r).clone(memory_format=torch.contiguous_format) for r in range(mesh.size)] for x, lay in pairs]
+    agree(low.program, inputs, mesh)

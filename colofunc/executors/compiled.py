@@ -75,7 +75,7 @@ def graph_of(group: list[Node], segment: Node, program: Program) -> torch.fx.Gra
         kwargs = {k: map_refs(v, env.__getitem__) for k, v in node.kwargs}
         call = graph.call_function(resolve(node.target), args, kwargs)
         _define(graph, env, node, call)
-    graph.output(tuple(env[o] for o in segment.outs))
+    graph.output(tuple(env[o] for o in segment.outs if o is not None))
     return torch.fx.GraphModule({}, graph)
 
 
@@ -83,8 +83,9 @@ def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -
     """Bind the results of a call, by `getitem` where there are several."""
     kind = result_kind(node.target)
     if kind == "one":
-        if node.outs and node.outs[0] is not None:
-            env[node.outs[0]] = call
+        for o in node.outs:
+            if o is not None:
+                env[o] = call
         return
     if kind == "nested":
         call = graph.call_function(flat_results, (call,))

@@ -101,14 +101,14 @@ class Groups:
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""
         group = self.of(axes)
-        make: Callable[..., Start] = {
+        makers: dict[str, Callable[..., Start]] = {
             "all_gather": _all_gather,
             "reduce_scatter": _reduce_scatter if self.backend != "gloo" else _exchange_and_reduce,
             "all_reduce": _all_reduce,
             "all_to_all": _all_to_all,
             "permute": _permute,
-        }[kind]
-        return make(group, *options)
+        }
+        return makers[kind](group, *options)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

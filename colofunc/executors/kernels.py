@@ -8,7 +8,7 @@ a permute and a reshape.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _FAST: dict[str, Callable[..., Any]] = {"colofunc.linear": F.linear, "colofunc.l
 
 
 
-@lru_cache(maxsize=None)
+@cache
 def callable_of(target: str) -> Callable[..., Any]:
     """What executors call for `target`."""
     if target in _FAST:
@@ -33,7 +33,7 @@ def callable_of(target: str) -> Callable[..., Any]:
     return resolve(target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def result_kind(target: str) -> str:
     """How the results of a target come: "one" tensor, "flat" sequence, "nested" sequence of sequences, or "none"."""
     returns = overload(target)._schema.returns
@@ -60,7 +60,8 @@ def rearrange_text(name: str, steps: Steps) -> str:
 
 def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     """The reduction of the members' tensors in member order, in a contiguous buffer of its own."""
-    fn = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how]
+    fns: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    fn = fns[how]
     first = members[0]
     total = torch.empty(first.shape, dtype=first.dtype, device=first.device)
     if len(members) == 1:

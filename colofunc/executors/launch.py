@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc.errors import CollectiveError, InputError
 
@@ -40,7 +42,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
     if ranks < 1:
         raise InputError(f"launch: {ranks} ranks; give at least 1")
     payload = _pack(fn, args)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     workers, pipes = [], []
     try:
@@ -63,8 +65,8 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
 def _collect(workers: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        left = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = multiprocessing.connection.wait(left, timeout=max(0.0, deadline - time.monotonic()))
+        left: list[Any] = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready: list[Any] = multiprocessing.connection.wait(left, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = sorted(set(range(len(pipes))) - set(results))
             raise CollectiveError(f"launch: ranks {late} had not ended after {timeout_s:g} s; they have been stopped")
@@ -86,8 +88,9 @@ def _collect(workers: list[Any], pipes: list[Any], deadline: float, timeout_s: f
 
 def _report_deaths(workers: list[Any], pipes: list[Any], died: list[int]) -> None:
     """A rank that ended without a word may have been ended by the watch: the rank at fault speaks within a moment."""
-    others = [pipe for rank, pipe in enumerate(pipes) if rank not in died]
-    for pipe in multiprocessing.connection.wait(others, timeout=3.0) if others else ():
+    others: list[Any] = [pipe for rank, pipe in enumerate(pipes) if rank not in died]
+    speaking: list[Any] = multiprocessing.connection.wait(others, timeout=3.0) if others else []
+    for pipe in speaking:
         with contextlib.suppress(EOFError):
             ok, content = pickle.loads(pipe.recv_bytes())
             if not ok:
@@ -114,9 +117,8 @@ def _end(worker: Any) -> None:
 
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if importlib.util.find_spec("cloudpickle") is not None:
-        import cloudpickle  # optional: carries closures and functions of a notebook
-
-        return cloudpickle.dumps((fn, args))
+        # An optional package: it carries closures and functions of a notebook.
+        return importlib.import_module("cloudpickle").dumps((fn, args))
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
@@ -132,7 +134,7 @@ def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, pay
     torch.set_num_threads(threads)
     try:
         fn, args = pickle.loads(payload)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         message = pickle.dumps((True, fn(*args)))
     except BaseException as error:

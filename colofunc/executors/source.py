@@ -165,11 +165,7 @@ class Writer:
         name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
-        classes: dict[Hashable, int] = {}
-        for lane, key in enumerate(keys):
-            if key in classes:
-                continue
-            classes[key] = len(classes)
+        classes = {key: c for c, key in enumerate(dict.fromkeys(keys))}
         many = len(classes) > 1
         for key, c in classes.items():
             lane = keys.index(key)

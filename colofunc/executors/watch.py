@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc import env
 from colofunc.errors import CollectiveError
@@ -36,8 +37,8 @@ class Watch:
         self.size = size
         self._server, address = _serve(rank)
         # A client of its own per use: a blocking call on one would hold up the thread.
-        self._store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._thread_store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._thread_store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
         self._running = 0
         self._rounds = 0
         self._failed = False
@@ -116,7 +117,7 @@ def _serve(rank: int) -> tuple[Any, tuple[str, int]]:
     if rank == 0:
         launch = env.launched()
         host = launch.master_addr if launch is not None else "127.0.0.1" if _one_host() else socket.gethostname()
-        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         where = [(host, server.port)]
     elif not env.launched():
         _one_host()

@@ -10,7 +10,7 @@ until when a value is needed.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 from colofunc.dtensor.strategies import FREE
@@ -42,7 +42,7 @@ def is_wire(node: Node) -> bool:
     return kind is not None and kind[0] in WIRE
 
 
-@lru_cache(maxsize=None)
+@cache
 def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
     """(position, name) of the arguments that an operator writes to; () for functional ones.
 
@@ -68,13 +68,13 @@ def written(node: Node) -> tuple[int, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def takes_device(target: str) -> bool:
     """Whether an operator has a `device` argument."""
     return any(a.name == "device" for a in overload(target)._schema.arguments)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _may_alias(target: str) -> bool:
     if target.rsplit(".", 1)[0] in FREE:
         return True

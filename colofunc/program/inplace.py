@@ -51,7 +51,8 @@ def in_place(program: Program) -> Program:
         node = _renamed(original, renamed)
         position = _sum_into(program, index, original, memory, fresh)
         if position is not None:
-            (total,) = node.outs
+            total = original.outs[0]
+            assert total is not None
             renamed[total] = node.args[position].id
             fresh.add(total)
             nodes.append(attrs.evolve(node, target="aten.add_.Tensor", args=(node.args[position], node.args[1 - position]), outs=()))
@@ -63,12 +64,10 @@ def in_place(program: Program) -> Program:
                 fresh.update(o for o in node.outs if o is not None)
             continue
         target, pairs = twin
-        for result, into in pairs:
-            renamed[result] = into
+        renamed.update(pairs)
         nodes.append(attrs.evolve(node, target=target, outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    out = attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace")
-    return updates_early(out)
+    return updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace"))
 
 
 def _renamed(node: Node, renamed: Mapping[int, int]) -> Node:

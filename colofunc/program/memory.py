@@ -122,7 +122,7 @@ def _storages(program: Program) -> tuple[list[_Storage], dict[int, Node]]:
     for index, node in enumerate(program.nodes):
         made = _results(node, program, metas)
         fresh: dict[int, int] = {}
-        for k, (o, one) in enumerate(zip(node.outs, made, strict=True)):
+        for o, one in zip(node.outs, made, strict=True):
             if one is None:
                 continue
             operand, share, nbytes, meta = one
