@@ -134,6 +134,11 @@ def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[s
             raise SpecError(f"pending reduction {how!r} over {axis!r} is none of {REDUCTIONS}")
 
 
+def is_major(layout: Layout) -> bool:
+    """Whether in every dim all mesh axes stand before the local factor, without padding: `(dp tp b)`, not `(b dp)`."""
+    return not layout.is_padded and all(axis is not None for dim in layout.dims for _, axis in dim[:-1])
+
+
 def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
     """The layout in which every rank holds the whole tensor."""
     return make_layout(tuple(((size, None),) for size in shape), shape, (), tier)

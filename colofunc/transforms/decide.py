@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from colofunc.dtensor.convert_pattern import pattern_s
-from colofunc.dtensor.layout import Layout, replicated
+from colofunc.dtensor.layout import Layout, is_major, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, replicated_strategy
+from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.constraints import Constraints, leaf_strategy
@@ -43,6 +43,7 @@ class Candidates:
     program: Program
     mesh: Mesh
     registry: Registry
+    followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)  # id of a node -> strategies for its operands as they lie
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
 
@@ -64,7 +65,34 @@ class Candidates:
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = tuple(self._all(item, axes, fixed))
-        return found
+        return (*found, *self.followed.get(id(item), ()))
+
+    def follow_wishes(self, constraints: Constraints) -> None:
+        """Offer operators downstream of a striped or composite input the strategies that take it as it lies.
+
+        Enumeration offers only layouts in which axes are major; a wish may be for another one, and without this the
+        first operator would convert it away.
+        """
+        layouts: dict[int, Layout] = {}
+        for position, some in constraints.items.items():
+            for constraint in some:
+                for offer in constraint.offers:
+                    if position < len(self.program.inputs) and offer.outs[0] is not None and not is_major(offer.outs[0]):
+                        layouts[self.program.inputs[position]] = offer.outs[0]
+        if not layouts:
+            return
+        for node in self.program.nodes:
+            call, ids = call_of(node, self.program.values)
+            rule = self.rule(call)
+            odd = [k for k, i in enumerate(ids) if i in layouts]
+            if rule is None or not odd:
+                continue
+            options = {s: None for k in odd if (s := follow(call, rule, k, layouts[ids[k]])) is not None}
+            self.followed[id(node)] = tuple(options)
+            for strategy in options:
+                for o, layout in zip(node.outs, strategy.outs, strict=True):
+                    if o is not None and layout is not None and not is_major(layout):
+                        layouts.setdefault(o, layout)
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         mine = self._over(item, self.mesh.axis_names if fixed is not None else axes)
@@ -108,6 +136,7 @@ def decide(
     axes: tuple[str, ...],
 ) -> Decided:
     """Plan the program: over all open axes at once where at most two are open, axis by axis beyond."""
+    candidates.follow_wishes(constraints)
     found: Assignment
     if sum(mesh.axis_size(a) > 1 for a in axes) <= 2:
         found = assign(program, mesh, lambda item: candidates.along(item, axes, None), constraints, pattern_s, budget_bytes)
