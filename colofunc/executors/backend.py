@@ -18,6 +18,7 @@ from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env
 from colofunc.executors.keep import Kept
 from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 
@@ -30,6 +31,7 @@ class Backend(Protocol):
     """Runs local programs for the ranks it owns."""
 
     name: str
+    watch: Watch | None  # the tie to other processes; None where all ranks are in this one
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """The ranks of `mesh` whose tensors live in this process."""
@@ -47,6 +49,7 @@ class Simulated:
     name = "simulated"
 
     def __init__(self) -> None:
+        self.watch: Watch | None = None
         self._kept = Kept(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
@@ -66,6 +69,7 @@ class Compiled:
 
     def __init__(self, inner: Simulated | Distributed, compiler: str = "inductor") -> None:
         self._inner = inner
+        self.watch = inner.watch
         self._compiler = compiler
         self._kept = Kept(self.compile)
 

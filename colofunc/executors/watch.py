@@ -9,6 +9,7 @@ The store also holds what ranks compare before a program runs: see `agree`.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -65,19 +66,7 @@ class Watch:
 
     def agree(self, what: str, mine: str, timeout_s: float) -> None:
         """Raise CollectiveError unless all ranks give the same string; the error names the ranks that differ."""
-        self._rounds += 1
-        prefix = f"colofunc/agree/{self._rounds}"
-        self._store.set(f"{prefix}/{self.rank}", mine)
-        keys = [f"{prefix}/{r}" for r in range(self.size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except Exception as error:
-            late = [r for r, key in enumerate(keys) if not self._store.check([key])]
-            raise CollectiveError(
-                f"{what}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come to this step; "
-                "all ranks must call the same steps in the same order"
-            ) from error
-        texts = [self._store.get(key).decode() for key in keys]
+        texts = self.exchange(what, mine, timeout_s)
         if len(set(texts)) > 1:
             common = max(set(texts), key=lambda t: (texts.count(t), -texts.index(t)))
             odd = [r for r, t in enumerate(texts) if t != common]
@@ -85,6 +74,52 @@ class Watch:
                 f"{what} differs between ranks: ranks {odd} have another one than the rest. Ranks must call the same step "
                 "with arguments of the same shapes, dtypes and static values, and run the same versions"
             )
+
+    def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:
+        """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error."""
+        try:
+            self._everyone(["failed", what, f"{type(error).__name__}: {error}"], timeout_s)
+        except CollectiveError as late:
+            error.add_note(str(late))
+
+    def exchange(self, what: str, mine: str, timeout_s: float) -> list[str]:
+        """Every rank's string, in rank order. Raises CollectiveError where a rank is late, failed, or elsewhere."""
+        said = self._everyone(["", what, mine], timeout_s)
+        for r, (state, there, text) in enumerate(said):
+            if state == "failed":
+                raise CollectiveError(f"{there} failed on rank {r}: {text}")
+        elsewhere = {r: there for r, (_, there, _) in enumerate(said) if there != what}
+        if elsewhere:
+            r, there = next(iter(elsewhere.items()))
+            raise CollectiveError(
+                f"rank {self.rank} has come to {what}, rank {r} to {there}; all ranks must call the same steps in the same order"
+            )
+        return [text for _, _, text in said]
+
+    def _everyone(self, mine: list[str], timeout_s: float) -> list[list[str]]:
+        self._rounds += 1
+        prefix = f"colofunc/agree/{self._rounds}"
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+        keys = [f"{prefix}/{r}" for r in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except Exception as error:
+            late = [r for r, key in enumerate(keys) if not self._store.check([key])]
+            raise CollectiveError(
+                f"{mine[1]}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come to this step; "
+                "all ranks must call the same steps in the same order"
+            ) from error
+        texts = [self._store.get(key).decode() for key in keys]
+        self._leave(prefix, any(text.startswith('["failed"') for text in texts))
+        return [json.loads(text) for text in texts]
+
+    def _leave(self, prefix: str, failed: bool) -> None:
+        """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
+        read = self._store.add(f"{prefix}/read", 1) if failed else 0
+        until = time.monotonic() + 5.0
+        while failed and self.rank == 0 and read < self.size and time.monotonic() < until:
+            time.sleep(0.05)
+            read = self._store.add(f"{prefix}/read", 0)
 
     # ---- the thread ----
 

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import attrs
@@ -25,6 +25,8 @@ from colofunc.dtensor.parts import part
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.distributed import program_hash
+from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.planner.constraints import Constraints
@@ -37,6 +39,7 @@ from colofunc.program.memory import memory
 from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.transforms.agree import equal_leaves, from_main, main_seed, same, share, watch_of
 from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
@@ -48,9 +51,18 @@ Leaf = torch.Tensor
 class Ready:
     """A lowered step and, from the first call on, the backend that runs it."""
 
-    def __init__(self, low: Lowered, executor: str | None) -> None:
+    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None) -> None:
         self.low = low
+        self.watch = watch
         self._executor = executor
+        self._compared: set[str] = set()
+
+    def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
+        """On real ranks, once: plain tensors must be equal on all of them."""
+        if self.watch is not None and what not in self._compared:
+            self._compared.add(what)
+            names = [leaf.name for leaf in self.low.traced.in_tree.leaves()]
+            equal_leaves(self.watch, names[: len(leaves)], leaves)
 
     @cached_property
     def backend(self) -> Backend:
@@ -72,6 +84,7 @@ class StepCompiler:
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree)
+        ready.compare("call", leaves)
         return run(ready, leaves, getattr(staged.fn, "__name__", "step"))
 
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
@@ -79,6 +92,7 @@ class StepCompiler:
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree)
         first, first_tree = flatten(args[0])
+        ready.compare("init", first)
         placed = [_placed(leaf, layout, ready, copy=True) for leaf, layout in zip(first, ready.low.input_layouts, strict=False)]
         return unflatten(first_tree, [_owned(shards, lay, ready) for shards, lay in zip(placed, ready.low.input_layouts, strict=False)])
 
@@ -171,24 +185,38 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     options = dict(intent.options) if intent is not None else {}
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
-    traced = trace(staged.fn, args)
-    program = simplify(traced.program)
-    donated, aliases = donation(traced, program, options.get("donate", "auto"))
-    program = attrs.evolve(program, aliases=aliases)
+    watch = watch_of(mesh, staged.executor)
+    seen = partial(_seen, staged.fn, args, options.get("donate", "auto"))
+    traced, program, donated = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
     axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
-    decided, local = _within(program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes)
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes)
+    choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
-    inputs = tuple(decided.input_layouts[i] for i in program.inputs)
     low = Lowered(
-        traced, program, tuple(decided.choices), decided.plan, local, mesh, registry, inputs, tuple(decided.output_layouts), donated
+        traced, program, choices, plan, local, mesh, registry, layouts_of(local, local.inputs), layouts_of(local, local.outputs), donated
     )
-    return Ready(low, staged.executor)
+    return Ready(low, staged.executor, watch)
+
+
+def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> tuple[Traced, Program, tuple[int, ...]]:
+    """The step as it was traced, its program, and which input leaves it consumes."""
+    traced = trace(fn, args)
+    program = simplify(traced.program)
+    donated, aliases = donation(traced, program, donate)
+    return traced, attrs.evolve(program, aliases=aliases), donated
+
+
+def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
+    """Where values of a local program lie."""
+    found = tuple(program.values[i].layout for i in ids)
+    assert all(layout is not None for layout in found), "inputs and outputs of a local program have layouts"
+    return found  # type: ignore[return-value]
 
 
 def _within(
@@ -265,7 +293,7 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     for i, leaf in enumerate(leaves):
         inputs.append(_placed(leaf, low.input_layouts[i], ready, copy=i in donated and not _is_owned(leaf)))
     if low.traced.uses_seed:
-        seed = canonical.draw_seed()
+        seed = main_seed(ready.watch, canonical.draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
     outs = ready.run(inputs)
     for i in low.donated:
