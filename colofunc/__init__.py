@@ -29,9 +29,10 @@ from colofunc.errors import (
     TopologyError,
     TraceError,
 )
-from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.executors.launch import launch
 from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
+from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
 from colofunc.planner.plan import Plan
@@ -76,6 +77,7 @@ __all__ = [
     "from_local",
     "functional",
     "hookimpl",
+    "launch",
     "pattern",
     "shard",
     "train_step",
