@@ -29,7 +29,7 @@ from colofunc.dtensor.eager_views import write_back
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import join, part
 from colofunc.dtensor.spec import Spec, bind, parse, spec_of
-from colofunc.errors import ConsumedError, InputError, SpecError
+from colofunc.errors import ConsumedError, InputError, MeshError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
 
@@ -118,7 +118,7 @@ class DTensor(torch.Tensor):
                 f"reused; use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:
-            raise InputError(
+            raise ConsumedError(
                 f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that was "
                 f"written in place since; take the view again after writing, or clone() it before"
             )
@@ -349,11 +349,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.detach.default:
         return _detached(args[0])
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    mesh, backend = _common_mesh(func, leaves)
-    operands = [_as_operand(func, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     written = written_argument(func)
     if written and not isinstance(leaves[0], DTensor):
         raise InputError(f"{func} writes a DTensor into a plain tensor of shape {tuple(leaves[0].shape)}; use x.full()")
+    mesh, backend = _common_mesh(func, leaves)
+    operands = [_as_operand(func, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     results, out_tree = run_eager(func, operands, tree, mesh, backend, DTensor)
     if written:
         _write(func, leaves[0], *results[0])
@@ -408,7 +408,7 @@ def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
     mesh = found[0].mesh
     for other in found[1:]:
         if other.mesh != mesh:
-            raise InputError(
+            raise MeshError(
                 f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with cf.distribute(x.full(), ...)"
             )
     return mesh, found[0]._backend
@@ -418,7 +418,7 @@ def _as_operand(func: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> DTe
     if isinstance(x, DTensor):
         return x
     if x.dim() > 0:
-        raise InputError(
+        raise SpecError(  # no TypeError: Python would turn that into "unsupported operand"
             f"{func} mixes a DTensor with a plain tensor of shape {tuple(x.shape)}; "
             f'say how it is split: cf.distribute(tensor, "...", mesh)'
         )
