@@ -17,8 +17,9 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import join, part
+from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.layout import Layout, replicated
+from colofunc.dtensor.parts import part
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.dtensor.strategies import enumerate_strategies, replicated_strategy
 from colofunc.errors import CheckError, InputError
@@ -33,9 +34,11 @@ from colofunc.program.trace import record_local
 from colofunc.program.trace_record import flat_results
 from colofunc.testing.trees import scaled_difference
 
-MESHES = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
+MESHES: tuple[dict[str, Any], ...] = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 SIDE = 12  # of the operands of samples that are made up: 2, 3 and 4 divide it
 BOUND = 1e-10
+# Where reductions of several kinds are pending, sums are carried out first, then maxima, then minima.
+OUTER_FIRST = ("min", "max", "sum")
 
 
 @attrs.frozen
@@ -238,20 +241,25 @@ def _lowered(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, what
 
 def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """All ranks' parts; along axes with a pending reduction the parts are random terms that reduce to `x`."""
-    axes = [axis for axis, _ in layout.pending]
-    if not axes:
-        return [part(x, layout, mesh, rank) for rank in range(mesh.size)]
-    where = [tuple(mesh.coordinates(rank)[a] for a in axes) for rank in range(mesh.size)]
-    gen, how, keys = torch.Generator().manual_seed(1), layout.pending[0][1], sorted(set(where))
-    found = {key: _term(x, how, gen) for key in keys[1:]}
-    found[keys[0]] = x - torch.stack(list(found.values())).sum(0).to(x.dtype) if how == "sum" else x
+    pending = sorted(layout.pending, key=lambda term: OUTER_FIRST.index(term[1]))
+    gen = torch.Generator().manual_seed(1)
+    found: dict[tuple[int, ...], torch.Tensor] = {(): x}
+    for axis, how in pending:
+        found = {(*key, i): t for key, whole in found.items() for i, t in enumerate(_split(whole, how, mesh.axis_size(axis), gen))}
     bare = layout.with_pending(())
-    return [part(found[where[rank]], bare, mesh, rank).contiguous() for rank in range(mesh.size)]
+    where = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    return [part(found[tuple(at[a] for a, _ in pending)], bare, mesh, rank).contiguous() for rank, at in enumerate(where)]
 
 
-def _term(x: torch.Tensor, how: str, gen: torch.Generator) -> torch.Tensor:
-    noise = (torch.rand(x.shape, generator=gen, dtype=torch.float64) * 4).to(x.dtype)
-    return noise if how == "sum" else x - noise if how == "max" else x + noise
+def _split(x: torch.Tensor, how: str, n: int, gen: torch.Generator) -> list[torch.Tensor]:
+    """`n` tensors whose sum, maximum or minimum is `x`."""
+    noise = [(torch.rand(x.shape, generator=gen, dtype=torch.float64) * 4).to(x.dtype) for _ in range(n - 1)]
+    if how == "sum":
+        return [x - torch.stack(noise).sum(0).to(x.dtype), *noise]
+    # Every element has its maximum on another rank.
+    owner = torch.randint(0, n, x.shape, generator=gen)
+    shifted = [x - t if how == "max" else x + t for t in (noise[0], *noise)]
+    return [torch.where(owner == i, x, t) for i, t in enumerate(shifted)]
 
 
 def _check_result(what: str, shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor) -> float:
@@ -261,7 +269,8 @@ def _check_result(what: str, shards: Sequence[torch.Tensor], layout: Layout, mes
                 f"{what}: rank {rank} has {tuple(shard.shape)} {shard.dtype}, its part is {layout.local_shape} {expected.dtype}"
             )
     _check_copies(what, shards, layout, mesh)
-    got = join(shards, layout, mesh)
+    whole = replicated(layout.shape)
+    got = convert_shards(list(shards), layout, whole, mesh, backend_for(mesh, "simulated"))[0]
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         worst = 0.0 if torch.equal(got, expected) else float("inf")
     else:

@@ -24,8 +24,8 @@ except ImportError as error:
 
 def mesh_from(words: str) -> Mesh:
     """`mesh_from("dp=2 tp=2")`: a simulated mesh on the ideal topology."""
-    axes = dict(word.split("=") for word in words.split())
-    return Mesh(topology="ideal", **{name: int(size) for name, size in axes.items()})
+    axes: dict[str, Any] = {name: int(size) for name, size in (word.split("=") for word in words.split())}
+    return Mesh(topology="ideal", **axes)
 
 
 @pytest.fixture

@@ -1,0 +1,294 @@
+"""The kit tests itself: what it must accept and, more so, what it must refuse."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import colofunc as cf
+from colofunc import testing
+from colofunc.testing import models, programs
+from colofunc.testing.pytest_plugin import float64, mesh  # noqa: F401
+from colofunc.testing.trees import scaled_difference
+
+IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
+
+
+# ---- check ----
+
+
+@pytest.mark.parametrize("name", programs.NAMED)
+def test_named_programs_are_pure_and_equal_one_device(name, mesh) -> None:  # noqa: F811
+    step, state, batch = programs.NAMED[name]()
+    testing.check_pure(step, state, batch)
+    checked = testing.check(cf.shard(step, mesh), state, batch)
+    assert (checked.steps, checked.leaves) == (2, len(torch.utils._pytree.tree_leaves(state)) + 1)
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "tp=4", "dp=2 sp=2 tp=2"], indirect=True)
+def test_meshes_that_fit_badly_too(mesh) -> None:  # noqa: F811
+    step, state, batch = programs.mlp()
+    testing.check(cf.shard(step, mesh), state, batch, steps=1)
+
+
+def test_dropout_draws_what_one_device_draws() -> None:
+    step, state, batch = programs.attention_block(dropout=0.3)
+    testing.check(cf.shard(step, IDEAL), state, batch)
+
+
+def test_check_leaves_its_inputs_and_the_generator_alone() -> None:
+    step, state, batch = programs.mlp()
+    copy, drawn = testing.trees.plain_copy(state), torch.get_rng_state()
+    testing.check(cf.shard(step, IDEAL), state, batch)
+    assert testing.compare(state, copy, tolerance=0.0) == 0.0
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_check_accepts_placed_state() -> None:
+    step, state, batch = programs.mlp()
+    staged = cf.shard(step, IDEAL)
+    placed = staged.init(state, batch)
+    testing.check(staged, placed, batch)
+    assert testing.compare(placed, state, tolerance=0.0) == 0.0
+
+
+def test_check_names_the_leaf_that_differs() -> None:
+    def step(x):
+        return {"good": x + 1, "bad": x * scale[0]}
+
+    scale = [2.0]
+    staged = cf.shard(step, IDEAL)
+    x = torch.ones(4, 4, dtype=torch.float64)
+    staged.lower(x)
+    scale[0] = 3.0  # the recorded program cannot know
+    with pytest.raises(cf.CheckError, match=r"\['bad'\].*differs by 0\.333") as caught:
+        testing.check(staged, x)
+    assert "['good']" not in str(caught.value)
+
+
+def test_check_wants_a_staged_step() -> None:
+    with pytest.raises(cf.InputError, match=r"not function\. Try: check\(cf\.shard"):
+        testing.check(lambda x: x, torch.ones(1))
+
+
+# ---- compare ----
+
+
+def test_compare_lists_every_leaf_beyond_its_tolerance() -> None:
+    a = {"x": torch.zeros(2), "y": [torch.zeros(2), torch.zeros(2, dtype=torch.int64)], "z": torch.zeros(3)}
+    b = {"x": torch.zeros(2) + 1e-4, "y": [torch.zeros(2), torch.ones(2, dtype=torch.int64)], "z": torch.zeros(3)}
+    with pytest.raises(cf.CheckError) as caught:
+        testing.compare(a, b)
+    message = str(caught.value)
+    assert "['x']: differs by 0.0001" in message and "['y'][1]: 2 of 2 values differ" in message and "'z'" not in message
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}),
+        ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(2), torch.ones(2).double()),
+        (1.0, torch.ones(())),
+        ("a", "b"),
+    ],
+)
+def test_compare_refuses_other_trees_shapes_and_dtypes(a, b) -> None:
+    with pytest.raises(cf.CheckError):
+        testing.compare(a, b)
+
+
+def test_scaled_difference() -> None:
+    inf, nan = float("inf"), float("nan")
+    t = torch.tensor
+    assert scaled_difference(t([1.0, inf, nan]), t([1.5, inf, nan])) == pytest.approx(0.5 / 1.5)
+    assert scaled_difference(t([100.0]), t([101.0])) == pytest.approx(1 / 101)
+    assert scaled_difference(t([1.0, -inf]), t([1.0, inf])) == inf
+    assert scaled_difference(t([nan]), t([inf])) == inf
+    assert scaled_difference(t([nan]), t([1.0])) == inf
+    assert scaled_difference(torch.empty(0), torch.empty(0)) == 0.0
+
+
+# ---- check_pure ----
+
+
+def _grows(x, seen=[]):  # noqa: B006
+    seen.append(1)
+    return x * len(seen)
+
+
+def _writes(x):
+    x["a"].mul_(2)
+    return x["a"].sum()
+
+
+def _draws(x):
+    return x["a"] * random.random()
+
+
+def _replaces(x):
+    x["a"] = x["a"] + 1
+    return x["a"]
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (_writes, r"input\[0\]\['a'\]: differs"),
+        (_draws, "Python's random generator"),
+        (_replaces, r"input\[0\]\['a'\]: differs"),
+        (lambda x: _grows(x["a"]), "second call: out: differs"),
+    ],
+)
+def test_impure_functions(fn, words) -> None:
+    with pytest.raises(cf.CheckError, match=words):
+        testing.check_pure(fn, {"a": torch.ones(2)})
+
+
+def test_draws_from_torch_are_pure() -> None:
+    testing.check_pure(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(100))
+
+
+# ---- check_strategies ----
+
+
+def _plugin(name: str, strategies):
+    class Plugin:
+        @staticmethod
+        @cf.hookimpl
+        def colofunc_strategies():
+            return {"aten.cumsum.default": strategies}
+
+    Plugin.__name__ = name
+    return Plugin
+
+
+def _scan(local, extra_s: float = 1e-6):
+    """Strategies of cumsum over rows that `local` does."""
+
+    def strategies(call, mesh):
+        shape = call.ins[0].shape
+        for axis in mesh.axis_names if call.arg(1, "dim") == 0 else ():
+            layout = cf.Spec(f"({axis} rows) s").bind(mesh, shape)
+            code = lambda x, *, mesh, axis=axis: local(x, axis, mesh)  # noqa: E731
+            yield cf.Strategy(f"{{{axis}: scan}}", (layout,), (layout,), cf.Cost(flops=144.0, extra_s=extra_s), code)
+
+    return strategies
+
+
+def _right(x, axis, mesh):
+    scanned = x.cumsum(0)
+    totals = cf.collectives.all_gather(scanned[-1], (axis,), mesh)
+    return scanned + cf.collectives.take_shard(totals.cumsum(0) - totals, (axis,), mesh)
+
+
+def test_a_right_strategy_is_proved_on_every_mesh() -> None:
+    proved = testing.check_strategies(_plugin("right", _scan(_right)), "aten.cumsum.default")
+    assert {p.mesh for p in proved} == {"a=2", "a=3", "a=2 b=2"} and len(proved) == 4
+    assert max(p.worst for p in proved) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "strategies, words",
+    [
+        (_scan(lambda x, axis, mesh: x.cumsum(0)), r"\{a: scan\} on a=2, result 0 .* differs from the operator"),
+        (_scan(lambda x, axis, mesh: x.cumsum(0)[:1]), "has .1, 12., its part is|cannot be lowered"),
+        (_scan(_right, extra_s=0.0), r"communicates \(all_gather over a\), its cost has extra_s=0"),
+        (_scan(_right, extra_s=float("nan")), "cost has extra_s=nan"),
+        (lambda call, mesh: (), "gives no strategy of aten.cumsum.default"),
+    ],
+)
+def test_wrong_strategies(strategies, words) -> None:
+    with pytest.raises(cf.CheckError, match=words):
+        testing.check_strategies(_plugin("wrong", strategies), "aten.cumsum.default")
+
+
+def test_copies_that_differ_are_refused() -> None:
+    def strategies(call, mesh):
+        whole = cf.Spec("rows s").bind(mesh, call.ins[0].shape)
+        rank = lambda x, *, mesh: x.cumsum(call.arg(1, "dim")) + cf.collectives.axis_index(("a",), mesh)  # noqa: E731
+        yield cf.Strategy("{}", (whole,), (whole,), cf.Cost(), rank)
+
+    with pytest.raises(cf.CheckError, match="ranks 0 and 1 hold the same part with different values"):
+        testing.check_strategies(_plugin("copies", strategies), "aten.cumsum.default")
+
+
+@pytest.mark.parametrize("op", ["aten.mm.default", torch.ops.aten.add.Tensor, "colofunc.linear"])
+def test_built_in_strategies(op) -> None:
+    assert len(testing.check_strategies(None, op)) > 10
+
+
+def test_samples_by_hand_and_operators_that_need_them() -> None:
+    weight, ids = torch.randn(12, 6), torch.randint(0, 12, (6, 4))
+    assert testing.check_strategies(None, "aten.embedding.default", testing.sample(weight, ids))
+    with pytest.raises(cf.InputError, match="made-up arguments"):
+        testing.check_strategies(None, torch.ops.aten.convolution.default)
+    with pytest.raises(cf.InputError, match="something else each time"):
+        testing.check_strategies(None, "aten.bernoulli.default", testing.sample(torch.full((100,), 0.5)))
+
+
+# ---- float64, fail, fixtures, models ----
+
+
+def test_float64_reaches_casts_factories_and_arrays() -> None:
+    with testing.float64():
+        made = [torch.ones(2), torch.ones(2).float(), torch.ones(2).to(torch.float32), torch.arange(2.0)]
+        made += [torch.ones(2).softmax(0, dtype=torch.float32), torch.tensor(torch.ones(1).numpy().astype("float32"))]
+        made += [torch.zeros(2, dtype=torch.float32), torch.ones(2).type(torch.float32)]
+        assert {t.dtype for t in made} == {torch.float64}
+        assert torch.ones(2).half().dtype is torch.float16
+    assert torch.ones(2).dtype is torch.float32
+
+
+def test_the_float64_fixture(float64) -> None:  # noqa: F811
+    assert torch.nn.Linear(2, 2)(torch.ones(2)).dtype is torch.float64
+
+
+def test_fail_ends_a_run_on_the_simulated_mesh() -> None:
+    x = cf.distribute(torch.ones(4), "(dp b)", IDEAL)
+    with testing.fail(rank=1, at="all_gather"), pytest.raises(testing.FaultError, match="rank 1 fails at all_gather"):
+        x.redistribute("b")
+    assert x.redistribute("b").full().sum() == 4
+
+
+@pytest.mark.parametrize(
+    "module, x, shape",
+    [
+        (models.Mlp(), torch.ones(2, 16), (2, 8)),
+        (models.Attention(), torch.ones(2, 4, 16), (2, 4, 16)),
+        (models.ConvNet(), torch.ones(2, 4, 8, 8), (2, 8)),
+        (models.Language(), torch.ones(2, 4, dtype=torch.int64), (2, 4, 32)),
+    ],
+)
+def test_models(module, x, shape) -> None:
+    assert module(x).shape == shape
+
+
+# ---- Hypothesis strategies ----
+
+
+def test_strategies_draw_what_they_say() -> None:
+    pytest.importorskip("hypothesis")
+    from hypothesis import given, settings
+
+    from colofunc.testing.strategies import cases, layouts, meshes, shapes, specs
+
+    @settings(max_examples=30, deadline=None)
+    @given(cases(padded=False), meshes(max_axes=2), shapes())
+    def holds(case, other, shape) -> None:
+        grid, full, layout = case
+        assert layout.shape == full and set(layout.axes) <= set(grid.axis_names)
+        assert other.size <= 16 and len(other.axis_names) <= 2 and len(shape) <= 3
+
+    @settings(max_examples=20, deadline=None)
+    @given(specs(IDEAL, (4, 12)), layouts(IDEAL, (4, 12), pending=()))
+    def fits(spec, layout) -> None:
+        x = torch.arange(48).reshape(4, 12)
+        assert torch.equal(cf.distribute(x, spec, IDEAL).full(), x)
+        assert not layout.pending
+
+    holds()
+    fits()
