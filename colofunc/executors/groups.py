@@ -8,8 +8,10 @@ moves bytes. Each collective is one function that starts it and says how to fini
     started = groups.start("all_gather", ("dp",), 2)(x)
     started.wait()                                       # (2, *x.shape)
 
-Gloo: a reduce-scatter is an all-to-all and a local sum, which is faster than its own (it reduces in a ring in steps)
-and adds in member order, as the simulated mesh does.
+Gloo: collectives are written with sends and receives. Each pair of members exchanges what it needs directly, in one
+step; what a rank keeps never travels, received data lands where it belongs, and sums are taken in member order as the
+simulated mesh does. On loopback that is 2 to 5 times faster than gloo's own gather and reduce-scatter, which move whole
+buffers through a worker thread. Sends and receives of a pair match in the order of the program, which all ranks share.
 """
 
 from __future__ import annotations
@@ -101,13 +103,7 @@ class Groups:
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""
         group = self.of(axes)
-        makers: dict[str, Callable[..., Start]] = {
-            "all_gather": _all_gather,
-            "reduce_scatter": _reduce_scatter if self.backend != "gloo" else _exchange_and_reduce,
-            "all_reduce": _all_reduce,
-            "all_to_all": _all_to_all,
-            "permute": _permute,
-        }
+        makers = _GLOO if self.backend == "gloo" else _MAKERS
         return makers[kind](group, *options)
 
 
@@ -143,16 +139,6 @@ def _all_to_all(group: Group) -> Start:
             return Started((), lambda: out)
         work = dist.all_to_all_single(_bytes(out), _bytes(sent), group=group.pg, async_op=True)
         return Started((work,), lambda: out if group.order is None else _rows(out, group.order), sent)
-
-    return start
-
-
-def _exchange_and_reduce(group: Group, how: str) -> Start:
-    exchange = _all_to_all(group)
-
-    def start(x: torch.Tensor) -> Started:
-        started = exchange(x)
-        return Started((), lambda: reduce_members(started.wait().unbind(0), how))
 
     return start
 
@@ -206,3 +192,105 @@ def _permute(group: Group, table: Sequence[int]) -> Start:
         return Started(dist.batch_isend_irecv(ops) if ops else (), lambda: out, x)
 
     return start
+
+
+_MAKERS: dict[str, Callable[..., Start]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}
+
+# ---- gloo: sends and receives ----
+
+DIRECT_BYTES = 1 << 16  # up to here an all-reduce of more than two ranks sends everything to everybody: one step
+
+
+def _others(group: Group) -> tuple[int, ...]:
+    """Places of the other members, beginning behind this rank's own, so that not all send to the same one first."""
+    n = len(group.members)
+    return tuple((group.place + d) % n for d in range(1, n))
+
+
+def _post(group: Group, send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    """Post a receive from and a send to every other member; (works, tensors that must stay alive)."""
+    others = _others(group)
+    works = [dist.irecv(_bytes(receive(k)), group.members[k], group=group.pg) for k in others]
+    sent = [send(k) for k in others]
+    works += [dist.isend(_bytes(x), group.members[k], group=group.pg) for x, k in zip(sent, others, strict=True)]
+    return works, sent
+
+
+def _gather_direct(group: Group) -> Start:
+    n = len(group.members)
+
+    def start(x: torch.Tensor) -> Started:
+        x = x.contiguous()
+        out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return Started((), lambda: out)
+        works, sent = _post(group, lambda k: x, out.__getitem__)
+        out[group.place].copy_(x)
+        return Started(works, lambda: out, sent)
+
+    return start
+
+
+def _exchange_direct(group: Group) -> Start:
+    def start(x: torch.Tensor) -> Started:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return Started((), lambda: out)
+        works, sent = _post(group, lambda k: x[k].contiguous(), out.__getitem__)
+        out[group.place].copy_(x[group.place])
+        return Started(works, lambda: out, sent)
+
+    return start
+
+
+def _scatter_direct(group: Group, how: str) -> Start:
+    """Every member gets its chunk of all others and reduces."""
+
+    def start(x: torch.Tensor) -> Started:
+        if not x.numel():
+            return Started((), lambda: torch.empty(x.shape[1:], dtype=x.dtype, device=x.device))
+        parts = _blanks(group, x[group.place])
+        works, sent = _post(group, lambda k: x[k].contiguous(), parts.__getitem__)
+        return Started(works, lambda: reduce_members(parts, how), sent)
+
+    return start
+
+
+def _reduce_direct(group: Group, how: str) -> Start:
+    """Everybody sends everything to everybody: of two ranks these are the bytes of a ring, in one step."""
+    large = _all_reduce(group, how)
+
+    def start(x: torch.Tensor) -> Started:
+        if len(group.members) > 2 and x.nbytes > DIRECT_BYTES:
+            return large(x)
+        x = x.contiguous()
+        if not x.numel():
+            return Started((), x.clone)
+        parts = _blanks(group, x)
+        works, sent = _post(group, lambda k: x, parts.__getitem__)
+        return Started(works, lambda: reduce_members(parts, how), sent)
+
+    return start
+
+
+def _blanks(group: Group, mine: torch.Tensor) -> list[torch.Tensor]:
+    """One tensor per member: this rank's own, and empty ones to receive into."""
+    return [
+        mine if k == group.place else torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        for k in range(len(group.members))
+    ]
+
+
+_GLOO: dict[str, Callable[..., Start]] = {
+    **_MAKERS,
+    "all_gather": _gather_direct,
+    "all_to_all": _exchange_direct,
+    "reduce_scatter": _scatter_direct,
+    "all_reduce": _reduce_direct,
+}
