@@ -1,7 +1,9 @@
 """Private names of torch, in one place: what each is for, and what happens where a torch version lacks it.
 
 Problem: some things a tracer and a sharded tensor need have no public name in torch. Idea: nothing else in colofunc
-imports a private torch name; here each one has a function with a plain meaning and a fallback.
+imports a private torch name; here each one has a function with a plain meaning and a fallback. The few that nothing can
+stand in for (fake tensors, dispatch modes and how to leave them, wrapper subclasses) are used as they are: a torch
+without them fails here, when it is imported, and `tests/test_compat.py` names them.
 
 >>> in_backward()
 False
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
 __all__ = [
@@ -49,30 +52,34 @@ def quiet_fake_errors() -> Iterator[None]:
         logger.disabled = before
 
 
+_disable_modes: Any = _python_dispatch._disable_current_modes
+_disable_functions: Any = torch._C.DisableTorchFunction
+_disable_dispatch: Any = torch._C._DisableTorchDispatch
+
+
 def disable_modes() -> AbstractContextManager[Any]:
     """Run operators on real tensors although dispatch modes are active."""
-    return _python_dispatch._disable_current_modes()
+    return _disable_modes()
 
 
 def no_function_modes() -> AbstractContextManager[Any]:
     """Torch function modes and `__torch_function__` do not see what runs inside."""
-    disable: Any = torch._C.DisableTorchFunction
-    return disable()
+    return _disable_functions()
 
 
 def no_dispatch() -> AbstractContextManager[Any]:
     """Operators reach their kernels although an operand is a Python tensor; for those that change only metadata."""
-    disable: Any = torch._C._DisableTorchDispatch
-    return disable()
+    return _disable_dispatch()
+
+
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+_peek_sequence = getattr(torch.autograd, "_get_sequence_nr", None)
 
 
 def in_backward() -> bool:
     """Whether an autograd graph task runs in this thread."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
-_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
-_peek_sequence = getattr(torch.autograd, "_get_sequence_nr", None)
+    return _current_node() is not None if _graph_task is None else int(_graph_task()) != -1
 
 
 def backward_sequence() -> int:
@@ -89,18 +96,25 @@ def forward_sequence() -> int:
     return -1 if _peek_sequence is None else int(_peek_sequence()) - 1
 
 
+_functorch = getattr(torch._C, "_functorch", None)
+
+
 def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside the wrappers of `torch.func` transforms."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+    """The plain tensor inside the wrappers of `torch.func` transforms; the tensor itself when torch cannot say."""
+    while _functorch is not None and _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The saved-tensor hooks that autograd would use now, None when there are none."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)
+    """The saved-tensor hooks that autograd would use now, None when there are none or torch cannot say."""
+    return None if _top_hooks is None else _top_hooks(False)
+
+
+_has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 
 
 def composite_kernel(func: Any) -> bool:
@@ -108,16 +122,29 @@ def composite_kernel(func: Any) -> bool:
 
     Torch's Python decompositions are registered under the same key and do not count: the operator stays whole.
     """
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    return _kernel_exists(func, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _kernel_exists(func: Any, key: Any) -> bool:
+    """The public method also counts Python decompositions; `py_kernels` has those."""
+    if _has_kernel is not None:
+        return bool(_has_kernel(func.name(), key.name))
+    return func.has_kernel_for_dispatch_key(key) and key not in getattr(func, "py_kernels", {})
 
 
 def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the device-independent kernel of `func`: the implicit one, else the explicit one."""
     key = torch._C.DispatchKey
     chosen = key.CompositeImplicitAutograd if composite_kernel(func) else key.CompositeExplicitAutograd
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), chosen):
+    if not _kernel_exists(func, chosen):
         raise NotImplementedError(f"{func} has no kernel in terms of other operators")
-    return func._op_dk(chosen, *args, **kwargs)
+    run = getattr(func, "_op_dk", None)
+    if run is not None:
+        return run(chosen, *args, **kwargs)
+    done = func.decompose(*args, **kwargs)  # public, for the implicit kernel only
+    if done is NotImplemented:
+        raise NotImplementedError(f"this torch cannot run the explicit composite kernel of {func}")
+    return done
 
 
 @contextmanager
@@ -147,11 +174,29 @@ def strided_factor(placement: Any) -> int | None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that is equal for tensors that share memory, tensors without data (`meta`) included."""
-    return int(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()
+    key = getattr(storage, "_cdata", None)
+    return int(StorageWeakRef(storage).cdata if key is None else key)
 
 
 def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Let a `torch.optim` optimizer make the state that it makes before its first step, for one parameter group."""
-    init: Any = optimizer._init_group  # type: ignore[attr-defined]
-    # It appends to one list per kind of state; how many is the class's own affair.
-    init(group, *([] for _ in list(inspect.signature(init).parameters)[1:]))
+    """Let a `torch.optim` optimizer make the state that it makes before its first step, for one parameter group.
+
+    `_init_group` is a habit of torch's own classes. Another class takes a step with zeros everywhere instead, which
+    leaves moments as they are before the first one; the parameters of the group are overwritten.
+    """
+    init: Any = getattr(optimizer, "_init_group", None)
+    if init is not None:
+        # It appends to one list per kind of state; how many is the class's own affair.
+        init(group, *([] for _ in list(inspect.signature(init).parameters)[1:]))
+        return
+    with torch.no_grad():
+        for p in group["params"]:
+            p.zero_()
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory has been written to in place; 0 for ever where torch does not count."""
+    return int(getattr(tensor, "_version", 0))

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc import env
+from colofunc import compat, env
 from colofunc.dtensor.eager import convert_shards
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.parts import part
@@ -295,11 +295,18 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     if low.traced.uses_seed:
         seed = main_seed(ready.watch, canonical.draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
-    outs = ready.run(inputs)
-    for i in low.donated:
-        leaf = leaves[i]
-        if isinstance(leaf, DTensor) and leaf.owned:
-            leaf.consume(name)
+    mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
+    before = [compat.version(part) for leaf in mine for part in leaf.parts]
+    try:
+        outs = ready.run(inputs)
+    except Exception as error:
+        if before != [compat.version(part) for leaf in mine for part in leaf.parts]:
+            for leaf in mine:
+                leaf.consume(f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)")
+            error.add_note(f"{name} had begun to update its state in place: that state is lost; load the last checkpoint")
+        raise
+    for leaf in mine:
+        leaf.consume(name)
     return low.traced.unpack([_owned(shards, lay, ready) for shards, lay in zip(outs, low.output_layouts, strict=True)])
 
 
