@@ -18,10 +18,13 @@ from collections.abc import Callable, Hashable, Iterable
 
 import attrs
 
-from colofunc.program.ir import Node, Program, Value, map_refs
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 
 SMALL = 96
 """Programs of at most this many nodes are decided call by call."""
+
+LONG = 8
+"""Operands of a list longer than this are alike to the one who makes them: the k-th of 772 norms to be stacked."""
 
 _DIGITS = re.compile(r"\d+")
 
@@ -106,10 +109,10 @@ def _links(program: Program) -> tuple[list[list[tuple[int, int]]], list[list[tup
     producers: list[list[tuple[int, int]]] = [[] for _ in range(n + len(program.nodes))]
     consumers: list[list[tuple[int, int, int]]] = [[] for _ in range(n + len(program.nodes))]
     for index, node in enumerate(program.nodes):
-        for operand, ref in enumerate(node.refs):
+        for ref, place in zip(node.refs, _places(node), strict=True):
             p, j = made[ref]
             producers[n + index].append((p, j))
-            consumers[p].append((n + index, j, operand))
+            consumers[p].append((n + index, j, place))
         for j, o in enumerate(node.outs):
             if o is not None:
                 made[o] = (n + index, j)
@@ -120,6 +123,25 @@ def _links(program: Program) -> tuple[list[list[tuple[int, int]]], list[list[tup
         # A donated leaf is a neighbour; any other output is a mark that is not a colour.
         consumers[p].append((leaf, j, -1) if leaf is not None else (-1, j, -1))
     return producers, consumers
+
+
+def _places(node: Node) -> tuple[int, ...]:
+    """Per operand the number that tells its role: its own, or that of the first of a long list it stands in."""
+    places: list[int] = []
+
+    def walk(arg: object) -> None:
+        if type(arg) is tuple:
+            first = len(places)
+            for item in arg:
+                walk(item)
+            if len(places) - first > LONG:
+                places[first:] = [first] * (len(places) - first)
+        elif type(arg) is Ref:
+            places.append(len(places))
+
+    for item in (*node.args, *(item for _, item in node.kwargs)):
+        walk(item)
+    return tuple(places)
 
 
 def _number(keys: Iterable[Hashable]) -> list[int]:
