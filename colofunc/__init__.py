@@ -36,7 +36,7 @@ from colofunc.functional import abstract, adapt, clip_by_global_norm, functional
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
 from colofunc.planner.plan import Plan
-from colofunc.plugins import hookimpl
+from colofunc.plugins import hookimpl, topology
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
 
@@ -80,6 +80,7 @@ __all__ = [
     "launch",
     "pattern",
     "shard",
+    "topology",
     "train_step",
     "value_and_grad",
 ]

@@ -95,7 +95,7 @@ def colofunc_transforms() -> Mapping[str, Any]:
 
 @hookspec
 def colofunc_topologies() -> Mapping[str, Any]:
-    """Topology name -> `cf.Topology`, for `cf.Mesh(topology=name)`."""
+    """Topology name -> `cf.Topology`, for `cf.Mesh(topology=cf.topology(name))`."""
     raise NotImplementedError
 
 

@@ -17,7 +17,7 @@ import pluggy
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.rules import RULES, STRATEGIES, rule_for
 from colofunc.errors import PluginError, near
-from colofunc.mesh import Mesh
+from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.plugins import hookspecs
 
 ENTRY_POINTS = "colofunc"
@@ -73,6 +73,11 @@ def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
         if not manager.is_registered(plugin):
             manager.register(plugin)
     _check_names(manager)
+    for plugin in plugins:
+        if not any(manager.parse_hookimpl_opts(plugin, name) is not None for name in dir(plugin)):
+            raise PluginError(
+                f"plugin {_name(manager, plugin)!r} implements no hook; give a module (or object) with functions marked @cf.hookimpl"
+            )
     tables = {hook: _merge(manager, hook) for hook in hookspecs.HOOKS}
     strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
     for op, fns in tables.pop("colofunc_strategies").items():
@@ -80,6 +85,11 @@ def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
     names = tuple(sorted(str(name) for name, _ in manager.list_name_plugin()))
     fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
     return Registry(strategies=_frozen(strategies), plugins=names, **fields)
+
+
+def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
+    """A topology by name: a preset, a file, or one that a plugin brings. Raises TopologyError with near names."""
+    return resolve_topology(name, build_registry(plugins).topologies)
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
@@ -101,11 +111,14 @@ def _check_names(manager: pluggy.PluginManager) -> None:
 def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
     """One table from all plugins; clashes name both plugins. Strategies of one operator add up."""
     merged: dict[Any, Any] = {}
-    owner: dict[Any, str] = {key: "colofunc" for key in RULES} if hook == "colofunc_rules" else {}
+    owner: dict[Any, str] = dict.fromkeys(RULES, "colofunc") if hook == "colofunc_rules" else {}
     impls: Sequence[Any] = getattr(manager.hook, hook).get_hookimpls()
     for impl in sorted(impls, key=lambda i: _name(manager, i.plugin)):
         who = _name(manager, impl.plugin)
-        table = impl.function()
+        try:
+            table = impl.function()
+        except Exception as error:
+            raise PluginError(f"{hook} of plugin {who!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(table, Mapping):
             raise PluginError(f"{hook} of plugin {who!r} returned {type(table).__name__}; return a dict")
         for key, value in table.items():

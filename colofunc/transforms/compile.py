@@ -239,6 +239,9 @@ def _within(
         regather = decided.assignment.regather
         local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
         check_program(local, mesh)
+        for name in sorted(candidates.registry.passes):
+            local = candidates.registry.passes[name](local, mesh)
+            check_program(local, mesh)
         local = in_place(local)
         if budget_bytes is None or aim is None:
             return decided, local
