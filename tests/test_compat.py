@@ -1,0 +1,356 @@
+"""Every private name of torch that colofunc uses does what compat.py says, and where it has a fallback, that does too."""
+
+import ast
+import io
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from colofunc import compat
+
+aten = torch.ops.aten
+SOURCE = Path(compat.__file__).read_text()
+
+# Private name -> the test of what stands in for it; None where nothing can, and this file only says that it is there.
+TESTED = {
+    "_current_autograd_node": "test_without_the_current_node",
+    "_current_graph_task_id": "test_in_backward",
+    "_sequence_nr": "test_without_sequence_numbers",
+    "_get_sequence_nr": "test_without_sequence_numbers",
+    "_functorch": "test_unwrap_functorch",
+    "_top_saved_tensors_default_hooks": "test_saved_tensor_hooks",
+    "_dispatch_has_kernel_for_dispatch_key": "test_composite_kernel",
+    "_op_dk": "test_run_composite",
+    "_StridedShard": "test_strided_shard",
+    "_cdata": "test_storage_key",
+    "_init_group": "test_init_optimizer_group",
+    "_version": "test_version",
+    "_C": None,  # the module of the names above
+    "_autograd": None,  # likewise
+    "_subclasses": None,  # fake tensors: test_fake_mode
+    "_python_dispatch": None,  # TorchDispatchMode: test_disable_modes
+    "_disable_current_modes": None,  # test_disable_modes
+    "_DisableTorchDispatch": None,  # test_no_dispatch
+    "_make_wrapper_subclass": None,  # test_wrapper_subclass
+}
+
+
+class Count(compat.TorchDispatchMode):
+    """A dispatch mode that counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class CountFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapper(torch.Tensor):
+    """A shape and a dtype around another tensor."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor):
+        self = compat.wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Wrapper(func(*(a.inner if isinstance(a, Wrapper) else a for a in args), **(kwargs or {})))
+
+
+def test_every_private_name_has_a_test() -> None:
+    """As an attribute, a part of an import, or a string given to getattr."""
+    tree, found = ast.parse(SOURCE), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found |= {part for name in names for part in name.split(".")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    private = {name for name in found if name.startswith("_") and not name.endswith("_")}
+    assert private == set(TESTED)
+    assert {test for test in TESTED.values() if test} <= set(globals())
+
+
+# ---- modes ----
+
+
+def test_fake_mode() -> None:
+    real = torch.ones(3, 4)
+    with compat.fake_mode() as mode:
+        fake = torch.empty(2, 3) @ real  # real tensors may be mixed in
+    assert isinstance(fake, compat.FakeTensor) and fake.fake_mode is mode and fake.shape == (2, 4)
+    with pytest.raises(compat.DynamicOutputShapeException), mode:
+        torch.nonzero(fake)
+    with pytest.raises(compat.DataDependentOutputException), mode:
+        fake.sum().item()
+
+
+def test_quiet_fake_errors() -> None:
+    logger, heard = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    handler = logging.StreamHandler(heard)
+    logger.addHandler(handler)
+    try:
+        with compat.quiet_fake_errors(), pytest.raises(RuntimeError), compat.fake_mode():
+            aten.mm.default(torch.empty(2, 3), torch.empty(2, 3))
+    finally:
+        logger.removeHandler(handler)
+    assert heard.getvalue() == "" and not logger.disabled
+
+
+def test_disable_modes() -> None:
+    with Count() as outer, Count() as mode:
+        torch.ones(2)
+        with compat.disable_modes():
+            assert not isinstance(torch.ones(2) + 1, compat.FakeTensor)
+        torch.ones(2)
+    assert mode.seen == ["aten.ones.default"] * 2 and outer.seen == mode.seen
+    with compat.fake_mode(), compat.disable_modes():
+        assert float(torch.ones(2).sum()) == 2
+
+
+def test_no_function_modes() -> None:
+    with CountFunctions() as mode:
+        torch.ones(2)
+        with compat.no_function_modes():
+            torch.ones(2)
+    assert mode.seen == 1
+
+
+def test_no_dispatch() -> None:
+    x = Wrapper(torch.ones(2, 3))
+    assert type(x + 1) is Wrapper
+    with compat.no_dispatch():
+        aten.t_.default(x)  # the wrapper's own metadata; its inside is as it was
+    assert x.shape == (3, 2) and x.inner.shape == (2, 3)
+
+
+def test_wrapper_subclass() -> None:
+    x = Wrapper(torch.arange(6.0).reshape(2, 3)).requires_grad_()
+    y = x * 2
+    assert isinstance(y, Wrapper) and y.shape == (2, 3) and y.inner.equal(torch.arange(6.0).reshape(2, 3) * 2)
+    assert y.grad_fn is not None
+
+
+# ---- autograd ----
+
+
+def sequences() -> tuple[list[bool], list[int], int, int]:
+    """(in_backward, backward_sequence) inside the backward of a multiplication, the number it got, and the next one's."""
+    inside: list[bool] = []
+    numbers: list[int] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            inside.append(compat.in_backward())
+            numbers.append(compat.backward_sequence())
+            return g * 2
+
+    y = Double.apply(torch.ones(2, requires_grad=True))
+    made = compat.forward_sequence()
+    z = y.sum()
+    after = compat.forward_sequence()
+    z.backward()
+    return inside, numbers, made, after
+
+
+def test_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.in_backward()
+    assert sequences()[0] == [True] and not compat.in_backward()
+    monkeypatch.setattr(compat, "_graph_task", None)
+    assert not compat.in_backward()
+    assert sequences()[0] == [True] and not compat.in_backward()
+
+
+def test_the_backward_knows_its_forward() -> None:
+    _, numbers, made, after = sequences()
+    assert numbers == [made] and made >= 0 and after == made + 1
+    assert compat.backward_sequence() == -1
+
+
+def test_without_sequence_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_peek_sequence", None)
+    monkeypatch.setattr(compat, "_current_node", object)  # a node that has no number
+    _, numbers, made, after = sequences()
+    assert numbers == [-1] and (made, after) == (-1, -1)
+
+
+def test_without_the_current_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_current_node", lambda: None)
+    inside, numbers, _, _ = sequences()
+    assert inside == [True] and numbers == [-1]
+
+
+def test_unwrap_functorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        assert compat.unwrap_functorch(x) is base
+        return x * x * x
+
+    base = torch.tensor(2.0)
+    assert float(torch.func.grad(torch.func.grad(cube))(base)) == 12  # two wrappers deep
+    assert kept[0] is not base
+    monkeypatch.setattr(compat, "_functorch", None)
+    assert compat.unwrap_functorch(kept[0]) is kept[0]
+
+
+def test_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert compat.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert compat.saved_tensor_hooks() == (pack, pack)
+        monkeypatch.setattr(compat, "_top_hooks", None)
+        assert compat.saved_tensor_hooks() is None
+
+
+def test_identity_saved_hooks() -> None:
+    packed: list[torch.Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with compat.identity_saved_hooks():
+            inner = x.exp()
+        assert packed == []
+        inner.exp()
+    assert len(packed) == 1
+
+
+# ---- operators ----
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_composite_kernel(monkeypatch: pytest.MonkeyPatch, has_name: bool) -> None:
+    if not has_name:
+        monkeypatch.setattr(compat, "_has_kernel", None)
+    assert compat.composite_kernel(aten.einsum.default)
+    assert not compat.composite_kernel(aten.mm.default)
+    # Decomposed in Python only, and for every device by the explicit key: both stay whole.
+    assert not compat.composite_kernel(aten.native_layer_norm.default)
+
+
+class WithoutKey:
+    """An operator overload that lacks `_op_dk`."""
+
+    def __init__(self, func) -> None:
+        self.func = func
+
+    def __getattr__(self, name: str):
+        if name == "_op_dk":
+            raise AttributeError(name)
+        return getattr(self.func, name)
+
+
+def test_run_composite() -> None:
+    a, b = torch.rand(2, 3, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
+    with Count() as mode:
+        product = compat.run_composite(aten.matmul.default, (a, b), {})
+    assert product.equal(a @ b) and mode.seen == ["aten.mm.default"]
+    assert compat.run_composite(WithoutKey(aten.matmul.default), (a, b), {}).equal(a @ b)
+    # An explicit composite kernel has no public way in.
+    assert compat.run_composite(aten.new_zeros.default, (a, [2]), {}).equal(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="explicit"):
+        compat.run_composite(WithoutKey(aten.new_zeros.default), (a, [2]), {})
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        compat.run_composite(aten.mm.default, (a, b), {})
+
+
+# ---- tensors, placements, optimizers ----
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_storage_key(monkeypatch: pytest.MonkeyPatch, has_name: bool) -> None:
+    if not has_name:
+        monkeypatch.setattr(torch.UntypedStorage, "_cdata", None, raising=False)
+    for device in ("cpu", "meta"):
+        x, y = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
+        assert compat.storage_key(x) == compat.storage_key(x[1:].t()) != compat.storage_key(y)
+
+
+def test_version() -> None:
+    x = torch.zeros(3)
+    before = compat.version(x)
+    x.add_(1)
+    assert compat.version(x) == before + 1
+    assert compat.version(object()) == 0  # type: ignore[arg-type]
+
+
+def test_strided_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import Shard, placement_types
+
+    if hasattr(placement_types, "_StridedShard"):
+        strided = compat.strided_shard(1, 2)
+        assert strided.dim == 1 and compat.strided_factor(strided) == 2
+        assert compat.strided_factor(Shard(1)) is None
+        monkeypatch.delattr(placement_types, "_StridedShard")
+    assert compat.strided_shard(1, 2) is None and compat.strided_factor(Shard(1)) is None
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer that makes its state in its first step."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+            buffer.mul_(0.9).add_(p.grad)
+            p.add_(buffer, alpha=-0.1)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD, Momentum])
+def test_init_optimizer_group(cls) -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = cls([p])
+    compat.init_optimizer_group(optimizer, optimizer.param_groups[0])
+    state = {k: v for k, v in optimizer.state[p].items() if k != "step"}
+    expected = {torch.optim.AdamW: {"exp_avg", "exp_avg_sq"}, torch.optim.RMSprop: {"square_avg"}, Momentum: {"buffer"}}
+    assert set(state) == expected.get(cls, set())
+    assert not any(value.any() for value in state.values())
+
+
+# ---- what an import brings along ----
+
+HEAVY = "scipy sympy transformers timm matplotlib torch.distributed.tensor torch.distributed.checkpoint torch._dynamo torch._inductor"
+
+
+def test_import_is_light(subprocess_env: dict[str, str]) -> None:
+    """`import colofunc` takes a fraction of the time of `import torch`: none of these comes along."""
+    code = (
+        f"import sys, torch; old = set(sys.modules); import colofunc; new = set(sys.modules) - old; "
+        f"print([name for name in {HEAVY.split()} if name in new])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=subprocess_env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
