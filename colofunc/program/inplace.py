@@ -7,8 +7,7 @@ the old value or anything that may share memory with it.
 
     %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)          ->        adamw_(%p, %g, %m, %v, ...)      outputs: %p, %m, %v
 
-Sums of gradients are the other case: `add(a, b)` writes into `a` where `a` is a fresh tensor that nothing reads again, as
-autograd does when it accumulates. Only tensors that certain operators have just made count as fresh.
+Temporaries are the other case: an elementwise operator writes over an operand that dies with it (see `reuse`).
 
 Later readers of the new value read the input's id, which holds it from then on. Updates that come together at the end
 are moved up to where their gradient is ready (`schedule.updates_early`), so gradients do not wait for one another.
@@ -21,21 +20,13 @@ from collections.abc import Mapping
 import attrs
 
 from colofunc.ops.update import IN_PLACE
-from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.reuse import fuse, renamed_refs, reuse
 from colofunc.program.schedule import Memory, updates_early
 
-# Operators whose result is memory of its own, whatever their arguments.
-_MAKERS = frozenset(
-    """aten.mm.default aten.addmm.default aten.bmm.default aten.add.Tensor aten.sub.Tensor aten.mul.Tensor aten.div.Tensor
-    aten.embedding_dense_backward.default aten.native_layer_norm_backward.default aten.sum.dim_IntList aten.mul.Scalar
-    aten.tanh_backward.default aten.gelu_backward.default aten.silu_backward.default aten.threshold_backward.default
-    aten.convolution_backward.default colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.reduce_scatter
-    colofunc.all_reduce""".split()
-)
-
-
 def in_place(program: Program) -> Program:
-    """`program` with update operators in place where that is proven safe; stage "inplace"."""
+    """`program` with updates and temporaries in place where that is proven safe; stage "inplace"."""
+    program = fuse(program)
     memory = Memory(program)
     paired: dict[int, set[int]] = {}
     for out, into in program.aliases:
@@ -43,58 +34,20 @@ def in_place(program: Program) -> Program:
     counts: dict[int, int] = {}
     for o in program.outputs:
         counts[o] = counts.get(o, 0) + 1
-    fresh: set[int] = set()  # values in memory of their own
     renamed: dict[int, int] = {}
     nodes: list[Node] = []
     for index, original in enumerate(program.nodes):
         # Safety is judged by the original ids, whose memory groups are known; what is written down has the new ones.
-        node = _renamed(original, renamed)
-        position = _sum_into(program, index, original, memory, fresh)
-        if position is not None:
-            total = original.outs[0]
-            assert total is not None
-            renamed[total] = node.args[position].id
-            fresh.add(total)
-            nodes.append(attrs.evolve(node, target="aten.add_.Tensor", args=(node.args[position], node.args[1 - position]), outs=()))
-            continue
+        node = renamed_refs(original, renamed)
         twin = _twin(program, index, original, memory, paired, counts)
         if twin is None:
             nodes.append(node)
-            if node.target in _MAKERS:
-                fresh.update(o for o in node.outs if o is not None)
             continue
         target, pairs = twin
         renamed.update(pairs)
         nodes.append(attrs.evolve(node, target=target, outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    return updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace"))
-
-
-def _renamed(node: Node, renamed: Mapping[int, int]) -> Node:
-    if not any(r in renamed for r in node.refs):
-        return node
-    return attrs.evolve(
-        node,
-        args=map_refs(node.args, lambda i: Ref(renamed.get(i, i))),
-        kwargs=map_refs(node.kwargs, lambda i: Ref(renamed.get(i, i))),
-    )
-
-
-def _sum_into(program: Program, index: int, node: Node, memory: Memory, fresh: set[int]) -> int | None:
-    """Which argument of an addition can hold its sum; None if neither can."""
-    if node.target != "aten.add.Tensor" or not all(isinstance(arg, Ref) for arg in node.args) or node.outs[0] is None:
-        return None
-    total = program.values[node.outs[0]]
-    for position in (0,) if node.kwargs else (0, 1):
-        id, other = node.args[position].id, node.args[1 - position].id
-        value, group = program.values[id], memory.group(id)
-        if id not in fresh or group != id or memory.group(other) == group:
-            continue
-        if memory.last_read(group) != index or memory.is_output(group):
-            continue
-        if (value.shape, value.dtype) == (total.shape, total.dtype) and value.layout is total.layout:
-            return position
-    return None
+    return reuse(updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace")))
 
 
 def _twin(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import attrs
 
-from colofunc.program.facts import is_wire, lifetimes, may_alias, written
+from colofunc.program.facts import is_wire, kind_of, lifetimes, may_alias, written
 from colofunc.program.ir import Node, Program, Ref
 
 
@@ -27,7 +27,7 @@ class Memory:
         self._last: dict[int, int] = {}
         for node in program.nodes:
             if may_alias(node) and node.refs:
-                leader = self.group(node.refs[0])
+                leader = self.group((written(node) or node.refs)[0])
                 for o in node.outs:
                     if o is not None:
                         self._leader[o] = leader
@@ -51,19 +51,23 @@ class Memory:
 
 
 def updates_early(program: Program) -> Program:
-    """Move in-place nodes up to right behind what they need: their operands, and the last reader of what they write."""
+    """Move in-place nodes up to right behind what they need: their operands, and the last reader of what they write.
+
+    So do the scalars that updates read (step counts, learning rates): they stand behind the gradients in the trace.
+    """
     memory = Memory(program)
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    made: dict[int, int] = {}  # value -> the place its maker stands behind
     touched: dict[int, int] = {}  # memory group -> last node so far that read or wrote it
     wrote: dict[int, int] = {}  # memory group -> last node so far that wrote it
     place: list[tuple[int, int]] = []
     for index, node in enumerate(program.nodes):
         changed = {memory.group(i) for i in written(node)}
         at = index
-        if changed and not node.outs:
+        if (changed and not node.outs) or _is_scalar_work(program, node):
             at = max((made.get(i, -1) for i in node.refs), default=-1)
             at = max([at, *(wrote.get(memory.group(i), -1) for i in node.refs), *(touched.get(g, -1) for g in changed)])
         place.append((at, index))
+        made.update({o: at for o in node.outs if o is not None})
         for i in node.refs:
             touched[memory.group(i)] = index
         for g in changed:
@@ -71,6 +75,13 @@ def updates_early(program: Program) -> Program:
     # A moved node stands behind node `at`: that node's own place is (at, at), and at < index.
     order = sorted(range(len(place)), key=lambda k: place[k])
     return program.with_nodes(program.nodes[k] for k in order)
+
+
+def _is_scalar_work(program: Program, node: Node) -> bool:
+    """Whether a node of the update only makes 0-dim values; it may run whenever its operands are there."""
+    if node.phase != "update" or not node.outs or kind_of(node) is not None or may_alias(node) or written(node):
+        return False
+    return all(o is not None and program.values[o].shape == () for o in node.outs)
 
 
 def overlap(program: Program, ahead: int = 2) -> Program:
@@ -101,16 +112,19 @@ def overlap(program: Program, ahead: int = 2) -> Program:
         if any(i in waited for i in node.refs):
             ready = index  # its operand is waited for just before its first use, which is here
         waited.add(out)
+        # It must have ended before something is written over its operand.
+        writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
+        used = min([first[out], *writes])
         gate = hoisted[-ahead] if len(hoisted) >= ahead else 0
         at = min(index, max(ready, gate, floor))
         if at < index:
-            hoisted.append(min(first[out], index))
+            hoisted.append(min(used, index))
         floor = at
         values[fresh] = attrs.evolve(values[out], id=fresh)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
         before.setdefault(at, []).append(start)
-        before.setdefault(first[out], []).append(wait)
+        before.setdefault(used, []).append(wait)
         dropped.add(index)
         fresh += 1
     nodes: list[Node] = []

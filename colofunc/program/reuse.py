@@ -1,0 +1,214 @@
+"""Reuse: an operator writes its result over an operand that dies with it, proven safe.
+
+Problem: a functional program makes a tensor per operator. On a CPU every large one costs page faults, dearer than the
+arithmetic (about 3 times, for elementwise operators), and operand and result are alive together. Idea: near the end of
+all passes, an elementwise operator whose operand nobody reads again gets that operand as its `out`:
+
+    %9 = mul.Tensor(%8, 0.5)               ->     %9 = mul.out(%8, 0.5, out=%8)
+    %3 = _log_softmax(%2, 1, False)        ->     log_softmax_(%2, 1)                       later readers read %2
+    %5 = nll_loss_backward(%g, %3, ...)    ->     (nothing)
+    %6 = _log_softmax_backward_data(%5, %3, ...)  cross_entropy_dx_(%3, %g, ...)
+    %8 = add(%6, embedding_dense_backward(...))   embedding_add_(%6, ...)
+
+Note [What may be written over]. An operand x of node k, where
+    - x's memory was made by an operator that is known to make memory of its own (`MAKERS`), never by an input;
+    - x covers that memory once: between maker and x are only views that keep every element (`WHOLE`), no expand, no part;
+    - no node after k and no output reads x or anything that may share its memory;
+    - no other operand of node k shares it, and shape and dtype are those of the result.
+After node k the result alone lives in that memory, so what holds for a fresh result holds for it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
+from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.schedule import Memory
+
+# Elementwise operators whose kernels read an element before they write it: functional target -> (target, its argument).
+OUT: dict[str, tuple[str, str]] = {
+    **{f"aten.{name}.default": (f"aten.{name}.out", "out") for name in (
+        "abs neg exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid erf erfc ceil floor round "
+        "sign gelu silu clamp clamp_min clamp_max maximum minimum"
+    ).split()},
+    **{f"aten.{name}.Tensor": (f"aten.{name}.out", "out") for name in ("add", "sub", "mul", "div")},
+    **{f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input") for name in (
+        "tanh", "sigmoid", "gelu", "silu", "threshold",
+    )},
+    "aten.pow.Tensor_Scalar": ("aten.pow.Tensor_Scalar_out", "out"),
+    "aten.pow.Tensor_Tensor": ("aten.pow.Tensor_Tensor_out", "out"),
+    "aten.where.self": ("aten.where.self_out", "out"),
+}  # fmt: skip
+FUNCTIONAL = {target: (name, argument) for name, (target, argument) in OUT.items()}
+
+# Operators whose results are memory of their own, whatever their arguments.
+MAKERS = frozenset(OUT) | frozenset(
+    """aten.mm.default aten.addmm.default aten.bmm.default aten.baddbmm.default aten.mul.Scalar aten.add.Scalar
+    aten.sub.Scalar aten.div.Scalar aten.rsub.Scalar aten.rsub.Tensor aten.addcmul.default aten.addcdiv.default
+    aten.relu.default aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
+    aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
+    aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
+    aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
+    aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor aten.masked_fill.Scalar
+    aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
+    colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
+    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_to_all""".split()
+)
+# Views that keep every element once (in any order).
+WHOLE = frozenset(
+    """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default
+    aten.squeeze.dim aten.squeeze.dims aten.permute.default aten.transpose.int aten.t.default aten.alias.default
+    aten.detach.default colofunc.rearrange""".split()
+)
+
+
+def reuse(program: Program) -> Program:
+    """Elementwise results written over dying operands; the last pass, because it depends on the final order."""
+    facts = Facts(program)
+    nodes: list[Node] = []
+    for index, node in enumerate(program.nodes):
+        known = OUT.get(node.target)
+        if known is not None:
+            target, argument = known
+            into = next((i for i in node.refs if facts.holds(i, index, node)), None)
+            if into is not None:
+                node = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))))
+        nodes.append(node)
+    return attrs.evolve(program, nodes=tuple(nodes), stage="inplace")
+
+
+def fuse(program: Program) -> Program:
+    """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional."""
+    facts = Facts(program)
+    renamed: dict[int, int] = {}
+    dropped: set[int] = set()
+    nodes: list[Node] = []
+    for index, node in enumerate(program.nodes):
+        found = None
+        for pattern in PATTERNS.get(node.target, ()):
+            found = found or pattern(facts, index, node)
+        if found is not None and node.outs[0] is not None:
+            into, target, args, gone = found
+            renamed[node.outs[0]] = renamed.get(into, into)
+            dropped |= gone
+            facts.written.add(facts.memory.group(into))
+            node = attrs.evolve(node, target=target, args=args, kwargs=(), outs=())
+        nodes.append(renamed_refs(node, renamed))
+    if not renamed:
+        return program
+    kept = tuple(n for n in nodes if not (n.outs and n.outs[0] in dropped))
+    outputs = tuple(renamed.get(o, o) for o in program.outputs)
+    return attrs.evolve(program, nodes=kept, outputs=outputs, stage="inplace")
+
+
+def renamed_refs(node: Node, renamed: Mapping[int, int]) -> Node:
+    """`node` reading other values in place of those in `renamed`."""
+    if not any(r in renamed for r in node.refs):
+        return node
+    args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(renamed.get(i, i)))
+    return attrs.evolve(node, args=args, kwargs=kwargs)
+
+
+class Facts:
+    """Who made what and who reads it last, of one program; see Note [What may be written over]."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memory = Memory(program)
+        self.makers = {o: node for node in program.nodes for o in node.outs if o is not None}
+        self.readers: dict[int, list[int]] = {}
+        for index, node in enumerate(program.nodes):
+            for ref in dict.fromkeys(node.refs):
+                self.readers.setdefault(ref, []).append(index)
+        self.written: set[int] = set()  # memory groups that a pattern has written over
+        self._whole: dict[int, bool] = {}
+
+    def whole(self, id: int) -> bool:
+        """Whether `id` covers memory of the program's own exactly once."""
+        found = self._whole.get(id)
+        if found is None:
+            node = self.makers.get(id)
+            if node is None:
+                found = False
+            elif node.target in WHOLE:
+                found = self.whole(node.refs[0])
+            else:
+                found = node.target in MAKERS or node.target in FUNCTIONAL
+            self._whole[id] = found
+        return found
+
+    def holds(self, id: int, index: int, node: Node, others: tuple[int, ...] | None = None) -> bool:
+        """Whether the single result of node `index` may be written over `id`; `others`: what is read for it."""
+        out = node.outs[0]
+        if out is None or not self.whole(id) or not self._alike(id, out):
+            return False
+        group = self.memory.group(id)
+        if self.memory.last_read(group) > index or self.memory.is_output(group):
+            return False
+        return all(r == id or self.memory.group(r) != group for r in (node.refs if others is None else others))
+
+    def _alike(self, a: int, b: int) -> bool:
+        x, y = self.program.values[a], self.program.values[b]
+        tiers = [None if v.layout is None else v.layout.tier for v in (x, y)]
+        return x.shape == y.shape and x.dtype == y.dtype and tiers[0] == tiers[1]
+
+    def only_for(self, id: int, index: int) -> bool:
+        """Whether node `index` alone reads `id`."""
+        return self.readers.get(id) == [index] and id not in self.program.outputs
+
+
+    def moves(self, ids: tuple[int, ...]) -> bool:
+        """Whether these values can be read later than the program does: nothing has been written over them."""
+        return not any(self.memory.group(i) in self.written for i in ids)
+
+
+# What a pattern finds: (value to write over, target, arguments, results that are not needed any more).
+Found = tuple[int, str, tuple[Any, ...], set[int]]
+
+
+def _log_softmax(facts: Facts, index: int, node: Node) -> Found | None:
+    x, dim, widen = node.args
+    if widen or not facts.holds(x.id, index, node):
+        return None
+    return x.id, "colofunc.log_softmax_", (x, dim), set()
+
+
+def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
+    """The gradients of log_softmax and nll_loss as one operator over the log probabilities."""
+    grad, log_p, dim, dtype = node.args
+    maker = facts.makers.get(grad.id)
+    if maker is None or maker.target != "aten.nll_loss_backward.default" or not facts.only_for(grad.id, index):
+        return None
+    value = facts.program.values[log_p.id]
+    seed, same, target, weight, reduction, ignore, total = maker.args
+    if weight is not None or same != log_p or dtype != value.dtype or len(value.shape) != 2 or dim not in (1, -1):
+        return None
+    if not facts.moves((seed.id, target.id, total.id)) or not facts.holds(log_p.id, index, node, (seed.id, target.id, total.id)):
+        return None
+    return log_p.id, "colofunc.cross_entropy_dx_", (log_p, seed, target, reduction, ignore, total), {grad.id}
+
+
+def _embedding(facts: Facts, index: int, node: Node) -> Found | None:
+    """A sum with the gradient of an embedding: only the rows that were looked up are touched."""
+    if node.kwargs or not all(isinstance(a, Ref) for a in node.args):
+        return None
+    for into, other in (node.args, node.args[::-1]):
+        maker = facts.makers.get(other.id)
+        if maker is None or maker.target != "aten.embedding_dense_backward.default" or maker.args[4]:
+            continue
+        grad, indices, _, padding, _ = maker.args
+        read = (grad.id, indices.id)
+        if facts.only_for(other.id, index) and facts.moves(read) and facts.holds(into.id, index, node, read):
+            return into.id, "colofunc.embedding_add_", (into, grad, indices, padding), {other.id}
+    return None
+
+
+PATTERNS: dict[str, tuple[Callable[[Facts, int, Node], Found | None], ...]] = {
+    "aten._log_softmax.default": (_log_softmax,),
+    "aten._log_softmax_backward_data.default": (_cross_entropy,),
+    "aten.add.Tensor": (_embedding,),
+}
