@@ -22,6 +22,7 @@ from colofunc.dtensor.strategies import enumerate_strategies, follow, replicated
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import target_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
 from colofunc.program.trace import record_local
@@ -144,7 +145,7 @@ def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], 
             values[len(values)] = Value(len(values), tuple(result.shape), result.dtype)
         else:
             outs.append(None)
-    name = f"{func.namespace}.{func.overloadpacket.__name__}" + (f".{func._overloadname}" if func.namespace == "aten" else "")
+    name = target_of(func)
     node = Node(name, _tuples(args), tuple((k, _tuples(v)) for k, v in kwargs.items()), tuple(outs))
     ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in range(n_inputs))
     types = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in outs)

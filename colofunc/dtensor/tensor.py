@@ -379,9 +379,9 @@ def _origin(base: DTensor, func: Any, args: tuple[Any, ...]) -> _Origin:
 def _write(func: Any, target: DTensor, shards: list[torch.Tensor], layout: Layout) -> None:
     """Put a new value in the place of `target`'s, and in that of what it is a view of."""
     if layout.shape != target.sharding.shape:
-        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead of the in-place call")
+        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead")
     if not torch.can_cast(shards[0].dtype, target.dtype):
-        raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead of the in-place call")
+        raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead")
     parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
     origin = target._origin
     if origin is None:

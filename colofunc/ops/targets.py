@@ -1,7 +1,7 @@
 """Targets: the operator names in a program and the callables they stand for.
 
-`aten.mm.default` is `torch.ops.aten.mm.default`; `colofunc.linear` is `torch.ops.colofunc.linear.default` (the overload
-`default` of our own operators is left out). Programs are functional, so a view may as well be a copy: view targets
+`aten.mm.default` is `torch.ops.aten.mm.default`; `colofunc.linear` is `torch.ops.colofunc.linear.default` (outside of
+`aten`, the overload `default` is left out). Programs are functional, so a view may as well be a copy: view targets
 resolve to their `reshape` form, which runs for any strides.
 
 >>> target_of(resolve("aten.mm.default"))
@@ -53,8 +53,6 @@ def overload(target: str) -> Any:
 
 @cache
 def target_of(func: Any) -> str:
-    """The target string of an operator overload."""
+    """The target string of an operator overload: `aten.mm.default`, and `mylib.scan` for libraries beside torch."""
     name = str(func)
-    if name.startswith("colofunc.") and name.endswith(".default"):
-        return name[: -len(".default")]
-    return name
+    return name if name.startswith(("aten.", "prims.", "prim.")) else name.removesuffix(".default")

@@ -169,7 +169,7 @@ def _bound(wish: Wish, value: Value, mesh: Mesh) -> Layout:
     try:
         return bind(wish.want, mesh, value.shape)
     except SpecError as error:
-        raise PlanError(f"{wish} cannot be done on {value.name!r} of shape {value.shape}: {error}") from error
+        raise PlanError(f"{wish} cannot be done on {value.name!r} of shape {value.shape} on {mesh}: {error}") from error
 
 
 def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
@@ -231,8 +231,9 @@ def _on_operators(
             f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
             for _, node in hits
         }
+        line = f" (first at {hits[0][1].line})" if hits[0][1].line else ""
         raise PlanError(
-            f"{wish} cannot be done: no operator there has these factors ({'; '.join(sorted(rules)[:6])}); "
+            f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
             "name factors of a rule"
         )
     want = {a: f for a, f in pairs if mesh.axis_size(a) > 1}

@@ -12,6 +12,7 @@ leaves the function becomes the outputs.
 from __future__ import annotations
 
 import inspect
+import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -100,7 +101,7 @@ def trace(
     result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
-            "the step draws from Python's or NumPy's random generator, which one program would repeat for ever; "
+            f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would repeat for ever; "
             "draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
@@ -133,6 +134,12 @@ def signature(
     leaves, tree = flatten((tuple(args), dict(kwargs or {})))
     types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves)
     return (tree.key(), types, torch.get_default_dtype(), flags)
+
+
+def _where_defined(fn: Callable[..., Any]) -> str:
+    """` f (file.py:12)`, where that is known."""
+    code = getattr(fn, "__code__", None)
+    return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
 
 
 # ---- inputs ----

@@ -99,6 +99,17 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Meta:
 
 _MEMO: dict[Any, Results] = {}
 
+# Operators whose operands must have one dtype; fake tensors do not say so, the kernels do, in the middle of a step.
+_ONE_DTYPE = frozenset("aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::dot aten::convolution colofunc::linear".split())
+
+
+def _check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
+    if func._schema.name in _ONE_DTYPE and len({m.dtype for m in metas}) > 1:
+        operands = ", ".join(f"{str(m.dtype).removeprefix('torch.')} {tuple(m.shape)}" for m in metas)
+        raise TraceError(
+            f"{func} at {user_line()} mixes dtypes: {operands}; bring them to one dtype with .to(), or compute under torch.autocast"
+        )
+
 
 def remembered(
     key: Any, func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]
@@ -108,6 +119,7 @@ def remembered(
     if found is None:
         if len(_MEMO) > 100_000:
             _MEMO.clear()
+        _check_dtypes(func, metas)
         try:
             found = _MEMO[key] = infer(func, args, kwargs, metas)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

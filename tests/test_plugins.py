@@ -1,0 +1,215 @@
+"""The plugin door: found by entry point or by hand, merged, proven; every mistake names the plugin."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colofunc as cf
+from colofunc.plugins import build_registry
+from colofunc.plugins.hookspecs import HOOKS
+from colofunc.testing import check_strategies, sample
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "scan_plugin"
+MESH = cf.Mesh(tp=4, topology="4xa100-80g")
+LONG = 1 << 22
+
+
+def accumulate(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).cumsum(0).exp()
+
+
+def chosen(step: Any) -> str:
+    low = step.lower(cf.abstract((LONG,)))
+    return str(low.plan.find("aten.cumsum.default")[0].strategy)
+
+
+@pytest.fixture(scope="module")
+def scan() -> Iterator[Any]:
+    """The example's module, as `plugins=[module]` takes it."""
+    spec = importlib.util.spec_from_file_location("colofunc_scan", EXAMPLE / "colofunc_scan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+
+
+# ---- the example ----
+
+PROGRAM = """
+import json
+import torch
+import colofunc as cf
+from colofunc.plugins import build_registry
+
+step = cf.shard(lambda x: (x * 2).cumsum(0).exp(), cf.Mesh(tp=4, topology="4xa100-80g"))
+x = -torch.rand(64, dtype=torch.float64)
+low = step.lower(cf.abstract(({n},)))
+worst = float((step(x).full() - (x * 2).cumsum(0).exp()).abs().max())
+print(json.dumps([build_registry().plugins, low.plan.find("aten.cumsum.default")[0].strategy, worst]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="needs setuptools")
+def test_the_example_is_installed_and_found(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
+    """Built from a copy, without network, into a directory of its own."""
+    source, target = tmp_path / "scan_plugin", tmp_path / "site"
+    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--target", str(target), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    env = {**subprocess_env, "PYTHONPATH": f"{subprocess_env['PYTHONPATH']}:{target}"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM.replace("{n}", str(LONG))], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plugins, strategy, worst = json.loads(done.stdout.splitlines()[-1])
+    assert (plugins, strategy) == (["scan"], "{tp: scan}")  # without it: the next test
+    assert worst < 1e-12
+
+
+def test_a_module_by_hand_changes_what_is_chosen(scan: Any) -> None:
+    assert chosen(cf.shard(accumulate, MESH)) != "{tp: scan}"
+    step = cf.shard(accumulate, MESH, plugins=[scan])
+    assert chosen(step) == "{tp: scan}"
+    x = -torch.rand(64, dtype=torch.float64)
+    wish = cf.shard(accumulate, MESH, in_specs="(tp b)", out_specs="(tp b)", plugins=[scan])
+    low = wish.lower(x)
+    assert low.plan.find("aten.cumsum.default")[0].strategy == "{tp: scan}"
+    assert low.cost().calls["all_gather", "tp"] == 1
+    torch.testing.assert_close(wish(x).full(), accumulate(x), rtol=1e-13, atol=0)
+
+
+def test_the_example_is_proven(scan: Any) -> None:
+    proved = check_strategies(scan, "aten.cumsum.default")
+    assert {(p.mesh, p.strategy) for p in proved} >= {("a=3", "{a: scan}"), ("a=2 b=2", "{b: scan}")}
+    assert max(p.worst for p in proved) < 1e-12
+    check_strategies(scan, torch.ops.aten.cumsum.default, sample(torch.randn(2, 12, 5), 1))
+
+
+def test_a_broken_strategy_is_caught(scan: Any) -> None:
+    def forgets(call: Any, mesh: cf.Mesh) -> Any:
+        for right in scan.scan(call, mesh):
+            wrong = lambda shard, *, mesh: shard.cumsum(call.arg(1, "dim"))  # noqa: E731
+            yield cf.Strategy(right.name, right.ins, right.outs, right.cost, wrong)
+
+    with pytest.raises(cf.CheckError, match=r"aten.cumsum.default \{a: scan\} on a=2"):
+        check_strategies(plugin("broken", colofunc_strategies=lambda: {"aten.cumsum.default": forgets}), "aten.cumsum.default")
+
+
+# ---- other hooks ----
+
+
+def plugin(name: str, **hooks: Any) -> Any:
+    """A module with these functions as hooks."""
+    module = types.ModuleType(name)
+    for hook, fn in hooks.items():
+        setattr(module, hook, cf.hookimpl(fn))
+    return module
+
+
+def test_a_rule_for_an_operator_of_ones_own() -> None:
+    @torch.library.custom_op("testplugin::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @double.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    rules = plugin("doubles", colofunc_rules=lambda: {"testplugin.double": cf.pattern("b d -> b d")})
+    fn, x = (lambda x: double(x) + 1), torch.randn(8, 4)
+    mesh = cf.Mesh(dp=2, tp=2)
+    without, given = (cf.shard(fn, mesh, in_specs="(dp b) (tp d)", plugins=p) for p in ((), [rules]))
+    assert without.lower(x).coverage().fallbacks == ("testplugin.double",)
+    low = given.lower(x)
+    assert low.coverage().fallbacks == ()
+    assert sum(low.cost().calls.values()) == 0
+    assert torch.equal(given(x).full(), fn(x))
+    assert torch.equal(without(x).full(), fn(x))
+
+
+def test_every_hook_is_merged() -> None:
+    tables: dict[str, Any] = {hook: {f"{hook}.mine": len} for hook in HOOKS}
+    tables["colofunc_kernels"] = {("aten.mm.default", "cuda"): len}
+    registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
+    assert registry.kernels == {("aten.mm.default", "cuda"): len}
+    assert registry.plans == {"colofunc_plans.mine": len}
+    assert registry.strategies["colofunc_strategies.mine"] == (len,)
+    assert "all" in registry.plugins
+    with pytest.raises(TypeError):
+        registry.plans["x"] = len  # type: ignore[index]
+
+
+def test_strategies_of_two_plugins_add_up(scan: Any) -> None:
+    again = plugin("again", colofunc_strategies=lambda: {"aten.cumsum.default": scan.scan})
+    registry = build_registry((scan, again))
+    assert registry.strategies["aten.cumsum.default"] == (scan.scan, scan.scan)
+
+
+# ---- mistakes ----
+
+
+def refuses(message: str, *plugins: Any) -> None:
+    with pytest.raises(cf.PluginError) as error:
+        cf.shard(accumulate, MESH, plugins=plugins)(torch.randn(8))
+    assert str(error.value) == message
+
+
+def test_misspelt_hook() -> None:
+    refuses(
+        "plugin 'typo' implements 'colofunc_strategys', which is no hook; "
+        "did you mean 'colofunc_strategies' or 'colofunc_rules' or 'colofunc_transforms'?",
+        plugin("typo", colofunc_strategys=nothing),
+    )
+
+
+def test_clashes() -> None:
+    a, b = (plugin(name, colofunc_plans=lambda: {"zero": len}) for name in ("first", "second"))
+    refuses("colofunc_plans: 'zero' comes from both 'first' and 'second'; rename it in one of them", a, b)
+    rule = plugin("late", colofunc_rules=lambda: {"aten.mm.default": cf.pattern("m k, k n -> m n")})
+    refuses("colofunc_rules: 'aten.mm.default' comes from both 'colofunc' and 'late'; rename it in one of them", rule)
+
+
+def test_wrong_types() -> None:
+    refuses("colofunc_rules of plugin 'lists' returned list; return a dict", plugin("lists", colofunc_rules=no_dict))
+    refuses(
+        "colofunc_strategies of plugin 'texts': the value of 'aten.cumsum.default' is '{tp: d}', which cannot be called",
+        plugin("texts", colofunc_strategies=lambda: {"aten.cumsum.default": "{tp: d}"}),
+    )
+    refuses(
+        "colofunc_kernels of plugin 'keys' has key 'aten.mm.default'; see the hook's documentation for its form",
+        plugin("keys", colofunc_kernels=lambda: {"aten.mm.default": len}),
+    )
+    refuses("plugin 'empty' implements no hook; give a module (or object) with functions marked @cf.hookimpl", plugin("empty"))
+
+
+def nothing() -> Any:
+    return {}
+
+
+def no_dict() -> Any:
+    return []
+
+
+def fails() -> Any:
+    raise KeyError("x")
+
+
+def words(call: Any, mesh: cf.Mesh) -> list[str]:
+    return ["{tp: d}"]
+
+
+def test_failures_inside_a_plugin_name_it() -> None:
+    refuses("colofunc_rules of plugin 'bad' failed: KeyError: 'x'", plugin("bad", colofunc_rules=fails))
+    refuses(
+        f"strategies of aten.cumsum.default from {__name__}.words gave '{{tp: d}}'; yield cf.Strategy records",
+        plugin("wordy", colofunc_strategies=lambda: {"aten.cumsum.default": words}),
+    )
