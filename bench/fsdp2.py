@@ -122,9 +122,10 @@ def ours(module: GPT2LMHeadModel, size: Size, topology: Any) -> tuple[Step, Any]
 
 @attrs.frozen
 class Report:
-    """What one rank measured. Seconds per round: ours, FSDP2 resharding, FSDP2 keeping."""
+    """What was measured, per round: ours, FSDP2 resharding, FSDP2 keeping."""
 
-    seconds: tuple[tuple[float, float, float], ...]
+    seconds: tuple[tuple[float, float, float], ...]  # wall clock of the slower rank
+    cpu_s: tuple[tuple[float, float, float], ...]  # both processes, all threads
     losses: tuple[tuple[float, float, float], ...]
     plan: str
     cost: str
@@ -142,23 +143,25 @@ def measure(size: Size, pairs: int, topology: str | None) -> dict[str, Any]:
     mesh = cf.Mesh(dp=RANKS)
     ours_step, low = ours(copy.deepcopy(module), size, topology or profile_mesh(mesh, seconds=4.0))
     steps = (ours_step, fsdp2(copy.deepcopy(module), True), fsdp2(copy.deepcopy(module), False))
-    seconds, losses = [], []
+    seconds, cpu_s, losses = [], [], []
     for n in range(-2, pairs):  # two rounds to warm up
         ids = size.ids(n + 2)
-        taken, found = [0.0] * 3, [0.0] * 3
+        taken, worked, found = [0.0] * 3, [0.0] * 3, [0.0] * 3
         for k in ((n + j) % 3 for j in range(3)):
             dist.barrier()
-            began = time.perf_counter()
+            began, work = time.perf_counter(), time.process_time()
             found[k] = steps[k](ids)
-            taken[k] = time.perf_counter() - began
-        slowest = torch.tensor(taken, dtype=torch.float64)
+            taken[k], worked[k] = time.perf_counter() - began, time.process_time() - work
+        slowest, both = torch.tensor(taken, dtype=torch.float64), torch.tensor(worked, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(both)
         if n >= 0:
             seconds.append(tuple(slowest.tolist()))
+            cpu_s.append(tuple(both.tolist()))
         losses.append(tuple(found))
     cost = low.cost()
     return {
-        "seconds": tuple(seconds), "losses": tuple(losses), "plan": str(low.plan), "cost": str(cost),
+        "seconds": tuple(seconds), "cpu_s": tuple(cpu_s), "losses": tuple(losses), "plan": str(low.plan), "cost": str(cost),
         "our_bytes": cost.wire_bytes, "their_bytes": their_bytes, "parameters": parameters,
     }  # fmt: skip
 
@@ -188,6 +191,10 @@ def rows(report: Report, size: Size) -> list[tuple[str, str]]:
         (
             "tokens/s, ours / better FSDP2",
             f"**{statistics.median(ratios):.2f}** (median of {len(ratios)} pairs, middle half {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})",
+        ),
+        (
+            "CPU seconds of both ranks, FSDP2 / ours",
+            f"{statistics.median(c[better] / c[0] for c in report.cpu_s):.2f} (ours {statistics.median(c[0] for c in report.cpu_s):.2f} s)",
         ),
         ("bytes a rank receives per step, ours", f"{report.our_bytes:,}"),
         ("bytes, FSDP2", f"{report.their_bytes[1]:,} ({report.their_bytes[0]:,} resharding)"),

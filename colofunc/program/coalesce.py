@@ -1,0 +1,90 @@
+"""When collectives and what depends on them run: reduce early, update late.
+
+Problem: lowering converts a value where its consumer stands, so every gradient waits unreduced for the update at the
+end of the step: all gradients are held whole, and all their communication comes at once, when there is nothing left to
+overlap it with. Idea: a collective that makes its operand smaller (or no larger, the operand dying with it) moves up to
+right behind the operand.
+
+    dw_1  dw_0 ... | reduce_scatter(dw_0) adamw  reduce_scatter(dw_1) adamw
+        ->  dw_1 reduce_scatter(dw_1)  dw_0 reduce_scatter(dw_0) ... | adamw adamw
+
+The program is functional here, so any order in which operands come first gives the same values. The order is part of
+the program, hence the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from colofunc.program.facts import is_wire, kind_of, written
+from colofunc.program.ir import Node, Program
+from colofunc.program.schedule import Memory
+
+_REDUCES = frozenset({"reduce_scatter", "all_reduce"})
+
+
+def reduces_early(program: Program) -> Program:
+    """Move reductions, and the layout moves that prepare them, up to right behind their operands."""
+    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    readers: dict[int, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        for i in node.refs:
+            readers.setdefault(i, []).append(index)
+    outputs = set(program.outputs)
+    behind: dict[int, int] = {}  # node that moves -> the node it stands behind
+    for index, node in enumerate(program.nodes):
+        if (kind_of(node) or ("", False))[0] not in _REDUCES or not _only_reader(node, readers, outputs):
+            continue
+        chain = [index]
+        at = made.get(node.refs[0], -1)
+        while at >= 0 and _is_move(program.nodes[at]) and _only_reader(program.nodes[at], readers, outputs):
+            chain.append(at)
+            at = made.get(program.nodes[at].refs[0], -1)
+        for k in chain:
+            behind[k] = at
+    # In the order of what they stand behind; a chain keeps its own order.
+    order = sorted(range(len(program.nodes)), key=lambda k: (behind.get(k, k), k in behind, k))
+    return program.with_nodes(program.nodes[k] for k in order)
+
+
+def _is_move(node: Node) -> bool:
+    return node.target == "colofunc.rearrange"
+
+
+def _only_reader(node: Node, readers: dict[int, list[int]], outputs: set[int]) -> bool:
+    (operand,) = node.refs
+    return len(readers[operand]) == 1 and operand not in outputs
+
+
+def updates_late(program: Program, lag: int = 2) -> Program:
+    """Move in-place updates of what a collective delivers behind the next `lag` collectives, which then overlap it.
+
+    For executors whose collectives are asynchronous; what an update writes stays unread and unwritten in between.
+    """
+    memory = Memory(program)
+    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    wires = [index for index, node in enumerate(program.nodes) if is_wire(node)]
+    place: list[tuple[int, bool]] = []
+    for index, node in enumerate(program.nodes):
+        at = index
+        if written(node) and not node.outs:
+            sources = [made.get(memory.group(i), -1) for i in node.refs]
+            last = max((s for s in sources if s >= 0 and is_wire(program.nodes[s])), default=None)
+            if last is not None:
+                beyond = bisect_right(wires, last) + lag - 1
+                at = _free_until(program, memory, index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
+        place.append((at, at != index))
+    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
+    return program.with_nodes(program.nodes[k] for k in order)
+
+
+def _free_until(program: Program, memory: Memory, index: int, end: int) -> int:
+    """The last node up to `end` behind which node `index` may run instead of where it stands."""
+    node = program.nodes[index]
+    reads = {memory.group(i) for i in node.refs}
+    writes = {memory.group(i) for i in written(node)}
+    for k in range(index + 1, end + 1):
+        other = program.nodes[k]
+        if any(memory.group(i) in writes for i in other.refs) or any(memory.group(i) in reads for i in written(other)):
+            return k - 1
+    return max(index, end)
