@@ -29,7 +29,7 @@ from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import SpecError
 from colofunc.mesh import KINDS, Mesh, wire_bytes
 
-__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_s"]
+__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_line", "conversion_s", "is_free"]
 
 
 @attrs.frozen
@@ -83,6 +83,29 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
         found = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
         _SECONDS[src, dst, mesh, itemsize] = found
     return found
+
+
+def conversion_line(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> tuple[float, float]:
+    """(seconds, seconds per byte of a rank's part of `src`) of the way that is the cheapest at this size.
+
+    At other sizes the same way costs what this line says, though another may then be cheaper: seconds over bytes is the
+    minimum of such lines.
+    """
+    if src is dst:
+        return 0.0, 0.0
+    whole = src.local_numel
+    alpha_s = beta_s = 0.0
+    for leg in _route(src, dst, mesh, itemsize, None).legs:
+        if leg.puzzle is None:
+            continue
+        held = leg.puzzle.start
+        for kind, who, after in fuse_steps(leg.steps):
+            numel = max(local_numel(leg.puzzle, held), local_numel(leg.puzzle, after))
+            held = after
+            if kind not in ("take_shard", "keep_first"):
+                alpha, beta = mesh.alpha_beta(kind, tuple(leg.puzzle.parts[k].name for k in who))
+                alpha_s, beta_s = alpha_s + alpha, beta_s + beta * numel / whole
+    return alpha_s, beta_s
 
 
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
@@ -153,7 +176,8 @@ def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layo
 
 
 @lru_cache(maxsize=256)
-def _is_free(mesh: Mesh) -> bool:
+def is_free(mesh: Mesh) -> bool:
+    """Whether no collective costs time on this mesh."""
     return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind in KINDS for axis in mesh.axis_names)
 
 
@@ -192,7 +216,7 @@ def _normal(
         for k, (a, b) in enumerate(zip(puzzle.start, puzzle.goal))
         if a != b or (a == COPY and reduces) or (a < COPY and mixed)
     ]
-    free = _is_free(mesh)
+    free = is_free(mesh)
     orders = permutations(active) if free and len(active) <= 3 else [sorted(active, key=lambda k: _rank(puzzle, k))]
     pieces, back, slots = min(
         (_label(puzzle, tuple(order) if free else tuple(active), free) for order in orders), key=lambda found: found[0]

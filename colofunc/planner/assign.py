@@ -28,7 +28,8 @@ from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
 from colofunc.planner.memory import Liveness, liveness
-from colofunc.planner.model import ConvertS, Model, build_model, settled
+from colofunc.planner.flows import settled
+from colofunc.planner.model import ConvertS, Model, build_model
 from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
 from colofunc.program.ir import Node, Program, Value
@@ -88,7 +89,7 @@ def assign(
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs))
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
-    choice = search(model, begin, None, seed, effort)
+    choice = search(model, begin, seed, effort)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -100,7 +101,7 @@ def assign(
         return found
     least: list[tuple[int, Mapping[str, int]]] = []
     for regather in (frozenset[int](), _parameters(program)):
-        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather).sharing(model)
+        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather, model.convert)
         alive = liveness(program, again, ties)
         make = partial(_assignment, program, again, ties, alive, regather)
         result = fit(again, alive, choice, partial(_measure, make, peak), budget_bytes, seed, effort)

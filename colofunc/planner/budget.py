@@ -65,8 +65,8 @@ def fit(
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
     for turn in range(16):
-        priced = model.priced(_copies(model, charge, price))
-        x = search(priced, [x], _extra(model, charge, price), seed, light, fresh=turn == 0)
+        priced = model.priced(_copies(model, charge, price), _extra(model, charge, price))
+        x = search(priced, [x], seed, light, fresh=turn == 0)
         nbytes, seconds = measure(x), model.true_cost(x)
         peak = live.peak(x)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
@@ -107,14 +107,9 @@ def _copies(model: Model, charge: _Charge, price: float) -> list[float]:
 def _give_back(model: Model, x: list[int], measure: Measure, budget_bytes: int, most: int = 60) -> list[int]:
     """Single changes that save time, largest first, kept while the measured peak stays within the budget."""
     gains = []
-    for c, options in enumerate(model.options):
-        before = sum(model.flow_s(f, x) for f in model.flows_of[c])
-        for o in range(len(options)):
-            y = [*x[:c], o, *x[c + 1 :]]
-            own = model.weight[c] * float(model.seconds[c][o] - model.seconds[c][x[c]])
-            gain = own + sum(model.flow_s(f, y) for f in model.flows_of[c]) - before
-            if gain < 0:
-                gains.append((gain, c, o))
+    for c in range(len(model.options)):
+        row = model.row(c, x)
+        gains += [(float(row[o] - row[x[c]]), c, int(o)) for o in np.flatnonzero(row < row[x[c]])]
     cost_s = model.true_cost(x)
     for _, c, o in sorted(gains)[:most]:
         y = [*x[:c], o, *x[c + 1 :]]

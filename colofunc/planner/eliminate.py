@@ -39,6 +39,13 @@ class Graph:
     def size(self) -> int:
         return len(self.unary)
 
+    def copy(self) -> Graph:
+        """A graph to add to; tables are never changed, so they are shared."""
+        other = Graph(())
+        other.unary, other.tables = list(self.unary), dict(self.tables)
+        other.alive, other.constant = self.alive, self.constant
+        return other
+
     def add(self, scope: Sequence[int], table: Array) -> None:
         """Add a table; axes are sorted by variable, a variable that appears twice is taken on its diagonal."""
         scope = tuple(scope)

@@ -20,10 +20,9 @@ from colofunc.planner.classes import starred
 from colofunc.planner.constraints import NONE, Constraint, Constraints
 from colofunc.planner.describe import describe
 from colofunc.planner.eliminate import BIG
-from colofunc.planner.model import Flow, settled
+from colofunc.planner.flows import Flow, settled
 from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan
 from colofunc.planner.plan_table import time_text
-from colofunc.planner.search import change_s
 from colofunc.program.ir import Node, Program, Value
 
 RuleOf = Callable[[Node], Rule | None]
@@ -146,10 +145,12 @@ def _reason(
 
 
 def _alternatives(found: Assignment, c: int) -> tuple[Alternative, ...]:
+    chosen = found.choice[c]
+    row = found.model.row(c, found.choice)
     out = []
     for o, s in enumerate(found.model.options[c]):
-        if o != found.choice[c]:
-            more = change_s(found.model, found.choice, {c: o})
+        if o != chosen:
+            more = float(row[o] - row[chosen])
             out.append(Alternative(s.name, s.axes, float("inf") if more >= BIG / 2 else more))
     return tuple(sorted(out, key=lambda a: a.more_s))
 
@@ -157,11 +158,11 @@ def _alternatives(found: Assignment, c: int) -> tuple[Alternative, ...]:
 def _paid(found: Assignment, mesh: Mesh) -> dict[int, _Share]:
     """Class -> the conversions that its operands were first to want; outputs pay with their producer."""
     paid: dict[int, _Share] = {}
-    for flow in found.model.flows:
-        source = found.model.source(flow, found.choice)
-        targets = [found.model.target(use, found.choice) for use in flow.uses]
-        payer = _payers(flow, source, targets)
-        for src, dst, seconds in found.model.steps(flow, source, targets):
+    for f, coded in enumerate(found.model.coded):
+        flow = coded.flow
+        source, targets = coded.at(found.choice)
+        payer = _payers(flow, coded.layouts[source], [coded.layouts[t] for t in targets])
+        for src, dst, seconds in found.model.steps(f, found.choice):
             c = payer.get(dst, flow.producer)
             if c < 0 or found.ties.members[c][0] < found.ties.n_inputs:
                 c = flow.producer  # a donated output goes back to its leaf at its producer's expense

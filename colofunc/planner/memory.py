@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.strategies import FREE
 from colofunc.planner.classes import Ties
+from colofunc.planner.flows import alike
 from colofunc.planner.model import Model
 from colofunc.program.ir import Program
+
+Ints = NDArray[np.intp]
 
 
 @attrs.frozen
@@ -37,52 +40,53 @@ class Liveness:
 
     program: Program
     model: Model
-    born: Mapping[int, int]  # value -> node index, -1 for inputs
-    last: Mapping[int, int]  # value -> last use, through views
-    view_of: Mapping[int, int]  # value -> base value that a view's result shares memory with
-    donated: frozenset[int]  # outputs that take an input leaf's memory
-    spans: Mapping[int, Sequence[tuple[int, int]]]  # value -> per use of its flow, (first, last) node index
+    flow: Ints  # per value that has memory of its own: its flow,
+    born: Ints  # node index, -1 for inputs,
+    last: Ints  # last use, through views,
+    role: Ints  # and number of its role
+    roles: tuple[str, ...]
+    spans: tuple[tuple[tuple[Ints, Ints], ...], ...]  # per flow and use, (first, last) node index of each value
 
     def peak(self, choice: Sequence[int]) -> Peak:
         """Peak of the step under a choice."""
         n = len(self.program.nodes)
-        change = np.zeros(n + 3)
-        pieces: list[tuple[int, int, float, str, tuple[int, int] | int]] = []
-        for f, flow in enumerate(self.model.flows):
-            source = self.model.source(flow, choice)
-            targets = [self.model.target(use, choice) for use in flow.uses]
-            own = source.local_numel * flow.itemsize
-            for id in flow.values:
-                if id not in self.donated and id not in self.view_of:
-                    where = (self.born[id], self.last[id])
-                    pieces.append((*where, own, self.program.values[id].role, (flow.producer, flow.result)))
-                if not any(t is not source for t in targets):
-                    continue
-                lives: dict[tuple[Layout, int], tuple[int, int]] = {}
-                for (_, _, group), target, (a, b) in zip(flow.uses, targets, self.spans[id], strict=True):
-                    if target is not source:
-                        low, high = lives.get((target, group), (a, b))
-                        lives[target, group] = (min(a, low), max(b, high))
-                for (target, _), (a, b) in lives.items():
-                    pieces.append((a, b, target.local_numel * flow.itemsize, "copy", f))
-        for a, b, nbytes, _, _ in pieces:  # node k is at k + 1, the inputs at 0
-            change[a + 1] += nbytes
-            change[b + 2] -= nbytes
+        own = np.zeros(len(self.spans))
+        copies: list[tuple[Ints, Ints, float, int]] = []
+        for f, coded in enumerate(self.model.coded):
+            source, targets = coded.at(choice)
+            own[f] = coded.numel[source] * coded.flow.itemsize
+            if any([t != source for t in targets]):
+                lives: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+                for group, target, (a, b) in zip(coded.groups, targets, self.spans[f], strict=True):
+                    if target != source:
+                        had = lives.get((target, group))
+                        lives[target, group] = (a, b) if had is None else (np.minimum(a, had[0]), np.maximum(b, had[1]))
+                copies += [(a, b, coded.numel[t] * coded.flow.itemsize, f) for (t, _), (a, b) in lives.items()]
+        none = np.zeros(0, dtype=np.intp)
+        low = np.concatenate([self.born, *(a for a, _, _, _ in copies), none])
+        high = np.concatenate([self.last, *(b for _, b, _, _ in copies), none])
+        size = np.concatenate([own[self.flow], *(np.full(len(a), s) for a, _, s, _ in copies)])
+        # Node k is at k + 1, the inputs at 0.
+        change = np.bincount(low + 1, size, n + 3) - np.bincount(high + 2, size, n + 3)
         total = np.cumsum(change[: n + 1])
-        return self._at(pieces, int(total.argmax()) - 1, int(total.max()))
+        return self._at(own, copies, int(total.argmax()) - 1, round(float(total.max())))
 
-    def _at(self, pieces: list[tuple[int, int, float, str, tuple[int, int] | int]], position: int, nbytes: int) -> Peak:
-        roles: dict[str, int] = {}
+    def _at(self, own: NDArray[np.float64], copies: list[tuple[Ints, Ints, float, int]], position: int, nbytes: int) -> Peak:
+        alive = (self.born <= position) & (position <= self.last)
+        held = np.bincount(self.role[alive], own[self.flow[alive]], len(self.roles))
+        roles = {role: int(b) for role, b in zip(self.roles, held, strict=True) if b}
         outs: dict[tuple[int, int], int] = {}
-        copies: dict[int, int] = {}
-        for a, b, size, role, owner in pieces:
-            if a <= position <= b:
-                roles[role] = roles.get(role, 0) + int(size)
-                if isinstance(owner, tuple):
-                    outs[owner] = outs.get(owner, 0) + 1
-                else:
-                    copies[owner] = copies.get(owner, 0) + 1
-        return Peak(nbytes, position, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copies)
+        for f, members in enumerate(np.bincount(self.flow[alive], minlength=len(self.spans)).tolist()):
+            if members:
+                key = (self.model.flows[f].producer, self.model.flows[f].result)
+                outs[key] = outs.get(key, 0) + members
+        copied: dict[int, int] = {}
+        for a, b, size, f in copies:
+            here = int(((a <= position) & (position <= b)).sum())
+            if here:
+                copied[f] = copied.get(f, 0) + here
+                roles["copy"] = roles.get("copy", 0) + here * int(size)
+        return Peak(nbytes, position, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copied)
 
 
 def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
@@ -92,11 +96,12 @@ def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
     last = dict.fromkeys(program.inputs, n)
     view_of: dict[int, int] = {}
     at: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+    first = alike(model.options)
     for index, node in enumerate(program.nodes):
         refs = node.refs
         for operand, ref in enumerate(refs):
             span = at.setdefault(ref, {})
-            key = (ties.of_node(index), operand)
+            key = (ties.of_node(index), first[ties.of_node(index)][operand])
             span[key] = (span.get(key, (index, index))[0], index)
             last[ref] = max(last.get(ref, 0), index)
         for o in node.outs:
@@ -111,9 +116,28 @@ def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
         last[base] = max(last[base], last[view])
     leaf_of = dict(program.aliases)
     donated = frozenset(program.outputs[p] for p in leaf_of) - frozenset(program.inputs)
-    spans: dict[int, Sequence[tuple[int, int]]] = {}
-    for flow in model.flows:
-        for id in flow.values:
-            here = at.get(id, {})
-            spans[id] = [here.get((c, operand), (n, n)) for c, operand, _ in flow.uses]
-    return Liveness(program, model, born, last, view_of, donated, spans)
+    spans = []
+    flow_of: list[tuple[int, int]] = []
+    for f, flow in enumerate(model.flows):
+        uses = []
+        for c, operand, _ in flow.uses:
+            here = [at.get(id, {}).get((c, operand), (n, n)) for id in flow.values]
+            uses.append((np.array([a for a, _ in here], dtype=np.intp), np.array([b for _, b in here], dtype=np.intp)))
+        spans.append(tuple(uses))
+        flow_of += [(id, f) for id in flow.values if id not in donated and id not in view_of]
+    numbers: dict[str, int] = {}
+    role = [numbers.setdefault(program.values[id].role, len(numbers)) for id, _ in flow_of]
+
+    def ints(items: Sequence[int]) -> Ints:
+        return np.array(items, dtype=np.intp)
+
+    return Liveness(
+        program,
+        model,
+        ints([f for _, f in flow_of]),
+        ints([born[id] for id, _ in flow_of]),
+        ints([last[id] for id, _ in flow_of]),
+        ints(role),
+        tuple(numbers),
+        tuple(spans),
+    )
