@@ -249,7 +249,7 @@ CASES |= {
     "triangular": (("aten.linalg_solve_triangular.default", L, r(6, 3, 2), {"upper": False}), "b0"),
     "ldl": (("aten.linalg_ldl_factor_ex.default", A), "b0"),
     "pinv": (("aten.linalg_pinv.atol_rtol_tensor", A, {"rtol": torch.tensor(1e-9, dtype=f64)}), "b0"),
-    "lstsq": (("aten.linalg_lstsq.default", A, r(6, 3, 2)), "b0"),
+    "lstsq": (("aten.linalg_lstsq.default", r(6, 4, 3), r(6, 4, 2), {"driver": "gelsd"}), "b0"),
     "matrix_exp": (("aten.linalg_matrix_exp.default", A), "b0"),
     "cross": (("aten.linalg_cross.default", r(4, 3, 6), r(4, 3, 6), {"dim": 1}), "d0 d2"),
     "cdist": (("aten._cdist_forward.default", r(2, 4, 3), r(2, 6, 3), 2.0, None), "b0 p q"),
