@@ -35,7 +35,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     runner = SimulatedProgram(program, mesh)
     partition, flat = distinct(inputs, mesh.size)
     own_memory(flat, partition, runner._written)
-    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"))
+    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False)
     env = dict(writer.names)
     env.update(zip(writer.input_names, flat, strict=True))
     by_node: list[list[str]] = [[] for _ in program.nodes]

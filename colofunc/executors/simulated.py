@@ -56,9 +56,9 @@ class SimulatedProgram:
         outs = function(flat)
         return [[outs[k] for k in slots] for slots in function.slots]
 
-    def write(self, partition: Partition, device: torch.device) -> Writer:
+    def write(self, partition: Partition, device: torch.device, sparing: bool = True) -> Writer:
         """The source for inputs that are shared as `partition` says."""
-        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound)
+        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing)
         writer.write()
         return writer
 

@@ -27,6 +27,7 @@ from colofunc.errors import ProgramError
 from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.reuse import FUNCTIONAL, functional
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 
@@ -52,11 +53,14 @@ class Writer:
         wires: Wires,
         partition: Partition,
         bound: Mapping[str, Callable[..., Any]] | None = None,
+        sparing: bool = True,
     ) -> None:
+        """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place."""
         self.program = program
         self.lanes = lanes
         self.device = device
         self.wires = wires
+        self.sparing = sparing
         self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane
         self.lines: list[str] = []
         self.origin: list[int] = []  # node index of each line
@@ -155,13 +159,15 @@ class Writer:
 
     def compute(self, node: Node) -> None:
         """An ordinary operator: one line per distinct set of operands."""
-        refs = node.refs
-        bound = self._bound.get(node.target)
         changed = written(node)
-        keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
+        keys = self._keys(node)
         if changed and len(set(keys)) > 1:
-            self.separate(changed, keys)
-            keys = [tuple(self.where[i][lane] for i in refs) for lane in range(self.lanes)]
+            if self.sparing and node.target in FUNCTIONAL and self._shared(changed, keys):
+                node = functional(node)  # one new tensor per lane costs less than a copy and a write
+            else:
+                self.separate(changed, keys)
+            keys = self._keys(node)
+        bound = self._bound.get(node.target)
         name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
@@ -181,6 +187,14 @@ class Writer:
                 self.where[o] = tuple(f"v{o}_{classes[key]}" if many else f"v{o}" for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
+
+    def _keys(self, node: Node) -> list[tuple[str, ...]]:
+        """Per lane, the variables of the operands."""
+        return list(zip(*(self.where[i] for i in node.refs), strict=True)) or [()] * self.lanes
+
+    def _shared(self, ids: Sequence[int], keys: Sequence[Hashable]) -> bool:
+        """Whether lanes with different operands hold one of these values in the same variable."""
+        return any(len(set(zip(self.where[i], keys, strict=True))) > len(set(self.where[i])) for i in ids)
 
     def _assignment(self, targets: list[str], call: str, result: str) -> str:
         if not targets or all(t == "_" for t in targets):

@@ -81,6 +81,12 @@ def reuse(program: Program) -> Program:
     return attrs.evolve(program, nodes=tuple(nodes), stage="inplace")
 
 
+def functional(node: Node) -> Node:
+    """The operator that `reuse` put an `out` to, without it."""
+    target, argument = FUNCTIONAL[node.target]
+    return attrs.evolve(node, target=target, kwargs=tuple(pair for pair in node.kwargs if pair[0] != argument))
+
+
 def fuse(program: Program) -> Program:
     """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional."""
     facts = Facts(program)

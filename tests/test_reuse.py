@@ -1,0 +1,176 @@
+"""Results written over dying operands: the same numbers, and refused wherever something still reads the operand."""
+
+import pytest
+import torch
+from test_executors import MESH, per_rank, program
+from test_memory import agree
+
+import colofunc as cf
+from colofunc.executors.simulated import run_simulated
+from colofunc.ops import fused
+from colofunc.ops.targets import overload
+from colofunc.program.inplace import in_place
+from colofunc.program.ir import Ref
+from colofunc.program.reuse import OUT
+from colofunc.testing.check import check
+
+R = Ref
+NEG = ("aten.neg.default", (R(0),), (1,))
+
+
+def same_numbers(p, inputs):
+    """In place against functional, on inputs that must stay as they are."""
+    before = [[x.clone() for x in shards] for shards in inputs]
+    want, got = run_simulated(p, MESH, inputs), run_simulated(in_place(p), MESH, inputs)
+    for a, b in zip([*want, *before], [*got, *inputs]):
+        for s, t in zip(a, b):
+            torch.testing.assert_close(s, t, rtol=0, atol=0)
+
+
+def targets(p):
+    return [n.target for n in in_place(p).nodes]
+
+
+@pytest.mark.parametrize("name", sorted(OUT))
+def test_every_operator_may_write_over_any_operand(name):
+    schema, (target, argument) = overload(name)._schema, OUT[name]
+    torch.manual_seed(0)
+    if name.startswith("aten.clamp"):
+        tensors = [torch.rand(4, 5)]
+        rest = [0.5]
+    else:
+        count = sum(isinstance(a.type, torch.TensorType) for a in schema.arguments)
+        tensors, rest = [torch.rand(4, 5) for _ in range(count)], []
+        tensors[:1] = [tensors[0] > 0.5] if name == "aten.where.self" else tensors[:1]
+        if "pow.Tensor_Scalar" in name or "threshold" in name:
+            rest = [2.0]
+    want = overload(name)(*tensors, *rest)
+    for k, x in enumerate(tensors):
+        mine = [t.clone() for t in tensors]
+        if x.dtype == want.dtype:
+            got = overload(target)(*mine, *rest, **{argument: mine[k]})
+            assert got.data_ptr() == mine[k].data_ptr()
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reader", [
+    ("aten.exp.default", (R(1),), (3,)),  # read again
+    ("aten.view.default", (R(1), (6,)), (3,)),  # a view of it is an output
+    ("aten.select.int", (R(1), 0, 0), (3,)),
+])  # fmt: skip
+def test_not_while_something_reads_it(reader):
+    shape = {"aten.exp.default": (2, 3), "aten.view.default": (6,), "aten.select.int": (3,)}[reader[0]]
+    p = program([0], [NEG, reader, ("aten.tanh.default", (R(1),), (2,))], [2, 3], [(2, 3)] * 3 + [shape])
+    q = program([0], [NEG, ("aten.tanh.default", (R(1),), (2,)), reader], [2, 3], [(2, 3)] * 3 + [shape])
+    assert "aten.tanh.out" not in targets(q)
+    for one in (p, q):
+        same_numbers(one, [per_rank(2, 3)])
+
+
+@pytest.mark.parametrize("view, shape", [
+    (("aten.expand.default", (R(1), (4, 3)), (2,)), (4, 3)),
+    (("aten.slice.Tensor", (R(1), 1, 0, 2), (2,)), (1, 2)),
+])  # fmt: skip
+def test_not_over_parts_or_repeated_elements(view, shape):
+    p = program([0], [NEG, view, ("aten.tanh.default", (R(2),), (3,))], [3], [(1, 3), (1, 3), shape, shape])
+    assert targets(p)[-1] == "aten.tanh.default"
+    same_numbers(p, [per_rank(1, 3)])
+
+
+def test_not_over_inputs_nor_beside_a_view_of_it():
+    p = program([0], [("aten.tanh.default", (R(0),), (1,))], [1], [(2, 2)] * 2)
+    assert targets(p) == ["aten.tanh.default"]
+    nodes = [NEG, ("aten.t.default", (R(1),), (2,)), ("aten.mul.Tensor", (R(1), R(2)), (3,))]
+    q = program([0], nodes, [3], [(2, 2)] * 4)
+    assert targets(q)[-1] == "aten.mul.Tensor"
+    same_numbers(q, [per_rank(2, 2)])
+
+
+def test_chain_lives_in_one_tensor():
+    nodes = [
+        NEG,
+        ("aten.view.default", (R(1), (6,)), (2,)),
+        ("aten.pow.Tensor_Scalar", (R(2), 3.0), (3,)),
+        ("aten.mul.Tensor", (R(3), R(3)), (4,)),
+        ("aten.sub.Tensor", (R(5), R(4)), (6,)),
+    ]
+    p = program([0, 5], nodes, [6], [(2, 3), (2, 3), (6,), (6,), (6,), (6,), (6,)])
+    assert targets(p)[2:] == ["aten.pow.Tensor_Scalar_out", "aten.mul.out", "aten.sub.out"]
+    same_numbers(p, [per_rank(2, 3), per_rank(6)])
+    inputs = [per_rank(2, 3), per_rank(6)]
+    assert agree(in_place(p), inputs).peak_bytes["device"] == 3 * 48
+
+
+def test_lanes_that_share_an_operand_do_not_write_into_it():
+    nodes = [NEG, ("aten.mul.Tensor", (R(1), R(2)), (3,))]
+    p = program([0, 2], nodes, [3], [(3,), (3,), (3,), (3,)])
+    shared = [torch.randn(3, dtype=torch.float64)] * 4
+    same_numbers(p, [shared, per_rank(3)])
+    agree(in_place(p), [shared, per_rank(3)])
+
+
+def test_a_write_after_a_read_by_a_view_elsewhere_waits():
+    nodes = [
+        NEG,
+        ("aten.t.default", (R(1),), (2,)),
+        ("aten.exp.default", (R(1),), (3,)),
+        ("aten.mul.Tensor", (R(2), R(3)), (4,)),
+    ]
+    p = program([0], nodes, [4], [(2, 2)] * 5)
+    assert targets(p)[2] == "aten.exp.default"
+    same_numbers(p, [per_rank(2, 2)])
+
+
+# ---- losses and embeddings ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape, dim", [((5, 4099), 1), ((3, 7), -1), ((4, 3), 0), ((0, 3), 1)])
+def test_log_softmax_over_itself_is_exact(dtype, shape, dim):
+    x = torch.randn(shape).to(dtype) * 5
+    want = torch.log_softmax(x, dim)
+    fused.log_softmax_(x, dim)
+    torch.testing.assert_close(x, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("ignored", [0, 2, 6])
+def test_cross_entropy_gradient(reduction, ignored):
+    x = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
+    t = torch.randint(0, 11, (6,))
+    t[:ignored] = -100
+    log_p = torch.log_softmax(x, 1)
+    loss = torch.nn.functional.nll_loss(log_p, t, reduction=reduction)
+    seed = torch.randn_like(loss)
+    (want,) = torch.autograd.grad(loss, x, seed)
+    got = log_p.detach().clone()
+    total = torch.tensor(float(6 - ignored), dtype=torch.float64)
+    fused.cross_entropy_dx_(got, seed, t, {"none": 0, "mean": 1, "sum": 2}[reduction], -100, total)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_embedding_gradient_is_added(padding):
+    total, g = torch.randn(5, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    indices = torch.randint(0, 5, (2, 4))
+    want = total + torch.ops.aten.embedding_dense_backward(g, indices, 5, padding, False)
+    fused.embedding_add_(total, g, indices, padding)
+    torch.testing.assert_close(total, want)
+
+
+def test_tied_language_model_makes_one_tensor_of_logits():
+    def step(params, batch):
+        def loss_fn(params):
+            h = torch.nn.functional.embedding(batch["x"], params["w"])
+            return torch.nn.functional.cross_entropy(h.tanh() @ params["w"].t(), batch["y"])
+
+        loss, grads = cf.value_and_grad(loss_fn)(params)
+        return {"w": params["w"] - 0.1 * grads["w"]}, loss
+
+    batch = {"x": torch.randint(0, 50, (6,)), "y": torch.randint(0, 50, (6,))}
+    params = {"w": torch.randn(50, 4, dtype=torch.float64)}
+    low = cf.shard(step, cf.Mesh()).lower(params, batch)
+    names = [n.target for n in low.program.nodes]
+    assert {"colofunc.log_softmax_", "colofunc.cross_entropy_dx_", "colofunc.embedding_add_"} <= set(names)
+    assert not any("embedding_dense" in n or "nll_loss_backward" in n for n in names)
+    check(cf.shard(step, cf.Mesh()), params, batch, steps=2)
