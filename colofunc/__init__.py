@@ -8,6 +8,7 @@
     state, metrics = step(state, batch)
 """
 
+from colofunc import testing
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Cost, Rule, Strategy
 from colofunc.dtensor.rules.pattern import pattern
@@ -80,6 +81,7 @@ __all__ = [
     "launch",
     "pattern",
     "shard",
+    "testing",
     "topology",
     "train_step",
     "value_and_grad",
