@@ -28,7 +28,7 @@ from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Writer, only
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.program.coalesce import updates_late
+from colofunc.program.coalesce import updates_late, views_late
 from colofunc.program.facts import is_wire, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.schedule import overlap
@@ -143,7 +143,7 @@ class Distributed:
         groups = self._groups.get(mesh)
         if groups is None:
             groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend)
-        return RankProgram(overlap(updates_late(program)), groups, self.watch, bound)
+        return RankProgram(overlap(views_late(updates_late(program))), groups, self.watch, bound)
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from colofunc.program.facts import is_wire, kind_of, written
+from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.schedule import Memory
 
@@ -88,3 +88,23 @@ def _free_until(program: Program, memory: Memory, index: int, end: int) -> int:
         if any(memory.group(i) in writes for i in other.refs) or any(memory.group(i) in reads for i in written(other)):
             return k - 1
     return max(index, end)
+
+
+def views_late(program: Program) -> Program:
+    """Move views of what a collective delivers down to their first reader: until then nobody waits for it."""
+    memory = Memory(program)
+    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    place = [(index, 1) for index in range(len(program.nodes))]
+    readers: dict[int, tuple[int, int]] = {}  # value -> place of its first reader
+    for index in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[index]
+        if may_alias(node) and not written(node) and not is_wire(node) and node.refs:
+            source = made.get(memory.group(node.refs[0]), -1)
+            first = min((readers[o] for o in node.outs if o in readers), default=None)
+            if source >= 0 and is_wire(program.nodes[source]) and first is not None:
+                free = _free_until(program, memory, index, first[0] - 1)
+                place[index] = (free + 1, 0) if free > index else (index, 1)
+        for i in node.refs:
+            readers[i] = min(readers.get(i, place[index]), place[index])
+    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
+    return program.with_nodes(program.nodes[k] for k in order)

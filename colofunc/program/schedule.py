@@ -7,7 +7,7 @@ Three small passes that change order and nothing else:
     Memory          which values may share memory, and until when each such group is read: what both must respect
 
 A gather of stored state has its operand from the very beginning; starting all of them at once would hold the whole
-model. `overlap` starts a collective earlier than it stands by at most `ahead` others of those that were moved up.
+model. `overlap` starts a collective earlier than it stands only as far as few others that were moved up are in flight.
 The order of collectives is part of the program, hence the same on all ranks.
 """
 
@@ -84,8 +84,11 @@ def _is_scalar_work(program: Program, node: Node) -> bool:
     return all(o is not None and program.values[o].shape == () for o in node.outs)
 
 
-def overlap(program: Program, ahead: int = 2) -> Program:
-    """Split collectives into starts and waits. `ahead`: how many collectives that were moved up may be in flight."""
+def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Program:
+    """Split collectives into starts and waits.
+
+    `ahead`: how many collectives that were moved up may be in flight; more while their results are within `ahead_bytes`.
+    """
     made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
     first = _first_uses(program)
     wrote: dict[int, list[int]] = {}
@@ -96,7 +99,7 @@ def overlap(program: Program, ahead: int = 2) -> Program:
     values = dict(program.values)
     fresh = max(values, default=-1) + 1
     before: dict[int, list[Node]] = {}  # nodes to insert before position k
-    hoisted: list[int] = []  # first uses of collectives that were moved up
+    hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
     dropped: set[int] = set()
     waited: set[int] = set()
     floor = 0  # starts keep their order
@@ -115,10 +118,9 @@ def overlap(program: Program, ahead: int = 2) -> Program:
         # It must have ended before something is written over its operand.
         writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
         used = min([first[out], *writes])
-        gate = hoisted[-ahead] if len(hoisted) >= ahead else 0
-        at = min(index, max(ready, gate, floor))
+        at = min(index, max(ready, _gate(hoisted, values[out].nbytes, ahead, ahead_bytes), floor))
         if at < index:
-            hoisted.append(min(used, index))
+            hoisted.append((min(used, index), values[out].nbytes))
         floor = at
         values[fresh] = attrs.evolve(values[out], id=fresh)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
@@ -135,6 +137,16 @@ def overlap(program: Program, ahead: int = 2) -> Program:
         if index < len(program.nodes) and index not in dropped:
             nodes.append(program.nodes[index])
     return program.with_nodes(nodes, values)
+
+
+def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: int) -> int:
+    """The first position at which one more collective of `nbytes` may be in flight."""
+    total = nbytes
+    for count, (used, flying) in enumerate(reversed(hoisted), 1):
+        total += flying
+        if count >= ahead and total > ahead_bytes:
+            return used
+    return 0
 
 
 def _first_uses(program: Program) -> dict[int, int]:
