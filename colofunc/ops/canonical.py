@@ -67,7 +67,11 @@ def draw_seed() -> Tensor:
 
 
 class Canonical(TorchFunctionMode):
-    """Replaces the functions of `HANDLERS`; everything else runs as it is."""
+    """Replaces the functions of `HANDLERS`; everything else runs as it is.
+
+    Activation checkpointing is a hint: what to recompute is the planner's choice, so nothing is thrown away. (A
+    recomputation would count call sites anew and draw other random numbers than the forward pass.)
+    """
 
     def __init__(self, seed: Callable[[], Tensor], sites: Iterator[int]) -> None:
         super().__init__()
@@ -76,6 +80,13 @@ class Canonical(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        hooks = compat.saved_tensor_hooks()
+        if hooks is not None and _is_checkpoint(hooks):
+            with compat.identity_saved_hooks():
+                return self._run(func, args, kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
@@ -114,6 +125,10 @@ def _never(*args: Any) -> bool:
 NEVER = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
 
 
+def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
+    return str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
+
+
 def _can_open(func: Any) -> bool:
     return isinstance(func, types.FunctionType) and func.__globals__.get("__name__") in OPENED
 
@@ -122,6 +137,9 @@ def _can_open(func: Any) -> bool:
 def _open(func: Any) -> Any:
     """`func` without its check for overrides, so that the calls in its body are seen by the active modes."""
     scope = {**func.__globals__, **NEVER}
+    # A private helper may check in place of its public function: left as it is, it would ask for that one for ever.
+    helpers = ((n, scope.get(n)) for n in func.__code__.co_names if n.startswith("_") and scope.get(n) is not func)
+    scope.update({name: _open(helper) for name, helper in helpers if _can_open(helper)})
     if scope.get("torch") is torch:
         scope["torch"] = _Torch()
     # The two functions between which a dispatcher chooses are in its closure.
