@@ -16,55 +16,95 @@ class ColofuncError(Exception):
 
 
 class MeshError(ColofuncError, ValueError):
-    """A mesh, axis or view that does not exist or does not fit."""
+    """A mesh, axis or view that does not exist or does not fit.
+
+    Usual causes: a misspelt axis; as many processes as the mesh has ranks were not started. `cf.Mesh(dp=-1, tp=2)` takes
+    the size of `dp` from the launcher; without one, the mesh is simulated in this process.
+    """
 
 
 class TopologyError(ColofuncError, ValueError):
-    """A topology name, file or figure that cannot be used."""
+    """A topology name, file or figure that cannot be used.
+
+    `topology="ideal"` is free communication and unlimited memory, for tests; names such as "8xa100-80g" are built in.
+    """
 
 
 class SpecError(ColofuncError, ValueError):
-    """A sharding spec that cannot be parsed, or does not fit its tensor or mesh."""
+    """A sharding spec that cannot be parsed, or does not fit its tensor or mesh.
+
+    One word or group per dim: `(dp b) s (tp d)`; `...` stands for the rest; `b~` pads what does not divide; `+tp` is a
+    pending sum. A group with two names that are no axes is taken for a misspelt axis. A plain tensor with dims beside a
+    DTensor has no spec at all: place it with `cf.distribute(tensor, "...", mesh)`.
+    """
 
 
 class RuleError(ColofuncError, ValueError):
-    """An operator rule that contradicts the operator's own shapes."""
+    """An operator rule that contradicts the operator's own shapes, or an operator that no rule covers and none may replicate.
+
+    Rules of plugins are checked against each call. Outside of a step, operators that draw random numbers have no rule.
+    """
 
 
 class TraceError(ColofuncError, RuntimeError):
-    """The step function does something that one recorded program cannot repeat."""
+    """The step function does something that one recorded program cannot repeat.
+
+    Python runs once per signature. Decisions on values become `torch.where`; numbers that change per call become
+    arguments; random numbers come from torch; what the step changes is an argument and a result. A tensor that is kept
+    from an earlier trace, or two dtypes in one matrix product, are refused here as well.
+    """
 
 
 class InputError(ColofuncError, TypeError):
-    """An argument of a staged step that is not what the step was planned for."""
+    """An argument of a staged step that is not what the step was planned for, or a tree of specs that is not its tree.
+
+    The message gives the path of the leaf. `step.lower` takes tensors without data (`cf.abstract`), running does not.
+    """
 
 
 class PlanError(ColofuncError, ValueError):
-    """A wish that matches nothing, clashes with another, or cannot be met."""
+    """A wish that matches nothing, clashes with another, or cannot be met.
+
+    Globs match the end of a parameter's dotted name from some dot on. Two wishes that place one axis of one tensor in
+    two places clash. Where no plan fits in memory the message says what dominates the least peak found.
+    """
 
 
 class PluginError(ColofuncError, ValueError):
-    """A plugin that misspells a hook, clashes with another or returns the wrong type."""
+    """A plugin that misspells a hook, clashes with another, fails or returns the wrong type. The message names it."""
 
 
 class ConsumedError(ColofuncError, RuntimeError):
-    """A value whose memory was given away to an earlier call."""
+    """A value whose memory was given away to an earlier call, or a view of one that was written since.
+
+    A step consumes its first argument where its first result can take the memory: go on with the result, or pass
+    `donate=()`. A view is taken again after its base was written, or cloned before.
+    """
 
 
 class ProgramError(ColofuncError, RuntimeError):
-    """A program that breaks its own invariants: a defect in a pass, never the user's fault."""
+    """A program that breaks its own invariants: a defect in a pass (or a plugin's strategy), never the caller's fault.
+
+    Please report it with the text of the message, which shows the operators around the defect.
+    """
 
 
 class CapacityError(ColofuncError, MemoryError):
-    """A memory tier that would hold more than its capacity."""
+    """A memory tier that would hold more than its capacity.
+
+    `low.memory().at_peak` says what is alive at the peak and which line made it.
+    """
 
 
 class CollectiveError(ColofuncError, RuntimeError):
-    """Ranks that disagree, wait for each other for ever, or have lost a peer."""
+    """Ranks that disagree, wait for each other for ever, or have lost a peer.
+
+    The first traceback among the ranks is the cause; the others ended because of it.
+    """
 
 
 class CheckError(ColofuncError, AssertionError):
-    """A check of `colofunc.testing` that found a difference."""
+    """A check of `colofunc.testing` that found a difference: which leaf or strategy, and by how much."""
 
 
 def near(name: str, names: Iterable[str], what: str = "known") -> str:

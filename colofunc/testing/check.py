@@ -37,12 +37,14 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
     """Run `steps` steps of `step` and of its function side by side and compare every output leaf.
 
     Where `steps` > 1 the function's first output is its next first argument; a function that returns something else is
-    checked for one step. The default generator is left as it was. Raises CheckError naming the leaves that differ,
-    their paths, specs and the size of the difference.
+    checked for one step. Inside `with float64():` float32 leaves of the arguments become float64. The default generator
+    is left as it was. Raises CheckError naming the leaves that differ, their paths, specs and the size of the difference.
     """
     if not isinstance(step, Staged):
         raise InputError(f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)")
     reference, batch = plain_copy(state), plain_copy(batch)
+    if torch.get_default_dtype() is torch.float64:  # inside `with float64():`
+        reference, batch = pytree.tree_map_only(torch.Tensor, doubled, (reference, batch))
     worst, leaves, done = 0.0, 0, 0
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(FIRST_SEED)
@@ -56,6 +58,11 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
                 break
             placed, reference = got[0], expected[0]
     return Checked(leaves, done, worst)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """float32 as float64; anything else as it is."""
+    return x.detach().double().requires_grad_(x.requires_grad) if x.dtype is torch.float32 else x
 
 
 def seeded(seed: int, fn: Callable[..., Any], *args: Any) -> Any:

@@ -37,7 +37,7 @@ def _double(x: Any) -> Any:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Turn every float32 cast and factory inside the block to float64 (models still need `.double()` weights)."""
+    """Turn every float32 cast and factory inside the block to float64 (weights still need `.double()`; `check` does it)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,0 +1,80 @@
+"""Writes the pages of docs/ that are derived from docstrings: `python tools/docs.py`.
+
+The hook specifications are the plugin manual and the error classes are the errors page; a test holds that the pages in
+docs/ are what this makes of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from colofunc import errors  # noqa: E402
+from colofunc.plugins import hookspecs  # noqa: E402
+
+NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
+READ = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_passes", "colofunc_topologies"})
+EXAMPLE = ROOT / "examples" / "scan_plugin"
+
+
+def _code(text: str) -> str:
+    """Indented passages of a docstring as fenced code."""
+    out: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        indented = line.startswith("    ")
+        if indented and not inside:
+            out += ["```py"]  # not `python`: an excerpt, which no test can run by itself
+        elif inside and line and not indented:
+            while not out[-1]:
+                out.pop()
+            out += ["```", ""]
+        inside = indented or (inside and not line)
+        out.append(line[4:] if indented else line)
+    return "\n".join([*out, "```"] if inside else out)
+
+
+def hooks_page() -> str:
+    """docs/plugins.md"""
+    words = inspect.getdoc(hookspecs) or ""
+    parts = [NOTE.format("colofunc/plugins/hookspecs.py") + "# Plugins\n", _code(words) + "\n", "## Hooks\n"]
+    for name in hookspecs.HOOKS:
+        hook = getattr(hookspecs, name)
+        returns = str(inspect.signature(hook).return_annotation)
+        note = "" if name in READ else "\n\n*Collected and checked; nothing in this version reads it yet.*"
+        parts.append(f"### {name}\n\n`-> {returns}`\n\n{inspect.getdoc(hook)}{note}\n")
+    parts += [
+        "## A whole plugin\n",
+        "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` finds it.\n",
+        f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
+        f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
+    ]
+    return "\n".join(parts)
+
+
+def errors_page() -> str:
+    """docs/errors.md"""
+    parts = [
+        NOTE.format("colofunc/errors.py") + "# Errors\n",
+        "All derive from `cf.ColofuncError` and from the builtin named beside them. A message says what, on which value, "
+        "and one thing to try; notes below it add the spec, the shape, the mesh and your line.\n",
+    ]
+    for name, cls in vars(errors).items():
+        if isinstance(cls, type) and issubclass(cls, errors.ColofuncError):
+            builtin = cls.__bases__[-1].__name__
+            parts.append(f"## {name}\n\n`{builtin}`\n\n{inspect.getdoc(cls)}\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    (ROOT / "docs" / "plugins.md").write_text(hooks_page())
+    (ROOT / "docs" / "errors.md").write_text(errors_page())
+
+
+if __name__ == "__main__":
+    main()
