@@ -57,7 +57,7 @@ class _Eager:
     tree: Any
 
 
-def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: type) -> tuple[list[Any], Any]:
+def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: Any) -> tuple[list[Any], Any]:
     """Run `func` on flat arguments in which operands are DTensors (`cls`): (results, their tree).
 
     A result is (shards, layout) or plain data. An in-place operator runs as the one that returns a new tensor: its

@@ -17,7 +17,7 @@ from colofunc.errors import InputError
 aten = torch.ops.aten
 
 _RESHAPED = frozenset({aten.view, aten.unsqueeze, aten.squeeze, aten._unsafe_view, aten.alias})
-_SCATTERED = {aten.select: torch.select_scatter, aten.slice: torch.slice_scatter, aten.diagonal: torch.diagonal_scatter}
+_SCATTERED: dict[Any, Any] = {aten.select: torch.select_scatter, aten.slice: torch.slice_scatter, aten.diagonal: torch.diagonal_scatter}
 
 
 def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

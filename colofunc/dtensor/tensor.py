@@ -144,7 +144,7 @@ class DTensor(torch.Tensor):
             self.register_hook(hook)  # type: ignore[no-untyped-call]
         return self
 
-    @property  # type: ignore[override]
+    @property
     def requires_grad(self) -> bool:
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
@@ -162,7 +162,7 @@ class DTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         """A scalar formats like its number (collective only where it is not replicated)."""
-        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
         """The global value as nested lists. Collective."""
@@ -390,7 +390,7 @@ def _write(func: Any, target: DTensor, shards: list[torch.Tensor], layout: Layou
         return
     fresh = DTensor(parts, target.sharding, target.mesh, target._backend)
     with torch.no_grad():
-        whole = write_back(origin.func, origin.args, origin.base.detach(), fresh)
+        whole: Any = write_back(origin.func, origin.args, origin.base.detach(), fresh)
     _write(func, origin.base, whole.parts, whole.sharding)
     target._held.shards = parts
     origin.seen = origin.root.writes
