@@ -97,7 +97,16 @@ def embedding_bag_dense_backward(call: Call) -> Rule | None:
     return bind(call, {0: "[n] e", **indices}, ["[v] e"], linear=[{0}])
 
 
+def embedding_bag_backward(call: Call) -> Rule | None:
+    """As the dense one: the gradient of each bag goes to its rows, column by column."""
+    if _bag_mode(call, 8) == 2 or len(call.ins) > 6 or call.arg(9, "sparse", False):
+        return None
+    rest: Texts = {k: f"[x{k}]" for k in range(1, len(call.ins))}
+    return bind(call, {0: "[n] e", **rest}, ["[v] e"], linear=[{0}])
+
+
 RULES: dict[str, RuleFn] = {
+    "aten._embedding_bag_backward": embedding_bag_backward,
     "aten.embedding": embedding,
     "aten.embedding_dense_backward": embedding_dense_backward,
     "aten._embedding_bag_dense_backward": embedding_bag_dense_backward,

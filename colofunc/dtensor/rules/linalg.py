@@ -50,11 +50,13 @@ def cdist(call: Call) -> Rule:
 
 
 def cdist_backward(call: Call) -> Rule | None:
-    if len({len(t.shape) for t in call.ins}) != 1 or len({t.shape[:-2] for t in call.ins}) != 1:
+    """g, x1, x2, distances -> gradient of x1 with all batch dims: a sum over all rows of x2."""
+    if any(1 in t.shape[:-2] for t in call.ins):
         return None
-    batch = " ".join(names("b", len(call.ins[0].shape) - 2))
-    texts: Texts = {0: f"{batch} p q", 1: f"{batch} p [m]", 2: f"{batch} q [m]", 3: f"{batch} p q"}
-    return bind(call, texts, [f"{batch} p [m]"], reduce={"q": "sum"}, linear=[{0}])
+    batch = names("b", len(call.ins[0].shape) - 2)
+    own = [" ".join(batch[len(batch) - len(t.shape) + 2 :]) for t in call.ins]
+    texts: Texts = {0: f"{own[0]} p q", 1: f"{own[1]} p [m]", 2: f"{own[2]} q [m]", 3: f"{own[3]} p q"}
+    return bind(call, texts, [" ".join([*batch, "p [m]"])], reduce={"q": "sum"}, linear=[{0}])
 
 
 def trilinear(call: Call) -> Rule:
