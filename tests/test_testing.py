@@ -152,6 +152,16 @@ def test_draws_from_torch_are_pure() -> None:
     testing.check_pure(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(100))
 
 
+# ---- last_bit ----
+
+
+def test_last_bit_measures_conditioning() -> None:
+    x = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
+    assert testing.last_bit(lambda x: 3 * x, x) < 1e-15
+    assert 1e-14 < testing.last_bit(lambda x: 1 / (x - 1 + 1e-4), x) < 1e-10  # 1 + 1e-16 against 1e-4
+    assert testing.last_bit(lambda n: n + 1, torch.arange(3)) == 0.0
+
+
 # ---- check_strategies ----
 
 

@@ -46,7 +46,14 @@ def one_step(name: str) -> tuple[cf.testing.Checked, object]:
             f"\n{name:20} {len(low.global_program.nodes):5} operators  trace and plan {planned_s:5.1f} s  "
             f"flops {cover.flops:.1%}  bytes {cover.bytes:.1%}  fallbacks {list(cover.fallbacks) or 'none'}  {calls}"
         )
-        checked = testing.check(step, state, batch, steps=1, tolerance=zoo.ALL[name].tolerance)
+        try:
+            checked = testing.check(step, state, batch, steps=1)
+        except cf.CheckError:
+            # Batch norm over a few samples, tens of layers deep: no order of sums is closer to the reference than the
+            # reference is to itself when its inputs move by their last bit.
+            moved = testing.last_bit(fn, state, batch)
+            print(f"{'':20} the last bit of the inputs moves the reference by {moved:.1e}")
+            checked = testing.check(step, state, batch, steps=1, tolerance=max(1e-10, moved))
         print(f"{'':20} {checked.leaves:5} leaves equal one device, worst {checked.worst:.1e}")
     return checked, cover
 
@@ -67,6 +74,12 @@ def test_model(name) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [n for n in zoo.LISTED if n not in QUICK])
 def test_listed_model(name) -> None:
+    assert_split(name)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", zoo.LAYERS)
+def test_layers(name) -> None:
     assert_split(name)
 
 

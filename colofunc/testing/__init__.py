@@ -4,6 +4,7 @@
     check_pure(step_fn, *args)          a step function computes and does nothing else
     check_strategies(plugin, op)        every strategy of an operator against the operator
     compare(a, b)                       two trees, DTensors or plain
+    last_bit(fn, *args)                 how far a function moves when its inputs move by their last bit
     float64()                           unmodified models really in float64
     fail(rank=1, at="all_gather")       a rank that fails on purpose
     programs, models                    small steps and modules with names
@@ -13,6 +14,7 @@
 from colofunc.executors.faults import FaultError, fail
 from colofunc.testing import models, programs
 from colofunc.testing.check import Checked, check
+from colofunc.testing.conditioning import last_bit
 from colofunc.testing.numerics import float64
 from colofunc.testing.prove import Proved, Sample, check_strategies, sample
 from colofunc.testing.pure import check_pure
@@ -29,6 +31,7 @@ __all__ = [
     "compare",
     "fail",
     "float64",
+    "last_bit",
     "models",
     "programs",
     "sample",

@@ -43,8 +43,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
     if not isinstance(step, Staged):
         raise InputError(f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)")
     reference, batch = plain_copy(state), plain_copy(batch)
-    if torch.get_default_dtype() is torch.float64:  # inside `with float64():`
-        reference, batch = pytree.tree_map_only(torch.Tensor, doubled, (reference, batch))
+    reference, batch = doubled_inside((reference, batch))
     worst, leaves, done = 0.0, 0, 0
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(FIRST_SEED)
@@ -58,6 +57,11 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
                 break
             placed, reference = got[0], expected[0]
     return Checked(leaves, done, worst)
+
+
+def doubled_inside(tree: Any) -> Any:
+    """Inside `with float64():` the tree with its float32 leaves as float64, else the tree."""
+    return pytree.tree_map_only(torch.Tensor, doubled, tree) if torch.get_default_dtype() is torch.float64 else tree
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
