@@ -12,6 +12,7 @@ Dims whose boundaries do not nest, and dims padded to different sizes, have no r
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -54,6 +55,7 @@ def unrefinable(src: Layout, dst: Layout) -> frozenset[int]:
     return _cuts(src, dst)[2]
 
 
+@lru_cache(maxsize=1 << 14)
 def refine(src: Layout, dst: Layout, mesh: Mesh) -> Puzzle | frozenset[int]:
     """The puzzle, or the dims that must be whole in between."""
     dim_cuts, axis_cuts, bad = _cuts(src, dst)

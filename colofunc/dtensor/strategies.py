@@ -157,10 +157,15 @@ def usable(rule: Rule) -> tuple[str, ...]:
     return tuple(out)
 
 
-def enumerate_strategies(call: Call, rule: Rule | None, mesh: Mesh, axes: Sequence[str] | None = None) -> tuple[Strategy, ...]:
-    """Every strategy of `rule` on `mesh`; the first one is replicated. `axes`: only these axes are placed."""
+def enumerate_strategies(
+    call: Call, rule: Rule | None, mesh: Mesh, axes: Sequence[str] | None = None, orders: bool = True
+) -> tuple[Strategy, ...]:
+    """Every strategy of `rule` on `mesh`; the first one is replicated. `axes`: only these axes are placed.
+
+    `orders`: also every order of several axes on one factor; False: only the mesh's.
+    """
     open_axes = tuple(a for a in (mesh.axis_names if axes is None else axes) if mesh.axis_size(a) > 1)
-    return _enumerate(call, _Keyed(rule), mesh, open_axes)
+    return _enumerate(call, _Keyed(rule), mesh, open_axes, orders)
 
 
 class _Keyed:
@@ -179,12 +184,12 @@ class _Keyed:
 
 
 @lru_cache(maxsize=4096)
-def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Strategy, ...]:
+def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...], orders: bool) -> tuple[Strategy, ...]:
     rule = keyed.rule
     if rule is None:
         return (replicated_strategy(call),)
     found: dict[tuple[object, ...], Strategy] = {}
-    for placement, passing in placements(rule, mesh, axes):
+    for placement, passing in placements(rule, mesh, axes, orders):
         strategy = build(call, rule, placement, passing)
         found.setdefault((strategy.ins, strategy.outs), strategy)
     return tuple(found.values())
@@ -197,7 +202,9 @@ def replicated_strategy(call: Call) -> Strategy:
     return Strategy("{}", ins, outs, cost_of(call, None, ins, outs, ()))
 
 
-def placements(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
+def placements(
+    rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True
+) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
     factors = usable(rule)
     passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
@@ -212,8 +219,8 @@ def placements(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[
                 passing.append((axis, *what))
         if any(rule.sizes[f] % prod(mesh.axis_size(a) for a in group) for f, group in on.items()):
             continue
-        for orders in product(*(permutations(group) for group in on.values())):
-            yield {f: major(rule.sizes[f], order, mesh) for f, order in zip(on, orders, strict=True)}, tuple(passing)
+        for some in product(*(permutations(group) if orders else (group,) for group in on.values())):
+            yield {f: major(rule.sizes[f], order, mesh) for f, order in zip(on, some, strict=True)}, tuple(passing)
 
 
 def major(size: int, axes: Iterable[str], mesh: Mesh) -> Dim:

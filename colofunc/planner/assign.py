@@ -28,8 +28,8 @@ from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
 from colofunc.planner.memory import Liveness, liveness
-from colofunc.planner.flows import settled
-from colofunc.planner.model import ConvertS, Model, build_model
+from colofunc.planner.flows import ConvertS, settled
+from colofunc.planner.model import Model, build_model
 from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
 from colofunc.program.ir import Node, Program, Value
@@ -101,7 +101,7 @@ def assign(
         return found
     least: list[tuple[int, Mapping[str, int]]] = []
     for regather in (frozenset[int](), _parameters(program)):
-        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather, model.convert)
+        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather, model.conversions)
         alive = liveness(program, again, ties)
         make = partial(_assignment, program, again, ties, alive, regather)
         result = fit(again, alive, choice, partial(_measure, make, peak), budget_bytes, seed, effort)

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.rule import Strategy
+from colofunc.errors import SpecError
+from colofunc.mesh import Mesh
 from colofunc.planner.classes import Ties
 from colofunc.planner.eliminate import BIG, Array
 from colofunc.program.ir import Program
 
-Convert = Callable[[Layout, Layout, int], float]
+ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Step = tuple[int, int, float]  # from layout, to layout, seconds
 
 
@@ -56,22 +58,45 @@ def settled(source: Layout, how: Layout | str) -> Layout:
     return replicated(source.shape, source.tier) if prod(source.shape) == 1 else source.with_pending(())
 
 
+class Conversions:
+    """Seconds of conversions on one mesh, BIG where there is no way from one layout to the other."""
+
+    def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
+        self._convert_s, self._mesh = convert_s, mesh
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], Array] = {}
+
+    def second(self, src: Layout, dst: Layout, itemsize: int) -> float:
+        try:
+            return 0.0 if src is dst else min(self._convert_s(src, dst, self._mesh, itemsize), BIG)
+        except SpecError:
+            return BIG
+
+    def table(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int) -> Array:
+        """From each to each; values of one shape often ask for the same."""
+        key = (srcs, dsts, itemsize)
+        found = self._tables.get(key)
+        if found is None:
+            rows = [[self.second(a, b, itemsize) for b in dsts] for a in srcs]
+            found = self._tables[key] = np.array(rows, dtype=float)
+        return found
+
+
 class Coded:
     """A flow over the options of its classes. Built once per problem; remembers what it was asked."""
 
     __slots__ = (
-        "_known", "_measured", "_pairs", "_spread", "classes", "convert", "flow", "groups", "layouts", "numel", "rest",
+        "_known", "_measured", "_pairs", "_spread", "classes", "conversions", "flow", "groups", "layouts", "numel", "rest",
         "source", "targets",
     )  # fmt: skip
 
-    def __init__(self, flow: Flow, options: Sequence[tuple[Strategy, ...]], convert: Convert) -> None:
+    def __init__(self, flow: Flow, options: Sequence[tuple[Strategy, ...]], conversions: Conversions) -> None:
         numbers: dict[Layout, int] = {}
 
         def number(layout: Layout | None) -> int:
             assert layout is not None, "a value that is used has a layout"
             return numbers.setdefault(layout, len(numbers))
 
-        self.flow, self.convert = flow, convert
+        self.flow, self.conversions = flow, conversions
         self.source = [number(s.outs[flow.result]) for s in options[flow.producer]]
         self.classes = [c for c, _, _ in flow.uses]
         self.groups = [g for _, _, g in flow.uses]
@@ -98,7 +123,8 @@ class Coded:
         key = a * len(self.layouts) + b
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = min(self.convert(self.layouts[a], self.layouts[b], self.flow.itemsize), BIG)
+            found = self.conversions.second(self.layouts[a], self.layouts[b], self.flow.itemsize)
+            self._known[key] = found
         return found
 
     def steps(self, source: int, targets: Sequence[int]) -> list[Step]:
@@ -172,7 +198,8 @@ class Coded:
     def _pair(self, k: int) -> Array | None:
         sources, at = np.unique(np.array(self.source), return_inverse=True)
         targets, which = np.unique(np.array(self.targets[k]), return_inverse=True)
-        table = np.array([[self.second(a, b) for b in targets.tolist()] for a in sources.tolist()], dtype=float)
+        srcs, dsts = (tuple(self.layouts[n] for n in numbers.tolist()) for numbers in (sources, targets))
+        table = self.conversions.table(srcs, dsts, self.flow.itemsize)
         if not table.any():
             return None
         return np.minimum(self.flow.count * table, BIG)[np.ix_(at, which)]

@@ -12,22 +12,19 @@ every option of one class, all else as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
-from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.planner.classes import Ties
-from colofunc.planner.eliminate import BIG, Array, Graph
-from colofunc.planner.flows import Coded, Convert, Flow, flows_of
+from colofunc.planner.eliminate import Array, Graph
+from colofunc.planner.flows import Coded, Conversions, ConvertS, Flow, flows_of
 from colofunc.program.ir import Node, Program
 
-ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Choice = Sequence[int]  # option index per class
 
 TIE_S_PER_BYTE = 1e-18
@@ -45,7 +42,7 @@ class Model:
     flows: tuple[Flow, ...]
     coded: tuple[Coded, ...]  # the flows over these options
     flows_of: tuple[tuple[int, ...], ...]  # class -> flows it takes part in
-    convert: Convert
+    conversions: Conversions
     copy_price: tuple[float, ...] = ()  # per flow: seconds per byte of a converted copy of all its values
     extra: tuple[Array, ...] = ()  # per class and option: added seconds (a price of memory)
     _base: list[Graph] = attrs.field(factory=list)
@@ -157,11 +154,11 @@ def build_model(
     convert_s: ConvertS,
     outputs: dict[int, Layout],
     regather: frozenset[int] = frozenset(),
-    convert: Convert | None = None,
+    conversions: Conversions | None = None,
 ) -> Model:
     """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase.
 
-    `convert`: the conversions of another model on this mesh, to know what it knows.
+    `conversions`: those of another model on this mesh, to know what it knows.
     """
     seconds = []
     for c, strategies in enumerate(options):
@@ -173,30 +170,17 @@ def build_model(
     for f, flow in enumerate(flows):
         for c in (flow.producer, *(u[0] for u in flow.uses)):
             touched[c][f] = None
-    convert = convert or converter(convert_s, mesh)
+    conversions = conversions or Conversions(convert_s, mesh)
     return Model(
         mesh,
         tuple(options),
         tuple(seconds),
         tuple(len(m) for m in ties.members),
         flows,
-        tuple(Coded(flow, options, convert) for flow in flows),
+        tuple(Coded(flow, options, conversions) for flow in flows),
         tuple(tuple(t) for t in touched),
-        convert,
+        conversions,
     )
-
-
-def converter(convert_s: ConvertS, mesh: Mesh) -> Convert:
-    """Seconds of a conversion, BIG where there is no way from one to the other."""
-
-    @cache
-    def convert(src: Layout, dst: Layout, itemsize: int) -> float:
-        try:
-            return 0.0 if src is dst else convert_s(src, dst, mesh, itemsize)
-        except SpecError:
-            return BIG
-
-    return convert
 
 
 def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh) -> float:

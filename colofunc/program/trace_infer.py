@@ -103,7 +103,8 @@ _MEMO: dict[Any, Results] = {}
 _ONE_DTYPE = frozenset("aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::dot aten::convolution colofunc::linear".split())
 
 
-def _check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
+def check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
+    """Raise where an operator that wants one dtype is given several."""
     if func._schema.name in _ONE_DTYPE and len({m.dtype for m in metas}) > 1:
         operands = ", ".join(f"{str(m.dtype).removeprefix('torch.')} {tuple(m.shape)}" for m in metas)
         raise TraceError(
@@ -119,7 +120,7 @@ def remembered(
     if found is None:
         if len(_MEMO) > 100_000:
             _MEMO.clear()
-        _check_dtypes(func, metas)
+        check_dtypes(func, metas)
         try:
             found = _MEMO[key] = infer(func, args, kwargs, metas)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -46,6 +46,7 @@ class Candidates:
     followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)  # id of a node -> strategies for its operands as they lie
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
+    _made: frozenset[str] | None = None
 
     def rule(self, call: Call) -> Rule | None:
         if call not in self._rules:
@@ -106,9 +107,33 @@ class Candidates:
         if isinstance(item, Value):
             return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, axes)]
         call, _ = call_of(item, self.program.values)
-        found = list(enumerate_strategies(call, self.rule(call), self.mesh, axes))
+        found = list(enumerate_strategies(call, self.rule(call), self.mesh, axes, _orders_matter(item, call)))
         extra = [s for s in self.registry.extra_strategies(call, self.mesh) if _uses_only(s, axes)]
-        return [*found, *extra] or [replicated_strategy(call)]
+        made = self.reductions
+        return [s for s in (*found, *extra) if _wanted(s) <= made] or [replicated_strategy(call)]
+
+    @property
+    def reductions(self) -> frozenset[str]:
+        """Kinds of pending reductions that some operator makes; to pass on a kind that nobody makes is no use."""
+        if self._made is None:
+            rules = (self.rule_of(node) for node in self.program.nodes)
+            made = {how for rule in rules if rule is not None for how in rule.reduce.values()}
+            for call in self._rules:
+                made |= {how for s in self.registry.extra_strategies(call, self.mesh) for lay in s.outs if lay for _, how in lay.pending}
+            self._made = frozenset(made | {"sum"})
+        return self._made
+
+
+def _wanted(strategy: Strategy) -> set[str]:
+    return {how for lay in strategy.ins for _, how in lay.pending}
+
+
+def _orders_matter(node: Node, call: Call) -> bool:
+    """Whether `(dp tp b)` and `(tp dp b)` are two choices: for what lies like the state, which is gathered over one of them.
+
+    What flows through the layers (tensors of three and more dims) takes the mesh's order everywhere, so no choice is lost.
+    """
+    return node.phase == "update" or max((len(t.shape) for t in (*call.ins, *call.outs) if t is not None), default=0) < 3
 
 
 def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
