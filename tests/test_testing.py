@@ -1,5 +1,8 @@
 """The kit tests itself: what it must accept and, more so, what it must refuse."""
 
+# A fixture is taken by the name under which it is imported.
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import random
@@ -20,7 +23,7 @@ IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
 
 
 @pytest.mark.parametrize("name", programs.NAMED)
-def test_named_programs_are_pure_and_equal_one_device(name, mesh) -> None:  # noqa: F811
+def test_named_programs_are_pure_and_equal_one_device(name, mesh) -> None:
     step, state, batch = programs.NAMED[name]()
     testing.check_pure(step, state, batch)
     checked = testing.check(cf.shard(step, mesh), state, batch)
@@ -28,7 +31,7 @@ def test_named_programs_are_pure_and_equal_one_device(name, mesh) -> None:  # no
 
 
 @pytest.mark.parametrize("mesh", ["dp=3", "tp=4", "dp=2 sp=2 tp=2"], indirect=True)
-def test_meshes_that_fit_badly_too(mesh) -> None:  # noqa: F811
+def test_meshes_that_fit_badly_too(mesh) -> None:
     step, state, batch = programs.mlp()
     testing.check(cf.shard(step, mesh), state, batch, steps=1)
 
@@ -253,7 +256,7 @@ def test_float64_reaches_casts_factories_and_arrays() -> None:
     assert torch.ones(2).dtype is torch.float32
 
 
-def test_the_float64_fixture(float64) -> None:  # noqa: F811
+def test_the_float64_fixture(float64) -> None:
     assert torch.nn.Linear(2, 2)(torch.ones(2)).dtype is torch.float64
 
 
