@@ -31,8 +31,9 @@ from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.planner.constraints import Constraints
 from colofunc.plugins import build_registry
+from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
-from colofunc.program.coalesce import reduces_early
+from colofunc.program.coalesce import reduces_early, views_late
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lower import lower
@@ -243,7 +244,7 @@ def _within(
         for name in sorted(candidates.registry.passes):
             local = candidates.registry.passes[name](local, mesh)
             check_program(local, mesh)
-        local = in_place(reduces_early(local))
+        local = in_place(buckets(views_late(reduces_early(local)), mesh))
         if budget_bytes is None or aim is None:
             return decided, local
         report = memory(local)

@@ -1,0 +1,116 @@
+"""Buckets, early reductions and late updates: other programs, the same numbers."""
+
+import pytest
+import torch
+from test_executors import program
+
+from colofunc.executors.simulated import run_simulated
+from colofunc.mesh import Mesh
+from colofunc.program.buckets import buckets
+from colofunc.program.check import check_program
+from colofunc.program.coalesce import reduces_early, updates_late, views_late
+from colofunc.program.ir import Ref
+from colofunc.program.schedule import overlap
+
+R = Ref
+MESH = Mesh(dp=2, tp=2)
+
+
+def targets(p):
+    return [node.target.split(".")[1] for node in p.nodes]
+
+
+def run(p, shapes):
+    inputs = [[torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * k + r)) for r in range(4)] for k, s in enumerate(shapes)]
+    return run_simulated(p, MESH, inputs)
+
+
+CASES = {
+    "all_gather": ([(3,), (2, 2), ()], lambda s: (2, *s)),
+    "all_reduce": ([(3,), (2, 2), ()], lambda s: s),
+    "reduce_scatter": ([(2, 3), (2, 2, 2), (2,)], lambda s: s[1:]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_bucket_gives_the_same_numbers(kind, axis):
+    shapes, result = CASES[kind]
+    how = () if kind == "all_gather" else ("sum",)
+    nodes = [(f"colofunc.{kind}", (R(k), (axis,), 2, *how), (3 + k,)) for k in range(3)]
+    p = program([0, 1, 2], nodes, [3, 4, 5], [*shapes, *map(result, shapes)])
+    together = buckets(p, MESH)
+    check_program(together, MESH)
+    assert targets(together).count(kind) == 1 and together.outputs == p.outputs
+    for a, b in zip(run(p, shapes), run(together, shapes), strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_a_result_that_is_read_closes_its_bucket():
+    nodes = [
+        ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (1,)),
+        ("aten.relu.default", (R(1),), (2,)),
+        ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (3,)),
+        ("colofunc.all_reduce", (R(0), ("dp",), 2, "max"), (4,)),
+        ("colofunc.all_reduce", (R(0), ("tp",), 2, "sum"), (5,)),
+    ]
+    p = program([0], nodes, [3, 4, 5], [(3,)] * 6)
+    assert buckets(p, MESH) == p
+
+
+def test_large_collectives_and_free_ones_stay_alone():
+    shapes = [(1 << 18,)] * 2
+    nodes = [("colofunc.all_reduce", (R(k), ("dp",), 2, "sum"), (2 + k,)) for k in range(2)]
+    p = program([0, 1], nodes, [2, 3], shapes * 2)
+    assert buckets(p, MESH) == p
+    small = program([0, 1], nodes, [2, 3], [(3,)] * 4)
+    assert buckets(small, Mesh(dp=2, tp=2, topology="ideal")) == small
+    assert buckets(small, MESH) != small
+
+
+def test_reductions_follow_their_operands_and_nothing_else_moves():
+    nodes = [
+        ("aten.relu.default", (R(0),), (1,)),
+        ("aten.relu.default", (R(1),), (2,)),
+        ("colofunc.rearrange", (R(1), "(a b) -> a b", ("a", "b"), (2, 2)), (3,)),
+        ("colofunc.reduce_scatter", (R(3), ("dp",), 2, "sum"), (4,)),
+        ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (5,)),
+    ]
+    p = program([0], nodes, [4, 5, 2], [(4,), (4,), (4,), (2, 2), (2,), (4,)])
+    early = reduces_early(p)
+    # 1 and 2 are read by others as well: their reductions stay where they are.
+    assert targets(early) == targets(p)
+    alone = program([0], [nodes[0], nodes[2], ("aten.relu.default", (R(0),), (2,)), nodes[3]], [4, 2], [(4,), (4,), (4,), (2, 2), (2,)])
+    assert targets(reduces_early(alone)) == ["relu", "rearrange", "reduce_scatter", "relu"]
+    for a, b in zip(run(alone, [(4,)]), run(reduces_early(alone), [(4,)]), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_updates_run_behind_the_next_collectives_but_before_readers():
+    nodes = [
+        ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (4,)),
+        ("aten.add_.Tensor", (R(1), R(4)), ()),
+        ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (5,)),
+        ("aten.relu.default", (R(5),), (6,)),
+        ("aten.mul.Tensor", (R(6), R(1)), (7,)),
+        ("aten.relu.default", (R(7),), (8,)),
+    ]
+    p = program([0, 1, 2], nodes, [8], [(3,)] * 9)
+    late = updates_late(p, lag=5)
+    assert targets(late) == ["all_reduce", "all_reduce", "relu", "add_", "mul", "relu"]
+    assert targets(updates_late(p, lag=1)) == ["all_reduce", "all_reduce", "add_", "relu", "mul", "relu"]
+    shapes = [(3,)] * 3
+    (want,), (got,), (split,) = run(p, shapes), run(late, shapes), run(overlap(late), shapes)
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(want, got, split, strict=True))
+
+
+def test_views_of_received_values_wait_for_their_reader():
+    nodes = [
+        ("colofunc.all_gather", (R(0), ("dp",), 2), (2,)),
+        ("aten.view.default", (R(2), (6,)), (3,)),
+        ("aten.relu.default", (R(1),), (4,)),
+        ("aten.relu.default", (R(3),), (5,)),
+    ]
+    p = program([0, 1], nodes, [4, 5], [(3,), (3,), (2, 3), (6,), (3,), (6,)])
+    assert targets(views_late(p)) == ["all_gather", "relu", "view", "relu"]
