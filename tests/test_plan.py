@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ import attrs
 import pytest
 import torch
 from rich.console import Console
+
+import colofunc as cf
 
 from colofunc.dtensor.convert import conversion_s
 from colofunc.dtensor.rules import rule_for, strategies_for
@@ -296,3 +301,90 @@ def test_a_plan_of_another_mesh_or_function_is_refused() -> None:
         constraints_from(plan, mlp(), Mesh(dp=4))
     with pytest.raises(PlanError, match="matches no operator"):
         constraints_from(attrs.evolve(plan, decisions=(), inputs=()), mlp(), MESH)
+
+
+def test_plans_bind_back_on_meshes_with_one_letter_axes(tmp_path: Path) -> None:
+    mesh = cf.Mesh(a=2, c=2)
+
+    def step(w: dict, x: torch.Tensor) -> tuple:
+        y = (x @ w["w"]).tanh()
+        return {"w": w["w"] - y.sum() * w["w"]}, y
+
+    args = ({"w": torch.randn(8, 8)}, torch.randn(16, 8))
+    first = cf.shard(step, mesh).lower(*args)
+    first.plan.save(tmp_path / "plan.json")
+    again = cf.shard(step, mesh).with_plan(Plan.load(tmp_path / "plan.json")).lower(*args)
+    assert again.plan.diff(first.plan) == ""
+    for leaf, layout in zip(first.plan.inputs, first.input_layouts, strict=True):
+        assert cf.Spec(leaf.spec).bind(mesh, leaf.shape) is layout
+
+
+# ---- real models through cf.shard ----
+
+
+def lowered(mesh: Mesh, optimizer: Any, rows: int, width: int, *plans: Any) -> Any:
+    """A two-layer model of transformers, planned without data; LLaMA for tensor parallelism, GPT-2 else."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        if "tp" in mesh.axis_names:
+            size = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_hidden_layers": 2}
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, vocab_size=512))
+        else:
+            size = {"n_embd": width, "n_head": 8, "n_layer": 2, "n_positions": 64}
+            drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+            config = transformers.GPT2Config(**size, **drop, vocab_size=512, bos_token_id=0, eos_token_id=0)
+            model = transformers.GPT2LMHeadModel(config)
+    step, state = cf.train_step(cf.functional(model), cf.adapt(optimizer, lr=1e-3))
+    ids = cf.abstract((rows, 64), torch.int64)
+    return cf.shard(step, mesh, *plans).lower(state, {"input_ids": ids, "labels": ids})
+
+
+def limited(mesh: Mesh, nbytes: int) -> Mesh:
+    tiers = (attrs.evolve(t, capacity_bytes=nbytes) if t.name == "device" else t for t in mesh.topology.tiers)
+    return mesh.with_topology(attrs.evolve(mesh.topology, tiers=tuple(tiers)))
+
+
+A100 = cf.Mesh(dp=4, topology="8xa100-80g")
+
+
+def test_a_real_model_with_whole_parameters_is_data_parallel() -> None:
+    plan = lowered(A100, torch.optim.SGD, 512, 64, {"*": "..."}).plan
+    assert str(plan).startswith("dp: data parallel (found)")
+
+
+def test_a_real_model_under_a_memory_limit_is_zero_3() -> None:
+    copies = {"*": "...", "*exp_avg*": Wish("", "...", roles=("state",))}
+    most = lowered(A100, torch.optim.AdamW, 512, 256, copies).memory().peak_bytes["device"]
+    low = lowered(limited(A100, most - (1 << 20)), torch.optim.AdamW, 512, 256)
+    assert low.memory().peak_bytes["device"] <= most - (1 << 20)
+    assert str(low.plan).startswith("dp: ZeRO-3 (found)")
+
+
+def test_a_real_model_is_cut_as_megatron_cuts_it() -> None:
+    plan = lowered(cf.Mesh(tp=4, topology="8xa100-80g"), torch.optim.AdamW, 2, 2048).plan
+    assert str(plan).startswith("tp: Megatron column/row")
+    for glob, factor in {"*.[qkv]_proj": "o", "*.o_proj": "i", "*.gate_proj": "o", "*.up_proj": "o", "*.down_proj": "i"}.items():
+        forward = [d for d in plan.find(glob) if d.phase == "forward" and d.target == "colofunc.linear"]
+        assert forward and {d.axes for d in forward} == {(("tp", factor),)}, glob
+
+
+PLANS_TWICE = """
+import sys, torch
+import colofunc as cf
+from colofunc.testing.models import Language
+step, state = cf.train_step(cf.functional(Language(64, 64)), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0,
+    loss=lambda out, batch: torch.nn.functional.cross_entropy(out.flatten(0, 1), batch["y"].flatten()),
+    inputs=lambda batch: ((batch["x"],), {}))
+ids = cf.abstract((8, 32), torch.int64)
+cf.shard(step, cf.Mesh(dp=2, tp=2, topology="8xa100-80g")).lower(state, {"x": ids, "y": ids}).plan.save(sys.argv[1])
+"""
+
+
+def test_plans_are_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    saved = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", PLANS_TWICE, str(path)], check=True, env=environment, timeout=300)
+        saved.append(path.read_bytes())
+    assert saved[0] == saved[1]

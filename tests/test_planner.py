@@ -10,6 +10,7 @@ import torch
 
 from colofunc.dtensor.convert import conversion_s
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import part
 from colofunc.dtensor.rule import Cost, Strategy
 from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
@@ -20,9 +21,13 @@ from colofunc.planner.classes import starred, tie
 from colofunc.planner.constraints import Constraint, Constraints
 from colofunc.planner.describe import describe
 from colofunc.planner.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
+from colofunc.executors.simulated import run_simulated
+from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.lower import call_of
-from colofunc.program.trace import trace
+from colofunc.program.lower import Choice, call_of, lower
+from colofunc.program.memory import memory
+from colofunc.program.reference import run_reference
+from colofunc.program.trace import record_local, trace
 
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")
@@ -250,6 +255,46 @@ def test_the_three_named_cases_are_found() -> None:
     assert said(large, dp, plan(large, dp, budget_bytes=limit - (1 << 20))) == "ZeRO-3"
     wide = mlp(8192, 2048, 2)
     assert said(wide, tp, plan(wide, tp)).startswith("Megatron column/row")
+
+
+def test_a_budget_forces_parameters_to_be_gathered_again() -> None:
+    mesh = Mesh(dp=4, topology="8xa100-80g")
+    program = mlp(64, 256, 6)
+    every = candidates_of(program, mesh)
+
+    def zero3(item: Node | Value) -> list:
+        """Parameters split, products along the batch: the gathered parameters are what can be saved."""
+        if isinstance(item, Value):
+            return [lay for lay in every(item) if lay.axes or item.role != "param"]
+        return [s for s in every(item) if "linear" not in item.target or (s.axes and s.axes[0][1].startswith("b"))]
+
+    kept = assign(program, mesh, zero3, convert_s=conversion_s)
+    found = assign(program, mesh, zero3, convert_s=conversion_s, budget_bytes=kept.peak_bytes * 3 // 4)
+    assert not kept.regather
+    assert found.regather == {i for i in program.inputs if program.values[i].role == "param"}
+    choices = [
+        Choice(s, rule_for(call_of(n, program.values)[0])) for n, s in zip(program.nodes, found.strategies, strict=True)
+    ]
+
+    def local(regather: frozenset[int]) -> Program:
+        return lower(program, choices, found.inputs, found.outputs, mesh, record_local, regather)
+
+    once, again = local(frozenset()), local(found.regather)
+    peaks = [memory(in_place(p)).peak_bytes["device"] for p in (once, again)]
+    assert peaks[1] <= kept.peak_bytes * 3 // 4 < peaks[0]
+    torch.manual_seed(0)
+    inputs = [0.1 * torch.randn(program.values[i].shape) for i in program.inputs if i not in program.constants]
+    shards = [
+        [part(x, found.inputs[i], mesh, rank) for rank in range(mesh.size)]
+        for i, x in zip(program.inputs, inputs, strict=False)
+    ]
+    outs = [run_simulated(p, mesh, [list(map(torch.clone, x)) for x in shards]) for p in (once, again)]
+    for a, b in zip(*outs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    whole = run_reference(program, inputs)
+    for out, expected, layout in zip(outs[1], whole, found.outputs, strict=True):
+        for rank, x in enumerate(out):
+            torch.testing.assert_close(x, part(expected, layout, mesh, rank), rtol=1e-5, atol=1e-5)
 
 
 def _copies() -> Constraint:

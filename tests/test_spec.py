@@ -64,7 +64,14 @@ def test_round_trip(data) -> None:
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=3)))
     layout = data.draw(layouts(mesh, shape)).with_tier(data.draw(st.sampled_from(["device", "host"])))
     assert Spec(layout.text()).bind(mesh, shape) is layout
-    assert spec_of(layout).bind(mesh, shape) is layout
+    assert spec_of(layout, mesh).bind(mesh, shape) is layout
+
+
+def test_text_avoids_one_letter_axes_that_it_does_not_place() -> None:
+    mesh = Mesh(a=2, c=2, views={"b": ("a", "c")})
+    layout = Spec("x (c y)").bind(mesh, (4, 4))
+    assert spec_of(layout, mesh).pattern == "d (c e)"
+    assert spec_of(layout, mesh).bind(mesh, (4, 4)) is layout
 
 
 def test_equal_text_is_an_equal_spec() -> None:

@@ -93,9 +93,12 @@ class Layout:
     def __reduce__(self) -> tuple[object, ...]:
         return make_layout, (self.dims, self.shape, self.pending, self.tier, self.scheme)
 
-    def text(self) -> str:
-        """The spec that binds to this layout, with letters for the local factors: `(dp a) b (tp c)`."""
-        return layout_text(self)
+    def text(self, taken: tuple[str, ...] = ()) -> str:
+        """The spec that binds to this layout, with letters for the local factors: `(dp a) b (tp c)`.
+
+        `taken`: names that are no local factor's, such as all axes of the mesh it is to be bound on.
+        """
+        return layout_text(self, taken)
 
 
 _INTERNED: dict[tuple[object, ...], Layout] = {}
@@ -144,9 +147,10 @@ def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
     return make_layout(tuple(((size, None),) for size in shape), shape, (), tier)
 
 
-def layout_text(layout: Layout) -> str:
-    """A spec string that binds back to `layout` on the same mesh."""
-    placed = {*layout.axes, *(axis for axis, _ in layout.pending)}
+@lru_cache(maxsize=1 << 14)
+def layout_text(layout: Layout, taken: tuple[str, ...] = ()) -> str:
+    """A spec string that binds back to `layout` on a mesh whose other axes and views are `taken` (or not letters)."""
+    placed = {*taken, *layout.axes, *(axis for axis, _ in layout.pending)}
     letters = iter([c for c in "abcdefghijklmnopqrstuvwxyz" if c not in placed])
     words: list[str] = []
     padded = layout.padded_shape

@@ -178,9 +178,14 @@ def bind(spec: Spec | str | Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
     return as_spec(spec).bind(mesh, shape)
 
 
-def spec_of(layout: Layout) -> Spec:
-    """The spec that binds back to `layout`."""
-    return Spec(layout.text())
+def spec_of(layout: Layout, mesh: Mesh) -> Spec:
+    """The spec that binds back to `layout` on `mesh`."""
+    return Spec(layout.text(names_of(mesh)))
+
+
+def names_of(mesh: Mesh) -> tuple[str, ...]:
+    """What a local factor cannot be called on this mesh: axes and views."""
+    return (*mesh.axis_names, *mesh.views)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -93,7 +93,7 @@ class DTensor(torch.Tensor):
     @property
     def spec(self) -> Spec:
         """The sharding spec, e.g. `(dp b) s (tp d)`."""
-        return spec_of(self.sharding)
+        return spec_of(self.sharding, self.mesh)
 
     @property
     def shards(self) -> list[torch.Tensor]:

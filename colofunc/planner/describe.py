@@ -16,6 +16,7 @@ Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import attrs
 
@@ -139,6 +140,17 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
         if axis in _axes(y, d):
             return order(d)
     return "row" if axis in x.axes else "whole"
+
+
+def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
+    return tuple(a for _, a in layout.dims[dim] if a is not None)
+
+
+def _weight(program: Program, node: Node) -> float:
+    """Roughly the flops: for y[b, o] = x[b, i] w[i, o] the root of |x| |w| |y| is b i o."""
+    operands = sorted(prod(program.values[r].shape) for r in node.refs)[-2:]
+    out = next((prod(program.values[o].shape) for o in node.outs if o is not None), 1)
+    return float(prod(operands) * out) ** 0.5
 
 
 def _axes(layout: Layout, dim: int) -> tuple[str, ...]:

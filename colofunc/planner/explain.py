@@ -13,6 +13,7 @@ import attrs
 from colofunc.dtensor.convert import conversion
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Rule, Strategy
+from colofunc.dtensor.spec import names_of
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.assign import Assignment
@@ -63,13 +64,14 @@ def make_plan(
     keys = node_keys(program)
     budgeted = budget_bytes is not None
     paid = _paid(found, mesh)
+    taken = names_of(mesh)
     decisions = []
     for c, members in enumerate(found.ties.members):
         if members[0] >= found.ties.n_inputs:
             nodes = [m - found.ties.n_inputs for m in members]
             share = paid.get(c, _Share())
-            decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted))
-    leaves = tuple(_leaf(program.values[i], found.inputs[i]) for i in program.inputs)
+            decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted, taken))
+    leaves = tuple(_leaf(program.values[i], found.inputs[i], taken) for i in program.inputs)
     by = named or {}
     uses = tuple(
         AxisUse(a, text, by.get(a, "found")) for a, text in describe(program, mesh, found.strategies, found.inputs)
@@ -79,7 +81,7 @@ def make_plan(
         mesh.topology.name,
         tuple(decisions),
         leaves,
-        tuple(layout.text() for layout in found.outputs),
+        tuple(layout.text(taken) for layout in found.outputs),
         uses,
         found.cost_s,
         sum(share.seconds for share in paid.values()) + sum(s.cost.extra_s for s in found.strategies),
@@ -99,6 +101,7 @@ def _decide(
     rule_of: RuleOf,
     constraints: Constraints,
     budgeted: bool,
+    taken: tuple[str, ...],
 ) -> Decision:
     node = program.nodes[nodes[0]]
     strategy = found.strategies[nodes[0]]
@@ -114,8 +117,8 @@ def _decide(
         "" if rule is None else rule.text(),
         strategy.name,
         strategy.axes,
-        tuple(layout.text() for layout in strategy.ins),
-        tuple(None if layout is None else layout.text() for layout in strategy.outs),
+        tuple(layout.text(taken) for layout in strategy.ins),
+        tuple(None if layout is None else layout.text(taken) for layout in strategy.outs),
         own,
         inside + share.seconds / len(nodes),
         share.collectives,
@@ -189,8 +192,8 @@ def _collectives(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> list[st
     return names
 
 
-def _leaf(value: Value, layout: Layout) -> Leaf:
-    return Leaf(value.name, value.role, value.shape, str(value.dtype).removeprefix("torch."), layout.text())
+def _leaf(value: Value, layout: Layout, taken: tuple[str, ...]) -> Leaf:
+    return Leaf(value.name, value.role, value.shape, str(value.dtype).removeprefix("torch."), layout.text(taken))
 
 
 def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
@@ -206,23 +209,26 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
     of_leaf = {leaf.name: leaf for leaf in plan.inputs}
     items: dict[int, tuple[Constraint, ...]] = {}
     n = len(program.inputs)
+    taken = names_of(mesh)
     for k, id in enumerate(program.inputs):
         leaf = of_leaf.get(program.values[id].name)
         if leaf is not None and leaf.shape == program.values[id].shape:
-            items[k] = (_keeps((leaf.spec,), (), leaf.spec, f"the plan's {leaf.spec!r} for {leaf.name}"),)
+            items[k] = (_keeps((leaf.spec,), (), leaf.spec, taken, f"the plan's {leaf.spec!r} for {leaf.name}"),)
     for k, key in enumerate(node_keys(program)):
         d = of_key.get(key)
         if d is not None:
-            items[n + k] = (_keeps(d.outs, d.ins, d.strategy, f"the plan's {d.strategy} for {key}"),)
+            items[n + k] = (_keeps(d.outs, d.ins, d.strategy, taken, f"the plan's {d.strategy} for {key}"),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
     return Constraints(items)
 
 
-def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, says: str) -> Constraint:
+def _keeps(
+    outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, taken: tuple[str, ...], says: str
+) -> Constraint:
     def accepts(s: Strategy) -> bool:
-        from_ins = tuple(layout.text() for layout in s.ins)
-        from_outs = tuple(None if layout is None else layout.text() for layout in s.outs)
+        from_ins = tuple(layout.text(taken) for layout in s.ins)
+        from_outs = tuple(None if layout is None else layout.text(taken) for layout in s.outs)
         return from_ins == ins and from_outs == outs
 
     return Constraint(("plan", name, ins, outs), accepts, says)
