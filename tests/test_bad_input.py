@@ -40,7 +40,7 @@ def said(error: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def refuses(kind: type[Exception], *parts: str, call: Callable[[], Any]) -> None:
+def refuses(kind: Any, *parts: str, call: Callable[[], Any]) -> None:
     with pytest.raises(kind) as error:
         call()
     for part in parts:
@@ -198,6 +198,23 @@ def test_errors_of_operators_say_where(placed: Any) -> None:
     )
 
 
+def test_an_error_while_running_leaves_the_state() -> None:
+    def embedding(state: Any, ids: torch.Tensor) -> Any:
+        loss, grad = cf.value_and_grad(lambda w: torch.nn.functional.embedding(ids, w).square().mean())(state["w"])
+        return {"w": state["w"] - grad}, loss
+
+    staged, w, ids = cf.shard(embedding, MESH), torch.randn(8, 4), torch.tensor([1, 2, 3, 4])
+    state = staged.init({"w": w}, ids)
+    refuses(
+        IndexError,
+        "index out of range",
+        "while running aten.embedding.default of the step (test_bad_input.py:",
+        call=lambda: staged(state, torch.tensor([1, 2, 3, 8])),
+    )
+    assert torch.equal(state["w"].full(), w)
+    torch.testing.assert_close(staged(state, ids)[0]["w"].full(), embedding({"w": w}, ids)[0]["w"])
+
+
 # ---- steps that one program cannot repeat ----
 
 
@@ -312,3 +329,16 @@ def test_a_state_that_fits_nowhere() -> None:
     large = {"params": {"w": cf.abstract((1 << 15, 1 << 17)), "b": cf.abstract((1 << 15,))}}
     staged = cf.shard(step, cf.Mesh(dp=2, topology="2xrtx2060"))
     refuses(cf.PlanError, "GiB", "per rank", call=lambda: staged.lower(large, {"x": cf.abstract((8, 1 << 17))}))
+
+
+@pytest.mark.parametrize("label", [-5, 16])
+def test_indices_outside_of_a_split_vocabulary(label: int) -> None:
+    """Each rank looks up its own part only; an index that nobody has fails as on one device."""
+    mesh, table, ids = cf.Mesh(tp=4, topology="ideal"), torch.randn(16, 4), torch.tensor([1, 2, 3, label])
+    look = cf.shard(lambda w, ids: torch.nn.functional.embedding(ids, w), mesh, {"w": "(tp v) d"}, {"*": "{tp: v}"})
+    loss = cf.shard(lambda x, y: torch.nn.functional.cross_entropy(x, y), mesh, in_specs=("b (tp v)", None))
+    refuses((IndexError, RuntimeError), "while running", "test_bad_input.py:", call=lambda: look(table, ids))
+    refuses((IndexError, RuntimeError), "while running", "test_bad_input.py:", call=lambda: loss(table.t().contiguous(), ids))
+    ignored = torch.tensor([1, 2, -100, 3])
+    expected = torch.nn.functional.cross_entropy(table.t(), ignored)
+    torch.testing.assert_close(loss(table.t().contiguous(), ignored).full(), expected)

@@ -323,3 +323,37 @@ def test_round_trip_through_torchs_dtensor(one_process: None) -> None:
         d(X, "b d").to_torch()
     with pytest.raises(cf.InputError, match=r"from_torch wants a torch.distributed.tensor.DTensor, not Tensor"):
         cf.DTensor.from_torch(X)
+
+
+# ---- on real ranks ----
+
+
+def on_a_rank() -> tuple[Any, ...]:
+    """What test_real_ranks compares; runs in a process of its own, one per rank."""
+    mesh = cf.Mesh(tp=2)
+    x = cf.distribute(X, "b (tp i)", mesh).requires_grad_()
+    w = cf.distribute(W, "(tp i) o", mesh)
+    loss = (x @ w).softmax(-1).pow(2).sum()
+    loss.backward()
+    row = x.detach().clone()
+    row[2] = 1
+    assert isinstance(x.grad, cf.DTensor) and x.grad.sharding is x.sharding
+    return float(loss), x.grad.full(), x.redistribute("(tp b) d").local.detach(), row.full(), tuple(x.local.shape)
+
+
+@pytest.mark.dist
+def test_real_ranks() -> None:
+    x = X.clone().requires_grad_()
+    loss = (x @ W).softmax(-1).pow(2).sum()
+    loss.backward()
+    for rank, (value, grad, rows, written, shape) in enumerate(cf.launch(on_a_rank, 2, timeout_s=120)):
+        assert value == pytest.approx(loss.item(), abs=1e-12)
+        torch.testing.assert_close(grad, x.grad)
+        assert torch.equal(rows, X[4 * rank : 4 * rank + 4])
+        assert torch.equal(written, _write_row(X.clone()))
+        assert shape == (8, 2)
+
+
+def _write_row(x: torch.Tensor) -> torch.Tensor:
+    x[2] = 1
+    return x

@@ -15,7 +15,7 @@ import attrs
 import pluggy
 
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.rules import RULES, STRATEGIES, rule_for
+from colofunc.dtensor.rules import RULES, STRATEGIES, base_of, rule_for
 from colofunc.errors import PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.plugins import hookspecs
@@ -53,7 +53,9 @@ class Registry:
     def extra_strategies(self, call: Call, mesh: Mesh) -> tuple[Strategy, ...]:
         """Strategies with local code of their own, beyond the rule's."""
         found: list[Strategy] = []
-        for fn in self.strategies.get(call.target, ()):
+        # Built-in ones stand under the operator's name without its overload.
+        fns = [fn for key in dict.fromkeys((base_of(call.target), call.target)) for fn in self.strategies.get(key, ())]
+        for fn in fns:
             for strategy in fn(call, mesh):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(

@@ -29,10 +29,12 @@ def embedding(call: Call) -> Rule:
 
 def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
     def code(call: Call, split: Split) -> Local:
-        rows = split.ins[0].dims[0]
+        rows, size = split.ins[0].dims[0], call.ins[0].shape[0]
 
         def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
             here, mine = inside(index, first_of(rows, mesh), weight.shape[0])
+            # An index that no rank has must fail as on one device, not give zeros.
+            here = torch.where((index < 0) | (index >= size), index, here)
             return clear(torch.ops.aten.embedding.default(weight, here), mine.unsqueeze(-1))
 
         return lookup

@@ -42,8 +42,11 @@ def _fill(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
     return tuple(_fill(item, shards) for item in tree) if isinstance(tree, tuple) else tree
 
 
-def locate(index: torch.Tensor, atoms: Dim, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where global indices of a dim lie in this rank's part of it, and the mask of those that it has."""
+def locate(index: torch.Tensor, atoms: Dim, size: int, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where global indices of a dim of `size` lie in this rank's part of it, and the mask of those that it has.
+
+    An index outside of the dim is every rank's, at a place that does not exist: the lookup fails as on one device.
+    """
     local = torch.zeros_like(index)
     mine = torch.ones_like(index, dtype=torch.bool)
     rest = prod(n for n, _ in atoms)
@@ -54,7 +57,8 @@ def locate(index: torch.Tensor, atoms: Dim, mesh: Mesh) -> tuple[torch.Tensor, t
             local = local * n + digit
         else:
             mine = mine & (digit == axis_index((axis,), mesh).to(digit.device))
-    return local, mine
+    outside = (index < 0) | (index >= size)
+    return torch.where(outside, index, local), mine | outside
 
 
 # --- negative log likelihood
@@ -127,7 +131,7 @@ def _nll_forward_local(call: Call, ins: tuple[Layout, ...], outs: Layouts) -> Ca
 
     def local(*shards: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
         x, target = shards[nll.scores], shards[nll.target]
-        here, mine = locate(target, classes, mesh)
+        here, mine = locate(target, classes, scores.shape[c], mesh)
         mine = mine & (target != nll.ignore)
         here = torch.where(mine, here, 0)
         picked = torch.gather(x, c, here.unsqueeze(c) if here.dim() < x.dim() else here)
@@ -169,7 +173,7 @@ def _nll_backward_local(call: Call, ins: tuple[Layout, ...], outs: Layouts) -> C
 
     def local(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         x, target, grad = shards[nll.scores], shards[nll.target], shards[grad_at]
-        here, mine = locate(target, classes, mesh)
+        here, mine = locate(target, classes, scores.shape[c], mesh)
         mine = mine & (target != nll.ignore)
         here = torch.where(mine, here, 0)
         value = -grad * torch.ones_like(here, dtype=grad.dtype)
