@@ -1,6 +1,6 @@
 """Two gloo processes on loopback: a training step of GPT-2 beside torch's FSDP2, alternating in the same processes.
 
-    python bench/fsdp2.py [--pairs 20] [--batch 4] [--length 256] [--write]
+    python -m bench.fsdp2 [--pairs 20] [--batch 4] [--length 256]        # and `python -m bench fsdp2`
 
 One model (about 30M parameters), one optimizer (fused AdamW), float32, one thread per rank. FSDP2 wraps every block and
 the root, once with `reshard_after_forward=True` and once with False; each round runs our step and both of these in
@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import platform
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -31,13 +30,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
+from bench import Row, Section
 from colofunc.executors.launch import launch
 from colofunc.mesh import wire_bytes
 from colofunc.mesh.profile import profile_mesh
 
 RANKS, LR, WEIGHT_DECAY = 2, 1e-4, 0.01
-RESULTS = Path(__file__).with_name("RESULTS.md")
-MARK = "<!-- fsdp2 -->"
 
 
 @attrs.frozen
@@ -175,47 +173,38 @@ def run(size: Size, pairs: int, topology: str | None) -> Report:
     return report
 
 
-def rows(report: Report, size: Size) -> list[tuple[str, str]]:
-    """The table: what, figure."""
+def rows(report: Report, size: Size) -> list[Row]:
+    """The table."""
     mine, resharding, keeping = (statistics.median(column) for column in zip(*report.seconds, strict=True))
     better = 1 if resharding < keeping else 2
     ratios = sorted(s[better] / s[0] for s in report.seconds)
-    tokens = RANKS * size.batch * size.length
-    quarter = len(ratios) // 4
+    work = sorted(c[better] / c[0] for c in report.cpu_s)
+    tokens, quarter, middle = RANKS * size.batch * size.length, len(ratios) // 4, statistics.median(ratios)
+    fewest = min(report.their_bytes)
+
+    def spread(found: list[float]) -> str:
+        return f"{statistics.median(found):.2f} (middle half {found[quarter]:.2f} to {found[-1 - quarter]:.2f}, {len(found)} pairs)"
+
     return [
-        ("model", f"GPT-2, {report.parameters / 1e6:.1f}M parameters, {size.batch} x {size.length} tokens per rank"),
-        ("our plan", report.plan),
-        ("ours", f"{mine:.3f} s a step, {tokens / mine:,.0f} tokens/s"),
-        ("FSDP2, reshard_after_forward=True", f"{resharding:.3f} s a step, {tokens / resharding:,.0f} tokens/s"),
-        ("FSDP2, reshard_after_forward=False", f"{keeping:.3f} s a step, {tokens / keeping:,.0f} tokens/s"),
-        (
-            "tokens/s, ours / better FSDP2",
-            f"**{statistics.median(ratios):.2f}** (median of {len(ratios)} pairs, middle half {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})",
-        ),
-        (
-            "CPU seconds of both ranks, FSDP2 / ours",
-            f"{statistics.median(c[better] / c[0] for c in report.cpu_s):.2f} (ours {statistics.median(c[0] for c in report.cpu_s):.2f} s)",
-        ),
-        ("bytes a rank receives per step, ours", f"{report.our_bytes:,}"),
-        ("bytes, FSDP2", f"{report.their_bytes[1]:,} ({report.their_bytes[0]:,} resharding)"),
-        ("largest difference of losses", f"{max(max(abs(a - b), abs(a - c)) for a, b, c in report.losses):.1e}"),
+        Row("our plan", report.plan),
+        Row("ours", f"{mine:.3f} s a step, {tokens / mine:,.0f} tokens/s"),
+        Row("FSDP2, reshard_after_forward=True", f"{resharding:.3f} s a step, {tokens / resharding:,.0f} tokens/s"),
+        Row("FSDP2, reshard_after_forward=False", f"{keeping:.3f} s a step, {tokens / keeping:,.0f} tokens/s"),
+        Row("tokens/s, ours / better FSDP2", spread(ratios), "at least 1.0", middle >= 1.0),
+        Row("CPU seconds of both ranks, better FSDP2 / ours", spread(work)),
+        Row("bytes a rank receives per step, ours", f"{report.our_bytes:,}", f"at most {fewest:,}", report.our_bytes <= fewest),
+        Row("bytes, FSDP2", f"{report.their_bytes[1]:,} ({report.their_bytes[0]:,} resharding)"),
+        Row("largest difference of losses", f"{max(max(abs(a - b), abs(a - c)) for a, b, c in report.losses):.1e}"),
     ]
 
 
-def write(table: Sequence[tuple[str, str]], command: str) -> None:
-    """Put the table between its marks in RESULTS.md."""
-    lines = [
-        "## Two gloo processes beside FSDP2", "", f"`{command} · torch {torch.__version__} · {platform.machine()}, one thread per rank`", "",
-        "| | |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in table),
-    ]  # fmt: skip
-    section = f"{MARK}\n" + "\n".join(lines) + f"\n\n{MARK}"
-    text = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
-    if text.count(MARK) == 2:
-        before, _, after = text.split(MARK)
-        text = before + section + after
-    else:
-        text = text.rstrip("\n") + "\n\n" + section + "\n"
-    RESULTS.write_text(text)
+def bench(size: Size | None = None, pairs: int = 20, topology: str | None = None) -> Section:
+    """All figures for one size, by default the issue's."""
+    size = size or Size()
+    report = run(size, pairs, topology)
+    model = f"GPT-2, {report.parameters / 1e6:.1f}M parameters, {size.batch} x {size.length} tokens per rank, fused AdamW"
+    setting = f"{model}, float32, one thread per rank, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    return Section("Two gloo processes beside FSDP2", setting, rows(report, size))
 
 
 def main() -> None:
@@ -227,16 +216,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--topology", default=None, help="a name or file; by default measured on the spot")
-    parser.add_argument("--write", action="store_true", help="put the table in RESULTS.md")
     args = parser.parse_args()
-    size = Size(args.layers, args.width, args.vocabulary, args.batch, args.length)
-    report = run(size, args.pairs, args.topology)
-    table = rows(report, size)
-    for what, figure in table:
-        print(f"{what:<40} {figure}")
-    print(report.cost)
-    if args.write:
-        write(table, "python bench/fsdp2.py")
+    section = bench(Size(args.layers, args.width, args.vocabulary, args.batch, args.length), args.pairs, args.topology)
+    print(section.setting)
+    for row in section.rows:
+        print(f"{row.what:<48} {row.figure:<60} {row.target}")
 
 
 if __name__ == "__main__":

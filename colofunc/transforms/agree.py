@@ -122,8 +122,8 @@ def share(
         told: Lowering = broadcast_object(None)
     constants = {told.local.inputs[k]: program.constants[program.inputs[k]] for k in told.constants}
     choices = []
-    for node, strategy, coded in zip(program.nodes, told.strategies, told.with_code, strict=True):
-        choices.append(Choice(attrs.evolve(strategy, local=_elsewhere) if coded else strategy, rule_of(node)))
+    for node, strategy, has_code in zip(program.nodes, told.strategies, told.with_code, strict=True):
+        choices.append(Choice(attrs.evolve(strategy, local=_elsewhere) if has_code else strategy, rule_of(node)))
     return tuple(choices), told.plan, attrs.evolve(told.local, constants=constants)
 
 
