@@ -342,3 +342,12 @@ def test_indices_outside_of_a_split_vocabulary(label: int) -> None:
     ignored = torch.tensor([1, 2, -100, 3])
     expected = torch.nn.functional.cross_entropy(table.t(), ignored)
     torch.testing.assert_close(loss(table.t().contiguous(), ignored).full(), expected)
+
+
+@pytest.mark.parametrize("index", [-1, 12])
+def test_indices_outside_of_split_rows(index: int) -> None:
+    mesh = cf.Mesh(tp=4, topology="ideal")
+    rows = cf.shard(lambda x, i: x.index_select(0, i), mesh, {"*": "{tp: s}"}, in_specs=("(tp v) d", None))
+    x = torch.randn(12, 3)
+    assert torch.equal(rows(x, torch.tensor([0, 11])).full(), x[[0, 11]])
+    refuses((IndexError, RuntimeError), "out of range", call=lambda: rows(x, torch.tensor([0, index])))

@@ -287,10 +287,11 @@ def _split_read(op: str, rule_of: RuleFn) -> StrategyFn:
         run = getattr(torch.ops.aten, op).default
 
         def code(call: Call, split: Split) -> Local:
-            rows = split.ins[0].dims[dim]
+            rows, size = split.ins[0].dims[dim], call.ins[0].shape[dim]
 
             def read(x: torch.Tensor, where: torch.Tensor, mesh: Mesh) -> torch.Tensor:
                 here, mine = inside(where, first_of(rows, mesh), x.shape[dim])
+                here = torch.where((where < 0) | (where >= size), where, here)  # nobody's: fails as on one device
                 return clear(run(x, dim, here), mine if op == "gather" else _column(mine, dim, x.dim()))
 
             return read
@@ -317,10 +318,11 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
         alpha = dict(call.kwargs).get("alpha", 1)
 
         def code(call: Call, split: Split) -> Local:
-            rows = split.ins[0].dims[dim]
+            rows, size = split.ins[0].dims[dim], call.ins[0].shape[dim]
 
             def add(x: torch.Tensor, where: torch.Tensor, source: torch.Tensor, mesh: Mesh) -> torch.Tensor:
                 here, mine = inside(where, first_of(rows, mesh), x.shape[dim])
+                here = torch.where((where < 0) | (where >= size), where, here)  # nobody's: fails as on one device
                 if op == "index_add":
                     return run(x, dim, here, clear(source, _column(mine, dim, x.dim())), alpha=alpha)
                 kept = source[tuple(slice(0, n) for n in where.shape)]
