@@ -163,6 +163,7 @@ def test_last_bit_measures_conditioning() -> None:
     assert testing.last_bit(lambda x: 3 * x, x) < 1e-15
     assert 1e-14 < testing.last_bit(lambda x: 1 / (x - 1 + 1e-4), x) < 1e-10  # 1 + 1e-16 against 1e-4
     assert testing.last_bit(lambda n: n + 1, torch.arange(3)) == 0.0
+    assert testing.last_bit(torch.sqrt, torch.zeros(9)) == 0.0  # not below zero
 
 
 # ---- check_strategies ----

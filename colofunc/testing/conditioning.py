@@ -37,9 +37,10 @@ def last_bit(fn: Callable[..., Any], *args: Any, tries: int = 2) -> float:
 
 
 def _moved(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
-    """Each element of a floating tensor one representable number further, up or down."""
+    """Each element of a floating tensor one representable number further, up or down; zeros are exact and stay."""
     if not x.is_floating_point():
         return x
     up = torch.rand(x.shape, generator=gen) < 0.5
     towards = torch.where(up, torch.full_like(x, float("inf")), torch.full_like(x, float("-inf")))
-    return torch.nextafter(x.detach(), towards).requires_grad_(x.requires_grad)
+    moved = torch.where(x == 0, x, torch.nextafter(x.detach(), towards)).detach()
+    return moved.requires_grad_(x.requires_grad)

@@ -155,7 +155,7 @@ def run_whole(target: str, each: Sample) -> tuple[Call, list[torch.Tensor], list
     whole = _run(target, args, kwargs, tensors)
     again = _run(target, args, kwargs, tensors)
     if any(isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, again, strict=True)):
-        raise InputError(f"{target} gives something else each time, so that nothing can be compared. Try: a random operator keyed by a seed")
+        raise InputError(f"{target} gives something else each time, so nothing can be compared. Try: a random operator keyed by a seed")
     types = tuple(_type(r) for r in whole)
     return Call(target, args, kwargs, tuple(TensorType(tuple(t.shape), t.dtype) for t in tensors), types), tensors, whole
 
@@ -304,6 +304,7 @@ def _check_cost(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, l
             "Cost.flops is the work of one rank"
         )
     spent = program_cost(local, mesh, registry.rule)
-    if spent.wire_bytes > 0 and cost.extra_s == 0 and strategy.local is not None and mesh.collective_s("all_gather", 1.0, mesh.axis_names) > 0:
+    priced = strategy.local is not None and mesh.collective_s("all_gather", 1.0, mesh.axis_names) > 0
+    if spent.wire_bytes > 0 and cost.extra_s == 0 and priced:
         calls = ", ".join(f"{kind} over {axes}" for kind, axes in spent.calls)
         raise CheckError(f"{what}: the local code communicates ({calls}), its cost has extra_s=0. Try: extra_s=mesh.collective_s(...)")

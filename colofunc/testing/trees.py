@@ -50,7 +50,7 @@ def compare(got: Any, expected: Any, where: str = "", tolerance: float | None = 
             failed.append(str(error))
     if failed:
         more = f"\nand {len(failed) - 8} more of {len(b)} leaves" if len(failed) > 8 else ""
-        raise CheckError("\n".join(failed[:8]) + more + "\nTry: step.lower(...).compare(...), which finds the first operator that differs")
+        raise CheckError("\n".join(failed[:8]) + more + "\nTry: step.lower(...).text(), which shows how each of them is computed and moved")
     return worst
 
 
