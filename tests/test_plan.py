@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 import colofunc as cf
-
 from colofunc.dtensor.convert import conversion_s
 from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies

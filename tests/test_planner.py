@@ -15,13 +15,13 @@ from colofunc.dtensor.rule import Cost, Strategy
 from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.errors import PlanError
+from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.classes import starred, tie
 from colofunc.planner.constraints import Constraint, Constraints
 from colofunc.planner.describe import describe
 from colofunc.planner.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
-from colofunc.executors.simulated import run_simulated
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower

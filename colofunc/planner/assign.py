@@ -27,8 +27,8 @@ from colofunc.planner.budget import fit, least_error
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
-from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.flows import ConvertS, settled
+from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import Model, build_model
 from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
@@ -65,6 +65,14 @@ class Assignment:
     choice: tuple[int, ...]
 
 
+@attrs.define(eq=False)
+class Memo:
+    """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered."""
+
+    fastest: Assignment | None = None
+    models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
+
+
 def assign(
     program: Program,
     mesh: Mesh,
@@ -77,14 +85,57 @@ def assign(
     tied: bool | None = None,
     starts: Sequence[Assignment] = (),
     effort: Effort = NORMAL,
+    slack: float = 0.0,
+    memo: Memo | None = None,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`.
 
     `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
-    per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. Raises PlanError where a
-    constraint leaves no strategy or the least possible peak is above the budget.
+    per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
+    the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
+    calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
+    least possible peak is above the budget.
     """
     convert = convert_s or free
+    peak = peak_bytes or (lambda a: a.peak_bytes)
+    memo = memo or Memo()
+    if memo.fastest is None:
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort)
+    found = memo.fastest
+    if budget_bytes is None or peak(found) <= budget_bytes:
+        return found
+    least: list[tuple[int, Mapping[str, int], Assignment]] = []
+    for regather in (frozenset[int](), _parameters(program)):
+        if regather not in memo.models:
+            again = build_model(
+                program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions
+            )
+            memo.models[regather] = again, liveness(program, again, found.ties)
+        again, alive = memo.models[regather]
+        make = partial(_assignment, program, again, found.ties, alive, regather)
+        judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
+        result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort)
+        if result.choice is not None:
+            return make(result.choice)
+        least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
+    nbytes, roles, leanest = min(least, key=lambda item: item[0])
+    if nbytes <= budget_bytes * (1 + slack):
+        return leanest
+    raise PlanError(least_error(budget_bytes, nbytes, roles))
+
+
+def _fastest(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    convert: ConvertS,
+    seed: int,
+    tied: bool | None,
+    starts: Sequence[Assignment],
+    effort: Effort,
+) -> Assignment:
+    """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs))
@@ -94,21 +145,7 @@ def assign(
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
         )
-    live = liveness(program, model, ties)
-    found = _assignment(program, model, ties, live, frozenset(), choice)
-    peak = peak_bytes or (lambda a: a.peak_bytes)
-    if budget_bytes is None or peak(found) <= budget_bytes:
-        return found
-    least: list[tuple[int, Mapping[str, int]]] = []
-    for regather in (frozenset[int](), _parameters(program)):
-        again = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), regather, model.conversions)
-        alive = liveness(program, again, ties)
-        make = partial(_assignment, program, again, ties, alive, regather)
-        result = fit(again, alive, choice, partial(_measure, make, peak), budget_bytes, seed, effort)
-        if result.choice is not None:
-            return make(result.choice)
-        least.append((result.least_bytes, result.least_roles))
-    raise PlanError(least_error(budget_bytes, *min(least, key=lambda item: item[0])))
+    return _assignment(program, model, ties, liveness(program, model, ties), frozenset(), choice)
 
 
 def assign_by_axes(
@@ -123,6 +160,8 @@ def assign_by_axes(
     rounds: int = 3,
     seed: int = 0,
     effort: Effort = NORMAL,
+    slack: float = 0.0,
+    memo: Memo | None = None,
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
@@ -131,16 +170,18 @@ def assign_by_axes(
     named = tuple(mesh.axis_names if axes is None else axes)
     open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
 
-    def solve_for(some: tuple[str, ...], current: Assignment | None, budget: int | None) -> Assignment:
+    def solve_for(
+        some: tuple[str, ...], current: Assignment | None, budget: int | None, memo: Memo | None = None
+    ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
         here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
         keyed = constraints if fixed is None else constraints | _apart(fixed)
         begin = () if current is None else (current,)
-        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort)
+        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo)
 
     if len(open_axes) <= 2:
-        return solve_for(tuple(open_axes), None, budget_bytes)
+        return solve_for(tuple(open_axes), None, budget_bytes, memo)
     blocks = [tuple(open_axes[k : k + 2]) for k in range(0, len(open_axes), 2)]
     current: Assignment | None = None
     for block in blocks:  # the budget binds only once every axis has had its turn

@@ -32,6 +32,7 @@ class Fit:
     choice: list[int] | None
     least_bytes: int
     least_roles: Mapping[str, int]
+    least_choice: list[int]
     price_s_per_byte: float = 0.0
 
 
@@ -58,7 +59,7 @@ def fit(
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 4), sweeps=False)
     best: tuple[float, list[int], float] | None = None
-    least: tuple[int, Mapping[str, int]] = (measure(start), peak.by_role)
+    least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
     if least[0] <= budget_bytes:
         best = (model.true_cost(start), list(start), 0.0)
     x = list(start)
@@ -71,7 +72,7 @@ def fit(
         peak = live.peak(x)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
         if nbytes < least[0]:
-            least = (nbytes, peak.by_role)
+            least = (nbytes, peak.by_role, x)
         if nbytes <= budget_bytes:
             high = price
             if best is None or seconds < best[0]:

@@ -153,17 +153,6 @@ def _weight(program: Program, node: Node) -> float:
     return float(prod(operands) * out) ** 0.5
 
 
-def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    return tuple(a for _, a in layout.dims[dim] if a is not None)
-
-
-def _weight(program: Program, node: Node) -> float:
-    """Roughly the flops: the product of the sizes of the largest operand and the last dim of the result."""
-    sizes = [max(1, program.values[r].nbytes) for r in node.refs]
-    out = next((program.values[o] for o in node.outs if o is not None), None)
-    return float(max(sizes)) * float(out.shape[-1] if out is not None and out.shape else 1)
-
-
 def _count(tally: list[float], layout: Layout, weight: float, hit: bool) -> None:
     n = 1.0
     for size in layout.shape:

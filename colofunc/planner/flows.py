@@ -113,7 +113,7 @@ class Coded:
 
     def at(self, choice: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Source and targets under a choice."""
-        targets = tuple([t[choice[c]] for c, t in zip(self.classes, self.targets)])  # noqa: B905 - hot
+        targets = tuple([t[choice[c]] for c, t in zip(self.classes, self.targets)])
         return self.source[choice[self.flow.producer]], targets
 
     def second(self, a: int, b: int) -> float:

@@ -55,7 +55,7 @@ class Liveness:
         for f, coded in enumerate(self.model.coded):
             source, targets = coded.at(choice)
             own[f] = coded.numel[source] * coded.flow.itemsize
-            if any([t != source for t in targets]):
+            if any(t != source for t in targets):
                 lives: dict[tuple[int, int], tuple[Ints, Ints]] = {}
                 for group, target, (a, b) in zip(coded.groups, targets, self.spans[f], strict=True):
                     if target != source:

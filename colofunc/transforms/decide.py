@@ -16,13 +16,17 @@ from colofunc.dtensor.layout import Layout, is_major, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, assign, assign_by_axes
+from colofunc.planner.assign import Assignment, Memo, assign_by_axes
 from colofunc.planner.constraints import Constraints, leaf_strategy
 from colofunc.planner.explain import make_plan
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
+
+
+SLACK = 0.1
+"""By how much the planner's estimate of the peak may exceed the budget: the accountant counts anew, and may count less."""
 
 
 @attrs.frozen(eq=False)
@@ -47,6 +51,7 @@ class Candidates:
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _made: frozenset[str] | None = None
+    memo: Memo = attrs.field(factory=Memo)  # of the planner, for a second try with another budget
 
     def rule(self, call: Call) -> Rule | None:
         if call not in self._rules:
@@ -61,6 +66,7 @@ class Candidates:
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
+        axes = tuple(a for a in self.mesh.axis_names if a in axes)
         what: Any = (item.shape, item.id in self.program.constants) if isinstance(item, Value) else call_of(item, self.program.values)[0]
         key = (what, axes, None if fixed is None else (fixed.ins, fixed.outs))
         found = self._seen.get(key)
@@ -162,11 +168,9 @@ def decide(
 ) -> Decided:
     """Plan the program: over all open axes at once where at most two are open, axis by axis beyond."""
     candidates.follow_wishes(constraints)
-    found: Assignment
-    if sum(mesh.axis_size(a) > 1 for a in axes) <= 2:
-        found = assign(program, mesh, lambda item: candidates.along(item, axes, None), constraints, pattern_s, budget_bytes)
-    else:
-        found = assign_by_axes(program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes)
+    found = assign_by_axes(
+        program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo
+    )
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):
         call, _ = call_of(node, program.values)
