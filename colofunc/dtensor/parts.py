@@ -14,7 +14,6 @@ import torch
 from colofunc.dtensor.layout import Layout
 from colofunc.mesh import Mesh
 
-
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

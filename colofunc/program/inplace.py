@@ -24,9 +24,13 @@ from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.reuse import fuse, renamed_refs, reuse
 from colofunc.program.schedule import Memory, updates_early
 
-def in_place(program: Program) -> Program:
-    """`program` with updates and temporaries in place where that is proven safe; stage "inplace"."""
-    program = fuse(program)
+
+def in_place(program: Program, temporaries: bool = True) -> Program:
+    """`program` with updates and temporaries in place where that is proven safe; stage "inplace".
+
+    temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries.
+    """
+    program = fuse(program) if temporaries else program
     memory = Memory(program)
     paired: dict[int, set[int]] = {}
     for out, into in program.aliases:
@@ -47,7 +51,8 @@ def in_place(program: Program) -> Program:
         renamed.update(pairs)
         nodes.append(attrs.evolve(node, target=target, outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    return reuse(updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace")))
+    written = updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace"))
+    return reuse(written) if temporaries else written
 
 
 def _twin(

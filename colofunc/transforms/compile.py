@@ -195,7 +195,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf]) -> Re
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
     axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes)
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, mesh.capacity_bytes("device"), axes, staged.executor != "compiled")
     choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
@@ -229,6 +229,7 @@ def _within(
     named: Mapping[str, str],
     budget_bytes: int | None,
     axes: tuple[str, ...],
+    temporaries: bool = True,
     tries: int = 4,
 ) -> tuple[Decided, Program]:
     """Plan and lower so that the accountant agrees that the peak is within the budget.
@@ -244,7 +245,7 @@ def _within(
         for name in sorted(candidates.registry.passes):
             local = candidates.registry.passes[name](local, mesh)
             check_program(local, mesh)
-        local = in_place(buckets(views_late(reduces_early(local)), mesh))
+        local = in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
         if budget_bytes is None or aim is None:
             return decided, local
         report = memory(local)

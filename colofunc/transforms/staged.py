@@ -9,12 +9,13 @@ call, when all intents are known and can be decided together.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
 
-from colofunc.errors import PlanError, near
+from colofunc.errors import InputError, PlanError, near
 
 EXECUTORS = ("simulated", "distributed", "compiled")
 
@@ -45,21 +46,21 @@ class Staged:
     executor: str | None = None
     plan: Any = None  # a Plan whose decisions are constraints
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
-        return self.compiler.call(self, args)
+        return self.compiler.call(self, _positional(self.fn, args, kwargs))
 
-    def init(self, *args: Any) -> Any:
+    def init(self, *args: Any, **kwargs: Any) -> Any:
         """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
-        return self.compiler.init(self, args)
+        return self.compiler.init(self, _positional(self.fn, args, kwargs))
 
-    def eager(self, *args: Any) -> Any:
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The original function: breakpoints and prints work."""
-        return self.fn(*args)
+        return self.fn(*args, **kwargs)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
-        return self.compiler.lower(self, args)
+        return self.compiler.lower(self, _positional(self.fn, args, kwargs))
 
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled"."""
@@ -74,6 +75,20 @@ class Staged:
     def intent(self, transform: str) -> Intent | None:
         """The intent of one transform, if it is in the chain."""
         return next((i for i in self.intents if i.transform == transform), None)
+
+
+def _positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments by position, as the function's own signature orders them."""
+    if not kwargs:
+        return args
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{getattr(fn, '__name__', fn)} cannot be called so: {error}; pass arguments by position") from error
+    if bound.kwargs:
+        names = ", ".join(bound.kwargs)
+        raise InputError(f"{getattr(fn, '__name__', fn)} takes {names} by keyword only; a staged step passes arguments by position")
+    return bound.args
 
 
 def fresh(compiler: Compiler) -> Compiler:
