@@ -84,7 +84,7 @@ class Effort:
     pass_elements: int = 1 << 15  # largest table of one step of the neighbourhood search
     passes: int = 64
     sweeps: bool = True  # also try moves of single variables and whole flows under the true cost
-    patience: int = 12  # passes without gain before a search ends
+    patience: int = 8  # passes without gain before a search ends
 
 
 NORMAL = Effort()

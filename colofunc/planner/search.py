@@ -19,6 +19,10 @@ from colofunc.planner.model import Model
 from colofunc.planner.problem import NORMAL, Effort, improve
 
 
+STARTS = 3
+"""Of many assignments to begin from, so many of the cheapest are improved."""
+
+
 def search(
     model: Model,
     starts: Sequence[Sequence[int]] = (),
@@ -36,7 +40,7 @@ def search(
     for share in (1.0, 0.0) if fresh or not pool else ():
         core, recover = model.pair_graph(share).reduce()
         pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
-    for start in starts:
+    for start in sorted(starts, key=model.true_cost)[:STARTS]:
         core, recover = model.pair_graph(start).reduce()
         pool.append(recover(improve(core, list(start), rng, quick)))
     return polish(model, min(pool, key=model.true_cost), rng, effort)
