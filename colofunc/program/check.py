@@ -24,7 +24,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.text import node_text, type_text
-from colofunc.program.trace_infer import Meta, check_dtypes, contiguous, remembered, slots
+from colofunc.program.trace_infer import Meta, check_dtypes, contiguous, infer, remembered, slots
 
 STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3
@@ -129,11 +129,17 @@ def _legal_problem(program: Program, node: Node) -> str:
 def _type_problem(program: Program, node: Node) -> str:
     """Compare the node's results with what the operator gives for its operands."""
     try:
-        types = node_types(node, program.values)
+        problem = _mismatch(program, node, node_types(node, program.values))
+        if problem and node.refs:  # some shape functions depend on the device: what a fake CPU tensor says counts
+            problem = _mismatch(program, node, _fake_types(node, program.values))
+        return problem
     except ProgramError:
         raise
     except Exception as error:  # whatever the operator says about its operands
         return f"{node.target} refuses its operands: {type(error).__name__}: {error}"
+
+
+def _mismatch(program: Program, node: Node, types: list[Meta | None]) -> str:
     if len(types) != len(node.outs):
         return f"{node.target} gives {len(types)} results, the node defines {len(node.outs)}"
     for out, meta in zip(node.outs, types, strict=True):
@@ -200,6 +206,12 @@ def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
         results = remembered(key, func, node.args, node.kwargs, metas)
         return [None if i is None else results.metas[i] for i in slots(results.form)]
     return [_meta(x) for x in _flat(out)]
+
+
+def _fake_types(node: Node, values: Any) -> list[Meta | None]:
+    metas = [contiguous(values[ref].shape, values[ref].dtype) for ref in node.refs]
+    results = infer(resolve(node.target), node.args, node.kwargs, metas)
+    return [None if i is None else results.metas[i] for i in slots(results.form)]
 
 
 def _flat(out: Any) -> list[Any]:
