@@ -5,6 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+if importlib.util.find_spec("setuptools") is not None:
+    # It replaces distutils on import and refuses to do so once anything has imported the standard library's.
+    import setuptools  # noqa: F401
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]

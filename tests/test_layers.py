@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 ]
 
 # The flow from a staged function to a running one, which every transform records its intents for.
-SHARED_BY_TRANSFORMS = ("agree", "compile", "decide", "lowered", "staged", "wanted")
+SHARED_BY_TRANSFORMS = ("agree", "compile", "decide", "lowered", "prepare", "staged", "wanted")
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.
 OPTIONAL_EXTRAS = {

@@ -1,0 +1,166 @@
+"""From a function and its arguments to a lowered step: the whole planning flow on one page.
+
+    trace -> simplify -> decide -> lower -> check -> plugin passes -> schedule -> in place
+
+It happens once per signature (see `compile`). On real ranks all trace and compare, rank 0 plans for all.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc import env
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import PlanError
+from colofunc.executors.distributed import program_hash
+from colofunc.executors.watch import Watch
+from colofunc.mesh import Mesh
+from colofunc.planner.constraints import Constraints
+from colofunc.plugins import build_registry
+from colofunc.program.buckets import buckets
+from colofunc.program.check import check_program
+from colofunc.program.coalesce import reduces_early, views_late
+from colofunc.program.inplace import in_place
+from colofunc.program.ir import Program
+from colofunc.program.lower import lower
+from colofunc.program.memory import memory
+from colofunc.program.simplify import simplify
+from colofunc.program.trace import Traced, record_local, trace
+from colofunc.program.trace_tree import Tree
+from colofunc.transforms.agree import from_main, same, share
+from colofunc.transforms.decide import Candidates, Decided, decide
+from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.staged import Staged
+from colofunc.transforms.wanted import wanted
+
+
+def say(text: str) -> None:
+    """One line to the person who waits."""
+    if not env.switched_on("COLOFUNC_QUIET"):
+        print(f"colofunc: {text}", file=sys.stderr, flush=True)
+
+
+def mesh_of(staged: Staged) -> Mesh:
+    """The mesh that `shard` was given, else a mesh of one."""
+    intent = staged.intent("shard")
+    mesh = intent.options["mesh"] if intent is not None else Mesh()
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
+    return mesh
+
+
+def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor], watch: Watch | None) -> Lowered:
+    """Trace, plan and lower for one signature."""
+    mesh = mesh_of(staged)
+    intent = staged.intent("shard")
+    options = dict(intent.options) if intent is not None else {}
+    registry = build_registry(tuple(options.get("plugins", ())))
+    began = time.perf_counter()
+    seen = partial(_seen, staged.fn, args, options.get("donate", "auto"))
+    traced, program, donated = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
+    traced_s = time.perf_counter() - began
+    given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
+    candidates = Candidates(program, mesh, registry)
+    constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
+    axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
+    budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries)
+    choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
+    planned_s = time.perf_counter() - began - traced_s
+    if traced_s + planned_s > 2 and mesh.is_main:
+        say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
+    ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
+    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated)
+
+
+def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> tuple[Traced, Program, tuple[int, ...]]:
+    """The step as it was traced, its program, and which input leaves it consumes."""
+    traced = trace(fn, args)
+    program = simplify(traced.program)
+    donated, aliases = donation(traced, program, donate)
+    return traced, attrs.evolve(program, aliases=aliases), donated
+
+
+def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
+    """Where values of a local program lie."""
+    found = tuple(program.values[i].layout for i in ids)
+    assert all(layout is not None for layout in found), "inputs and outputs of a local program have layouts"
+    return found  # type: ignore[return-value]
+
+
+def _within(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    named: Mapping[str, str],
+    budget_bytes: int | None,
+    axes: tuple[str, ...],
+    temporaries: bool = True,
+    tries: int = 4,
+) -> tuple[Decided, Program]:
+    """Plan and lower so that the accountant agrees that the peak is within the budget.
+
+    The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less.
+    """
+    aim, peak = budget_bytes, 0
+    for _ in range(tries):
+        decided = decide(program, mesh, candidates, constraints, named, aim, axes)
+        regather = decided.assignment.regather
+        local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
+        check_program(local, mesh)
+        for name in sorted(candidates.registry.passes):
+            local = candidates.registry.passes[name](local, mesh)
+            check_program(local, mesh)
+        local = in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
+        if budget_bytes is None or aim is None:
+            return decided, local
+        report = memory(local)
+        peak = report.peak_bytes["device"]
+        if peak <= budget_bytes:
+            return decided, local
+        aim = int(min(aim, decided.assignment.peak_bytes) * budget_bytes / peak * 0.99)
+    raise PlanError(
+        f"no plan found within {(budget_bytes or 0) / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
+        f"use more ranks, a smaller batch, or a topology with more memory"
+    )
+
+
+def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(positions of consumed input leaves, pairs (output, input) of leaves that may share memory).
+
+    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes. `()` or None: nothing is.
+    """
+    if donate in ((), None, False):
+        return (), ()
+    args_tree = traced.in_tree.children[0]
+    if not args_tree.children:
+        return (), ()
+    first, out = args_tree.children[0], traced.out_tree
+    result = out.children[0] if out.kind in ("sequence", "namedtuple") and out.type is not list and out.children else out
+    n, m = len(first.names()), len(result.names())
+    matched = n == m and n > 0 and _shape_of_tree(first) == _shape_of_tree(result)
+    if matched:
+        for i in range(n):
+            a, b = program.values[program.inputs[i]], program.values[program.outputs[i]]
+            matched = matched and (a.shape, a.dtype) == (b.shape, b.dtype)
+    if not matched:
+        if donate != "auto":
+            raise PlanError(
+                f"donate={donate!r} cannot be met: output 0 has not the tree, shapes and dtypes of argument 0 ({first.name!r}); "
+                'return the new state first, or use donate="auto"'
+            )
+        return (), ()
+    return tuple(range(n)), tuple((i, i) for i in range(n))
+
+
+def _shape_of_tree(tree: Tree) -> Any:
+    return (tree.kind, tree.type, tree.keys, tuple(_shape_of_tree(c) for c in tree.children))
