@@ -110,7 +110,8 @@ def plan_big(console) -> None:
     billions = sum(p.numel() for p in model.params.values()) / 1e9
     console.print(f"  OPT, {billions:.1f}B parameters, 8xA100-80G, batch 8 x 1024: [bold]{low.plan}[/bold]")
     peak = low.memory().peak_bytes["device"] / 2**30
-    console.print(f"  estimated {low.cost().seconds:.2f} s a step, peak {peak:.1f} GiB a rank; planned in {time.perf_counter() - began:.1f} s")
+    took_s = time.perf_counter() - began
+    console.print(f"  estimated {low.cost().seconds:.2f} s a step, peak {peak:.1f} GiB a rank; planned in {took_s:.1f} s")
 
 
 def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:

@@ -51,7 +51,8 @@ def mlp_step(state, x, y):
 def mlp_inputs():
     torch.manual_seed(0)
     f = torch.float64
-    state = {"w1": torch.randn(4, 12, dtype=f), "b1": torch.randn(12, dtype=f), "w2": torch.randn(12, 6, dtype=f), "g": torch.randn(6, dtype=f)}
+    shapes = {"w1": (4, 12), "b1": (12,), "w2": (12, 6), "g": (6,)}
+    state = {name: torch.randn(shape, dtype=f) for name, shape in shapes.items()}
     return state, torch.randn(8, 4, dtype=f), torch.randint(0, 6, (8,))
 
 
