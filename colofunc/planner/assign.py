@@ -71,6 +71,7 @@ class Memo:
 
     fastest: Assignment | None = None
     models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
+    fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
 
 
 def assign(
@@ -114,8 +115,10 @@ def assign(
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
-        result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort)
+        before = memo.fits.setdefault(regather, [])
+        result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
         if result.choice is not None:
+            before.append(result.choice)
             return make(result.choice)
         least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
     nbytes, roles, leanest = min(least, key=lambda item: item[0])

@@ -52,9 +52,16 @@ class _Charge:
 
 
 def fit(
-    model: Model, live: Liveness, start: Sequence[int], measure: Measure, budget_bytes: int, seed: int, effort: Effort
+    model: Model,
+    live: Liveness,
+    start: Sequence[int],
+    measure: Measure,
+    budget_bytes: int,
+    seed: int,
+    effort: Effort,
+    before: Sequence[Sequence[int]] = (),
 ) -> Fit:
-    """The fastest choice found whose measured peak is within the budget."""
+    """The fastest choice found whose measured peak is within the budget. `before`: choices that met other budgets."""
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 4), sweeps=False)
@@ -67,7 +74,7 @@ def fit(
     price = model.true_cost(start) / max(1, peak.nbytes)
     for turn in range(16):
         priced = model.priced(_copies(model, charge, price), _extra(model, charge, price))
-        x = search(priced, [x], seed, light, fresh=turn == 0)
+        x = search(priced, [x, *before], seed, light, fresh=turn == 0)
         nbytes, seconds = measure(x), model.true_cost(x)
         peak = live.peak(x)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))

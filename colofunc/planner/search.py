@@ -18,7 +18,6 @@ from colofunc.planner.exact import exact_graph
 from colofunc.planner.model import Model
 from colofunc.planner.problem import NORMAL, Effort, improve
 
-
 STARTS = 3
 """Of many assignments to begin from, so many of the cheapest are improved."""
 
