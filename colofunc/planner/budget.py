@@ -64,7 +64,7 @@ def fit(
     """The fastest choice found whose measured peak is within the budget. `before`: choices that met other budgets."""
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
-    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(3, effort.patience // 4), sweeps=False)
+    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
     best: tuple[float, list[int], float] | None = None
     least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
     if least[0] <= budget_bytes:

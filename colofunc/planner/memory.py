@@ -97,12 +97,14 @@ def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
     view_of: dict[int, int] = {}
     at: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     first = alike(model.options)
+    ends = _ends(program)
     for index, node in enumerate(program.nodes):
         refs = node.refs
         for operand, ref in enumerate(refs):
             span = at.setdefault(ref, {})
             key = (ties.of_node(index), first[ties.of_node(index)][operand])
-            span[key] = (span.get(key, (index, index))[0], index)
+            low, high = span.get(key, (index, index))
+            span[key] = (low, max(high, ends[index]))
             last[ref] = max(last.get(ref, 0), index)
         for o in node.outs:
             if o is not None:
@@ -141,3 +143,17 @@ def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
         tuple(numbers),
         tuple(spans),
     )
+
+
+def _ends(program: Program) -> list[int]:
+    """Until when each node holds its operands: its own index, for a view the last use of what it shows."""
+    n = len(program.nodes)
+    last = dict.fromkeys(program.outputs, n)
+    ends = list(range(n))
+    for index in range(n - 1, -1, -1):
+        node = program.nodes[index]
+        if node.refs and node.target.rsplit(".", 1)[0] in FREE:
+            ends[index] = max([index, *(last.get(o, index) for o in node.outs if o is not None)])
+        for ref in node.refs:
+            last[ref] = max(last.get(ref, 0), ends[index])
+    return ends
