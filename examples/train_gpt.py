@@ -143,7 +143,7 @@ def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2)
@@ -158,6 +158,8 @@ def main() -> None:
     args = parse()
     mesh = cf.Mesh(dp=args.dp, tp=args.tp)
     console = Console(quiet=not mesh.is_main, highlight=False)
+    if not console.is_terminal:
+        console = Console(quiet=not mesh.is_main, highlight=False, width=140)
     head = console.rule
 
     head("1. an ordinary step function")
@@ -180,7 +182,7 @@ def main() -> None:
     step = cf.shard(step_fn, mesh)
     low = step.lower(state, batch_at(data, 0, args.batch))
     console.print(f"  the plan: [bold]{low.plan}[/bold]")
-    console.print(low.plan.table(costly=12))
+    console.print(low.plan.table(costly=8))
 
     head("3. train, beside the single device")
     reference = {k: dict(v) for k, v in state.items()}
