@@ -143,7 +143,7 @@ def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2)
@@ -169,7 +169,7 @@ def main() -> None:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     module = GPT2LMHeadModel(config)
-    model, opt = cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
+    model, opt = cf.functional(module), cf.adapt(torch.optim.AdamW, lr=6e-4, weight_decay=0.01)
     step_fn = make_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     data = corpus()
