@@ -24,7 +24,6 @@ from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
 
-
 SLACK = 0.1
 """By how much the planner's estimate of the peak may exceed the budget: the accountant counts anew, and may count less."""
 
