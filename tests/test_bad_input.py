@@ -139,7 +139,7 @@ def test_a_state_on_another_mesh() -> None:
     state = cf.shard(step, MESH).init(state_of(), batch_of())
     refuses(
         cf.InputError,
-        "an argument lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); bring it over with distribute(x.full(), spec, mesh)",
+        "an argument lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); bring it over with cf.distribute(x.full(), spec, mesh)",
         call=lambda: cf.shard(step, cf.Mesh(dp=4))(state, batch_of()),
     )
 

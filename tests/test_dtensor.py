@@ -357,3 +357,10 @@ def test_real_ranks() -> None:
 def _write_row(x: torch.Tensor) -> torch.Tensor:
     x[2] = 1
     return x
+
+
+def test_gradients_through_one_of_several_pieces() -> None:
+    w = cf.distribute(torch.randn(4, 8), "a (tp b)", cf.Mesh(dp=2, tp=2)).requires_grad_()
+    w.chunk(2, 0)[0].sum().backward()
+    expected = torch.cat([torch.ones(2, 8), torch.zeros(2, 8)])
+    torch.testing.assert_close(w.grad.full(), expected)

@@ -290,3 +290,43 @@ def limited(mesh: cf.Mesh, capacity_bytes: int) -> cf.Mesh:
     """The same mesh with devices of so many bytes."""
     tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
     return cf.Mesh(**dict(mesh.axes), topology=attrs.evolve(mesh.topology, tiers=tiers))
+
+
+# ---- what the user fixes is what comes out ----
+
+
+IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
+
+
+@pytest.mark.parametrize(("spec", "size"), [("(tp dp a)", 8), ("(tp a~)", 5)])
+def test_out_specs_hold_where_the_output_could_take_the_input_s_memory(spec, size) -> None:
+    x = torch.arange(float(size))
+    y = cf.shard(lambda x: x + 1, IDEAL, out_specs=spec)(x)
+    assert y.sharding is cf.Spec(spec).bind(IDEAL, (size,))
+    torch.testing.assert_close(y.full(), x + 1)
+
+
+def test_outputs_are_never_pending() -> None:
+    y = cf.shard(lambda x: x * 2, IDEAL, in_specs=("a b +tp",))(torch.ones(4, 4))
+    assert not y.sharding.pending
+    torch.testing.assert_close(y.full(), torch.full((4, 4), 2.0))
+
+
+def test_in_specs_and_a_plan_that_differ_clash_naming_both() -> None:
+    grads = cf.value_and_grad(lambda p, x: (x @ p["w"]).relu().sum())
+    step = cf.shard(grads, IDEAL, {"w": "i (tp o)"}, in_specs=({"w": "(tp i) o"}, None))
+    with pytest.raises(cf.PlanError, match=r"plan 1: 'w' -> 'i \(tp o\)' clashes with in_specs: p.w"):
+        step.init({"w": torch.randn(4, 8)}, torch.randn(8, 4))
+
+
+def test_without_auto_the_axes_that_plans_and_specs_name_are_used() -> None:
+    grads = cf.value_and_grad(lambda p, x: (x @ p["w"]).relu().sum())
+    step = cf.shard(grads, IDEAL, {"w": "i (tp o)"}, auto=False, in_specs=(None, "(dp b) i"))
+    assert step.lower({"w": torch.randn(4, 8)}, torch.randn(8, 4)).coverage().efficiency > 0.9
+
+
+def test_a_collective_that_is_not_used_counts_nothing_and_a_misspelt_one_is_named() -> None:
+    cost = cf.shard(lambda x: x + 1, cf.Mesh(dp=2)).lower(torch.ones(4)).cost()
+    assert cost.bytes["all_gather", "dp"] == 0
+    with pytest.raises(cf.InputError, match="all_gather"):
+        cost.bytes["all_gathr", "dp"]

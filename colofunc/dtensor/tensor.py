@@ -417,12 +417,12 @@ def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
 def _as_operand(func: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> DTensor:
     if isinstance(x, DTensor):
         return x
-    if x.dim() > 0:
+    if x.dim() > 0 and not compat.in_backward():  # in a backward pass it is autograd's own zero fill, equal on all ranks
         raise SpecError(  # no TypeError: Python would turn that into "unsupported operand"
             f"{func} mixes a DTensor with a plain tensor of shape {tuple(x.shape)}; "
             f'say how it is split: cf.distribute(tensor, "...", mesh)'
         )
-    return DTensor([x] * len(backend.ranks(mesh)), replicated(()), mesh, backend)
+    return DTensor([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
 
 
 __all__ = ["DTensor", "bind", "distribute", "from_local"]

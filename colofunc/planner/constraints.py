@@ -61,9 +61,14 @@ def leaf_strategy(layout: Layout) -> Strategy:
 def allowed(program: Program, item: int, options: Iterable[Strategy], constraints: Constraints) -> tuple[Strategy, ...]:
     """The options that pass all constraints on the item; raises PlanError naming the one that leaves none."""
     left = list(options)
-    for constraint in constraints.items.get(item, ()):
-        more = [s for s in constraint.offers if all((s.ins, s.outs) != (o.ins, o.outs) for o in left)]
-        kept = [s for s in (*left, *more) if constraint.accepts(s)]
+    mine = constraints.items.get(item, ())
+    for constraint in mine:  # what one offers has to pass all the others as well
+        left += [s for s in constraint.offers if all((s.ins, s.outs) != (o.ins, o.outs) for o in left)]
+    for k, constraint in enumerate(mine):
+        kept = [s for s in left if constraint.accepts(s)]
+        if not kept and k:
+            others = "; ".join(c.says for c in mine[:k])
+            raise PlanError(f"{constraint.says} clashes with {others}, on {_describe(program, item)}; drop one of them")
         if not kept:
             raise PlanError(
                 f"{constraint.says} cannot be done: {_describe(program, item)} has "

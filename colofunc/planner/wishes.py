@@ -135,7 +135,8 @@ def _known(wish: Wish, program: Program) -> set[str]:
     if wish.on_operator:
         return {n.path for n in program.nodes if n.path and n.phase == "forward"}
     roles = wish.roles or PARAMETERS
-    return {program.values[i].name for i in program.inputs if program.values[i].role in roles}
+    named = {program.values[i].name for i in program.inputs if program.values[i].role in roles}
+    return named or {program.values[i].name for i in program.inputs}
 
 
 def _check_clash(item: int, wish: Wish, where: Where, before: Sequence[tuple[Wish, Where]], program: Program) -> None:

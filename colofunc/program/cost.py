@@ -17,6 +17,7 @@ import torch
 
 from colofunc.dtensor.rule import Call, Rule
 from colofunc.dtensor.strategies import FREE
+from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
@@ -25,6 +26,16 @@ WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p
 LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait"})
 
 RuleOf = Callable[[Call], Rule | None]
+
+
+class Tally(dict[tuple[str, str], int]):
+    """Counts by (collective, axes); a collective that the program does not use counts 0."""
+
+    def __missing__(self, key: tuple[str, str]) -> int:
+        kind = key[0] if isinstance(key, tuple) and key else key
+        if kind not in WIRE:
+            raise InputError(f"{key!r} is no (collective, axes) pair{near(str(kind), WIRE, 'collectives')}")
+        return 0
 
 
 @attrs.frozen
@@ -83,7 +94,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
         memory += moved
         if work or moved:
             compute_s += mesh.compute_s(work, moved, dtype)
-    return CostReport(compute_s, communication_s, flops, memory, dict(nbytes), dict(calls))
+    return CostReport(compute_s, communication_s, flops, memory, Tally(nbytes), Tally(calls))
 
 
 def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> tuple[float, float, str]:

@@ -39,7 +39,7 @@ from colofunc.transforms.agree import from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
-from colofunc.transforms.wanted import wanted
+from colofunc.transforms.wanted import wanted, wished_axes
 
 
 def say(text: str) -> None:
@@ -70,7 +70,8 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
-    axes = mesh.axis_names if options.get("auto", True) else tuple(a for a in mesh.axis_names if a in named)
+    program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
+    axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
     budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
     plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries)
     choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
@@ -79,6 +80,22 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
     return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated)
+
+
+def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:
+    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending."""
+    lies: dict[int, Layout] = {}
+    for position, some in constraints.items.items():
+        for constraint in some:
+            for offer in constraint.offers:
+                if position < len(program.inputs) and offer.outs[0] is not None:
+                    lies[position] = offer.outs[0]
+    pairs = []
+    for out, into in program.aliases:
+        wanted_there, layout = constraints.outputs.get(out), lies.get(into)
+        if (wanted_there is None or wanted_there is layout) and not (layout is not None and layout.pending):
+            pairs.append((out, into))
+    return tuple(pairs)
 
 
 def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> tuple[Traced, Program, tuple[int, ...]]:

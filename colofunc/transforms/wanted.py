@@ -89,6 +89,18 @@ def wanted(
     return constraints, named
 
 
+def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, str]) -> tuple[str, ...]:
+    """The axes that somebody speaks for: named plans, specs of leaves and outputs, strategies of operators."""
+    axes = set(named)
+    for some in constraints.items.values():
+        for constraint in some:
+            axes |= {a for offer in constraint.offers for lay in offer.outs if lay is not None for a in lay.axes}
+            if isinstance(constraint.key, tuple) and constraint.key[0] == "node":
+                axes |= {axis for axis, _ in constraint.key[1]}
+    axes |= {a for layout in constraints.outputs.values() for a in layout.axes}
+    return tuple(a for a in mesh.axis_names if a in axes)
+
+
 def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
     items: dict[int, tuple[Constraint, ...]] = {}
     for position, id in enumerate(program.inputs):
