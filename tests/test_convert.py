@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle_convert import Oracle, State, mask_of
-from strategies_hyp import problems
 
 from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
 from colofunc.dtensor.convert_run import run_moves
@@ -21,6 +20,7 @@ from colofunc.dtensor.parts import join, parts
 from colofunc.dtensor.spec import Spec
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.testing.strategies import problems
 
 CUBE = Mesh(x=2, y=2, z=2, topology="ideal")
 

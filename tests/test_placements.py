@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies_hyp import layouts, meshes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -17,6 +16,7 @@ from colofunc.dtensor.placements import from_placements, to_placements
 from colofunc.dtensor.spec import Spec
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
+from colofunc.testing.strategies import layouts, meshes
 
 MESH = Mesh(dp=2, tp=2)
 

@@ -80,3 +80,10 @@ def _factors(draw: Any, size: int) -> list[int]:
         out.append(draw(st.sampled_from([n for n in range(2, size + 1) if size % n == 0])))
         size //= out[-1]
     return out
+
+
+@st.composite
+def problems(draw: Any, padded: bool = True) -> tuple[Mesh, Layout, Layout]:
+    """(mesh, source, target) of one tensor: a conversion."""
+    mesh, shape = draw(meshes()), draw(shapes())
+    return mesh, draw(layouts(mesh, shape, padded=padded)), draw(layouts(mesh, shape, padded=padded))
