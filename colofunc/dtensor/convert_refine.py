@@ -50,11 +50,6 @@ class Puzzle:
     scratch: tuple[int, ...]
 
 
-def unrefinable(src: Layout, dst: Layout) -> frozenset[int]:
-    """Dims without a common refinement (see `refine`); empty where a puzzle exists."""
-    return _cuts(src, dst)[2]
-
-
 @lru_cache(maxsize=1 << 14)
 def refine(src: Layout, dst: Layout, mesh: Mesh) -> Puzzle | frozenset[int]:
     """The puzzle, or the dims that must be whole in between."""
