@@ -11,6 +11,8 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.testing import check
+from colofunc.transforms.compile import StepCompiler
+from colofunc.transforms.staged import Intent, stage
 
 MESH = cf.Mesh(dp=2, tp=2)
 IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
@@ -330,3 +332,26 @@ def test_a_collective_that_is_not_used_counts_nothing_and_a_misspelt_one_is_name
     assert cost.bytes["all_gather", "dp"] == 0
     with pytest.raises(cf.InputError, match="all_gather"):
         cost.bytes["all_gathr", "dp"]
+
+
+def test_transforms_put_code_around_a_step_and_grow_its_state_in_any_order() -> None:
+    def scaled(fn):
+        def wrapped(state, x):
+            inner, out = fn({"w": state["w"]}, x)
+            return {**inner, "scale": state["scale"]}, out * state["scale"]
+
+        return wrapped
+
+    def fn(state, x):
+        return {"w": state["w"] + 1}, (state["w"] * x).sum()
+
+    grown = Intent("scale", {}, around=scaled, grow=lambda state: {"scale": torch.tensor(2.0), **state})
+    state, x = {"w": torch.arange(4.0)}, torch.ones(4)
+    sharded = stage(cf.shard(fn, cf.Mesh(dp=2, topology="ideal")), grown, StepCompiler)
+    other = stage(fn, grown, StepCompiler)
+    for step in (sharded, cf.shard(other, cf.Mesh(dp=2, topology="ideal"))):
+        new, out = step(state, x)
+        assert float(out) == 12.0 and set(new) == {"w", "scale"}
+        assert float(step(new, x)[1]) == 20.0
+    with pytest.raises(cf.PlanError, match="scale and other cannot both be applied to one step: both scale"):
+        stage(other, Intent("other", {}, clashes={"scale": "both scale"}), StepCompiler)

@@ -138,7 +138,7 @@ def signature(
 
 def _where_defined(fn: Callable[..., Any]) -> str:
     """` f (file.py:12)`, where that is known."""
-    code = getattr(fn, "__code__", None)
+    code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
 
 

@@ -2,7 +2,8 @@
 
     cf.testing.check(cf.shard(step_fn, mesh), state, batch)
 
-The reference is the original function, run eagerly on copies under the same canonical operators and the same seed.
+The reference is the original function (under `cf.precision` and the like: with what they put around it), run eagerly on
+copies under the same canonical operators and the same seed.
 Inputs are never consumed. Tolerances are those of the design: |a-b| <= 1e-10 * max(1, max|b|) per leaf in float64,
 1e-5 in float32; a leaf that is an integer must be equal.
 """
@@ -47,9 +48,10 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
     worst, leaves, done = 0.0, 0, 0
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(FIRST_SEED)
+        reference = step.arguments((reference, *batch))[0]
         placed = step.init(reference, *batch)
         for n in range(steps):
-            expected = seeded(FIRST_SEED + n, run_reference, step.fn, plain_copy(reference), *plain_copy(batch))
+            expected = seeded(FIRST_SEED + n, run_reference, step.reference, plain_copy(reference), *plain_copy(batch))
             got = seeded(FIRST_SEED + n, step, placed, *plain_copy(batch))
             worst = max(worst, compare(got, expected, f"step {n}: out", tolerance))
             leaves, done = len(pytree.tree_leaves(expected)), n + 1

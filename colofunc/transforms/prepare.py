@@ -64,7 +64,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     options = dict(intent.options) if intent is not None else {}
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
-    seen = partial(_seen, staged.fn, args, options.get("donate", "auto"))
+    seen = partial(_seen, staged.reference, args, options.get("donate", "auto"))
     traced, program, donated = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}

@@ -22,10 +22,18 @@ EXECUTORS = ("simulated", "distributed", "compiled")
 
 @attrs.frozen
 class Intent:
-    """What one transform wishes. `options` are the transform's own arguments."""
+    """What one transform wishes. `options` are the transform's own arguments.
+
+    `around`: wraps the step function before it is traced, and before the single-device reference runs it.
+    `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
+    `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
+    """
 
     transform: str
     options: Mapping[str, Any]
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    grow: Callable[[Any], Any] | None = None
+    clashes: Mapping[str, str] = attrs.field(factory=dict)
 
 
 class Compiler(Protocol):
@@ -48,11 +56,11 @@ class Staged:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
-        return self.compiler.call(self, _positional(self.fn, args, kwargs))
+        return self.compiler.call(self, self.arguments(args, kwargs))
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
-        return self.compiler.init(self, _positional(self.fn, args, kwargs))
+        return self.compiler.init(self, self.arguments(args, kwargs))
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The original function: breakpoints and prints work."""
@@ -60,7 +68,7 @@ class Staged:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
-        return self.compiler.lower(self, _positional(self.fn, args, kwargs))
+        return self.compiler.lower(self, self.arguments(args, kwargs))
 
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled"."""
@@ -71,6 +79,26 @@ class Staged:
     def with_plan(self, plan: Any) -> Staged:
         """The same step, deciding as `plan` did wherever it speaks."""
         return attrs.evolve(self, plan=plan, compiler=fresh(self.compiler))
+
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The function with what the transforms put around it: what this step computes on one device.
+
+        By name of the transform, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same.
+        """
+        fn = self.fn
+        for intent in sorted(self.intents, key=lambda intent: intent.transform):
+            if intent.around is not None:
+                fn = intent.around(fn)
+        return fn
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+        """The arguments of a call by position, argument 0 with everything that the transforms keep in it."""
+        args = _positional(self.fn, args, kwargs or {})
+        for intent in self.intents:
+            if intent.grow is not None and args:
+                args = (intent.grow(args[0]), *args[1:])
+        return args
 
     def intent(self, transform: str) -> Intent | None:
         """The intent of one transform, if it is in the chain."""
@@ -97,13 +125,17 @@ def fresh(compiler: Compiler) -> Compiler:
 
 
 def stage(fn: Callable[..., Any] | Staged, intent: Intent, compiler: Callable[[], Compiler]) -> Staged:
-    """`fn` with one more intent. Raises PlanError where the same transform was applied before."""
+    """`fn` with one more intent. Raises PlanError where the same transform was applied before, or one that clashes."""
     if isinstance(fn, Staged):
         if fn.intent(intent.transform) is not None:
             raise PlanError(
                 f"{intent.transform} is applied twice to {getattr(fn.fn, '__name__', fn.fn)}; "
                 f"give all its plans in one call: cf.{intent.transform}(fn, ...)"
             )
+        for before in fn.intents:
+            why = before.clashes.get(intent.transform) or intent.clashes.get(before.transform)
+            if why:
+                raise PlanError(f"{before.transform} and {intent.transform} cannot both be applied to one step: {why}")
         return attrs.evolve(fn, intents=(*fn.intents, intent), compiler=fresh(fn.compiler))
     if not callable(fn):
         raise PlanError(f"cf.{intent.transform} wants a step function, not {type(fn).__name__}")
