@@ -36,6 +36,7 @@ from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
+from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.plan import Plan
 from colofunc.plugins import hookimpl, topology
 from colofunc.transforms.shard import shard
@@ -80,6 +81,9 @@ __all__ = [
     "hookimpl",
     "launch",
     "pattern",
+    "random",
+    "random_state",
+    "set_random_state",
     "shard",
     "testing",
     "topology",

@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
+from colofunc.errors import TraceError
 from colofunc.ops.attention import attention
 from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
 from colofunc.ops.linear import linear
+from colofunc.ops.seeds import draw_seed, stream
 
 # Functions written in Python that call what is replaced: their bodies run under the mode again.
 OPENED = ("torch.nn.functional", "torch.nn.init", "torch.functional", "torch._jit_internal")
@@ -60,12 +62,6 @@ def single_device(seed: Tensor | None = None) -> Iterator[None]:
         yield
 
 
-def draw_seed() -> Tensor:
-    """A fresh 0-dim int64 seed from torch's default generator, as one call of a staged step draws it."""
-    with compat.no_function_modes():
-        return torch.randint(0, 1 << 62, (), dtype=torch.int64)
-
-
 class Canonical(TorchFunctionMode):
     """Replaces the functions of `HANDLERS`; everything else runs as it is.
 
@@ -77,6 +73,7 @@ class Canonical(TorchFunctionMode):
         super().__init__()
         self.seed = seed
         self.sites = sites
+        self.stream = stream()
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,6 +96,11 @@ class Canonical(TorchFunctionMode):
 
     def key(self) -> tuple[Tensor, int]:
         """(seed, a new call site)."""
+        if stream() is not self.stream:
+            raise TraceError(
+                "cf.random(key) stands inside a step, whose numbers follow from one seed per call. Try: `with cf.random(key):` "
+                "around the calls of the step"
+            )
         return self.seed(), next(self.sites)
 
 

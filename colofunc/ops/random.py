@@ -29,14 +29,11 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.ops.define import define
+from colofunc.ops.seeds import GAMMA, MASK64, ROUNDS, mix_int, signed
 
 aten = torch.ops.aten
 # Elements mixed at a time: two int64 buffers that stay in the second-level cache.
 TILE = 1 << 16
-MASK64 = (1 << 64) - 1
-GAMMA = 0x9E3779B97F4A7C15
-# Rounds of the mix: (shift right, then multiply by).
-ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
 Place = tuple[Sequence[int], Sequence[int], Tensor | None]  # (sizes, strides, offset)
 # Bits that a uniform number of a dtype can hold exactly in [0, 1).
 UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -123,18 +120,6 @@ def _index(
 # ---- bits ----
 
 
-def _signed(z: int) -> int:
-    z &= MASK64
-    return z - (1 << 64) if z >> 63 else z
-
-
-def _mix_int(z: int) -> int:
-    for shift, factor in ROUNDS:
-        z ^= z >> shift
-        z = z * factor & MASK64 if factor is not None else z
-    return z
-
-
 def _mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
     """SplitMix64's mix in place. Shifts of int64 are arithmetic, so the sign is masked off.
 
@@ -144,22 +129,22 @@ def _mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
         torch.bitwise_right_shift(z, shift, out=spare)
         z.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
         if factor is not None:
-            z.mul_(_signed(factor))
+            z.mul_(signed(factor))
     return z
 
 
 def _key(seed: Tensor, site: int) -> Tensor | int:
     """The stream of a call site: mixed twice, so that neighbouring seeds and sites share nothing."""
     if seed.device.type == "cpu":
-        return _signed(_mix_int(_mix_int(int(seed) & MASK64) + (site + 1) * GAMMA & MASK64))
-    first = _mix_(seed.clone(), torch.empty_like(seed)).add_(_signed((site + 1) * GAMMA))
+        return signed(mix_int(mix_int(int(seed) & MASK64) + (site + 1) * GAMMA & MASK64))
+    first = _mix_(seed.clone(), torch.empty_like(seed)).add_(signed((site + 1) * GAMMA))
     return _mix_(first, torch.empty_like(first))
 
 
 def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, bits) tile by tile; the bits are a buffer that the next tile overwrites."""
     n, m = index.rows.numel(), index.count
-    rows, first = index.rows * _signed(GAMMA) + _key(seed, site), index.columns * _signed(GAMMA)
+    rows, first = index.rows * signed(GAMMA) + _key(seed, site), index.columns * signed(GAMMA)
     scaled = attrs.evolve(index, columns=first)
     width = max(1, min(m, TILE))
     height = max(1, TILE // width)
@@ -170,7 +155,7 @@ def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tu
             column, start = scaled.tile(c, width)
             shape = (row.numel(), column.numel())
             z, spare = (b[: shape[0] * shape[1]].view(shape) for b in buffer)
-            torch.add(row.unsqueeze(1) + _signed(start * GAMMA), column, out=z)
+            torch.add(row.unsqueeze(1) + signed(start * GAMMA), column, out=z)
             yield slice(r, r + height), slice(c, c + width), _mix_(z, spare, top_only)
 
 

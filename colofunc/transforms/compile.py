@@ -25,7 +25,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.watch import Watch
-from colofunc.ops import canonical
+from colofunc.ops.seeds import draw_seed
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, main_seed, watch_of
 from colofunc.transforms.lowered import Lowered
@@ -159,7 +159,7 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     for i, leaf in enumerate(leaves):
         inputs.append(_placed(leaf, low.input_layouts[i], ready, copy=i in donated and not _is_owned(leaf)))
     if low.traced.uses_seed:
-        seed = main_seed(ready.watch, canonical.draw_seed())
+        seed = main_seed(ready.watch, draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
