@@ -145,7 +145,7 @@ mesh = Mesh(dp=-1)
 backend = backend_for(mesh)
 p = program([0], [("colofunc.all_gather", (R(0), ("dp",), 2), (1,))], [1], [(3,), (2, 3)])
 x = torch.full((3,), float(backend.rank), dtype=torch.float64)
-print(backend.name, backend.run(p, mesh, [[x]])[0][0].sum().item(), flush=True)
+print(f"{backend.name} {backend.run(p, mesh, [[x]])[0][0].sum().item()}\\n", end="", flush=True)  # one write
 if FAIL:
     try:
         with fail(rank=1, at="all_gather"):

@@ -25,15 +25,13 @@ from colofunc.executors.faults import ask
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.keep import Kept
 from colofunc.executors.simulated import Shards, own_memory
-from colofunc.executors.source import StepFunction, Writer, only
-from colofunc.executors.watch import Watch
+from colofunc.executors.source import StepFunction, Tap, Writer, only
+from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.program.coalesce import updates_late, views_late
 from colofunc.program.facts import is_wire, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.schedule import overlap
-
-DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
 
 
 class RankProgram:
@@ -45,8 +43,10 @@ class RankProgram:
         groups: Groups,
         watch: Watch | None,
         bound: Mapping[str, Callable[..., Any]] | None = None,
+        tap: Tap | None = None,
     ) -> None:
         self.program = program
+        self._tap = tap
         self._bound = bound
         self._groups = groups
         self._watch = watch
@@ -70,7 +70,7 @@ class RankProgram:
             if self._watch is not None and any(is_wire(node) for node in self.program.nodes):
                 self._watch.agree("the lowered program", program_hash(self.program, self._groups.mesh), DEADLINE_S)
             device = flat[0].device if flat else torch.device("cpu")
-            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound)
+            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap)
             writer.write()
             self._function = writer.function()
         outs = self._function(flat)
@@ -140,10 +140,19 @@ class Distributed:
 
         `bound`: callables of targets that are no registered operators.
         """
+        return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound)
+
+    def order(self, program: Program) -> Program:
+        return overlap(views_late(updates_late(program)))
+
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
+        return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
+
+    def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)
         if groups is None:
             groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend)
-        return RankProgram(overlap(views_late(updates_late(program))), groups, self.watch, bound)
+        return groups
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)

@@ -4,11 +4,15 @@ Problem: when one rank fails, the others wait in a collective for ever. Idea: a 
 group. The failing rank writes its traceback there; a thread on every other rank looks once a second, prints it and ends
 the process. It ends the process because a thread that waits inside a collective cannot be woken.
 
-The store also holds what ranks compare before a program runs: see `agree`.
+The store also holds what ranks compare before a program runs (`agree`), and where each rank is: a rank that comes to a
+collective alone ends within a deadline, with an error that names its own line and where the others are.
+
+    meet(watch, "save to 'run/7'", deadline_s=60)      # all ranks must come to this point within 60 s
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,10 +28,31 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc import env
 from colofunc.errors import CollectiveError
+from colofunc.program.trace_meta import user_line
 
+DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
 FAILED = "colofunc/failed"
+AT = "colofunc/at"  # where each rank is
 LOST_AFTER_S = 6.0  # how long the store may be gone during a step before the run is given up
 EXIT_CODE = 13
+
+
+def meet(watch: Watch | None, what: str, deadline_s: float | None = None) -> None:
+    """All ranks must come to this point, with the same `what`, within `deadline_s` (None: the watch's own deadline).
+
+    Raises CollectiveError that names this rank's line and where the others are; where ranks are missing, those end
+    too. Nothing to do without other processes (`watch` is None). `what` reads like "full() of a DTensor (8, 4)".
+    """
+    if watch is not None:
+        watch.meet(what, deadline_s)
+
+
+class LateError(CollectiveError):
+    """Some ranks did not come to a point that all ranks must come to."""
+
+
+def _at(what: str, line: str) -> str:
+    return f"{what} at {line}" if line else what
 
 
 class Watch:
@@ -43,6 +68,7 @@ class Watch:
         self._running = 0
         self._rounds = 0
         self._failed = False
+        self.deadline_s = DEADLINE_S
         threading.Thread(target=self._look, name="colofunc-watch", daemon=True).start()
 
     def __enter__(self) -> Watch:
@@ -75,43 +101,78 @@ class Watch:
                 "with arguments of the same shapes, dtypes and static values, and run the same versions"
             )
 
+    def meet(self, what: str, deadline_s: float | None = None) -> None:
+        """All ranks come to this point with the same `what`. A rank that waits in vain tells the others before it raises."""
+        try:
+            self.exchange(what, "", self.deadline_s if deadline_s is None else deadline_s)
+        except LateError as late:
+            self.publish(late)
+            raise
+
     def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:
         """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error."""
         try:
-            self._everyone(["failed", what, f"{type(error).__name__}: {error}"], timeout_s)
+            self._everyone("failed", what, f"{type(error).__name__}: {error}", timeout_s)
         except CollectiveError as late:
             error.add_note(str(late))
 
     def exchange(self, what: str, mine: str, timeout_s: float) -> list[str]:
         """Every rank's string, in rank order. Raises CollectiveError where a rank is late, failed, or elsewhere."""
-        said = self._everyone(["", what, mine], timeout_s)
-        for r, (state, there, text) in enumerate(said):
+        said = self._everyone("", what, mine, timeout_s)
+        for r, (state, there, text, _) in enumerate(said):
             if state == "failed":
                 raise CollectiveError(f"{there} failed on rank {r}: {text}")
-        elsewhere = {r: there for r, (_, there, _) in enumerate(said) if there != what}
+        elsewhere = {r: (there, line) for r, (_, there, _, line) in enumerate(said) if there != what}
         if elsewhere:
-            r, there = next(iter(elsewhere.items()))
+            r, (there, line) = next(iter(elsewhere.items()))
             raise CollectiveError(
-                f"rank {self.rank} has come to {what}, rank {r} to {there}; all ranks must call the same steps in the same order"
+                f"rank {self.rank} has come to {_at(what, said[self.rank][3])}, rank {r} to {_at(there, line)}; "
+                "all ranks must call the same steps in the same order"
             )
-        return [text for _, _, text in said]
+        return [text for _, _, text, _ in said]
 
-    def _everyone(self, mine: list[str], timeout_s: float) -> list[list[str]]:
+    def _everyone(self, state: str, what: str, mine: str, timeout_s: float) -> list[list[str]]:
+        """Every rank's (state, what, text, line) of this round."""
         self._rounds += 1
-        prefix = f"colofunc/agree/{self._rounds}"
-        self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+        prefix, line = f"colofunc/agree/{self._rounds}", user_line()
+        self._store.set(f"{prefix}/{self.rank}", json.dumps([state, what, mine, line]))
         keys = [f"{prefix}/{r}" for r in range(self.size)]
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
+            texts = [text.decode() for text in self._store.multi_get(keys)]
         except Exception as error:
-            late = [r for r, key in enumerate(keys) if not self._store.check([key])]
-            raise CollectiveError(
-                f"{mine[1]}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come to this step; "
-                "all ranks must call the same steps in the same order"
-            ) from error
-        texts = [self._store.get(key).decode() for key in keys]
+            raise LateError(self._late(_at(what, line), keys, timeout_s)) from error
         self._leave(prefix, any(text.startswith('["failed"') for text in texts))
         return [json.loads(text) for text in texts]
+
+    def _late(self, here: str, keys: list[str], timeout_s: float) -> str:
+        try:
+            late = [r for r, key in enumerate(keys) if not self._store.check([key])]
+        except Exception:
+            return f"{here}: rank {self.rank} waited for rank 0, which has ended; all ranks must call the same steps in the same order"
+        return (
+            f"{here}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come here "
+            f"({self.whereabouts(late)}); all ranks must call the same steps in the same order"
+        )
+
+    # ---- where each rank is ----
+
+    def announce(self, what: str) -> None:
+        """Write down, without waiting, where this rank is. Costs one message."""
+        with contextlib.suppress(Exception):  # a lost store is the thread's business
+            self._store.set(f"{AT}/{self.rank}", _at(what, user_line()))
+
+    def whereabouts(self, ranks: list[int]) -> str:
+        """Where `ranks` were last, in words."""
+        words = []
+        for r in ranks:
+            try:
+                key = f"{AT}/{r}"
+                there = self._store.get(key).decode() if self._store.check([key]) else "not in a step yet"
+            except Exception:
+                there = "no longer to be reached"
+            words.append(f"rank {r}: {there}")
+        return "; ".join(words)
 
     def _leave(self, prefix: str, failed: bool) -> None:
         """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
