@@ -72,6 +72,10 @@ def no_dispatch() -> AbstractContextManager[Any]:
     return _disable_dispatch()
 
 
+# As `__torch_function__` of a subclass: torch functions treat it like a plain tensor, and do not wrap what they return.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
 _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 _peek_sequence = getattr(torch.autograd, "_get_sequence_nr", None)
@@ -199,4 +203,4 @@ def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor's memory has been written to in place; 0 for ever where torch does not count."""
-    return int(getattr(tensor, "_version", 0))
+    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
