@@ -70,6 +70,21 @@ class PlanError(ColofuncError, ValueError):
     """
 
 
+class ConfigError(ColofuncError, ValueError):
+    """A configuration with a key, a value or a file that cannot be used.
+
+    The message begins with the file and line. A mode that is known and not installed is said so; misspelt keys get near
+    names. YAML needs PyYAML; JSON does not.
+    """
+
+
+class PrecisionError(ColofuncError, ArithmeticError):
+    """Gradients that were not finite for so many steps in a row that no loss scale can help.
+
+    Skipped steps leave the state as it was, so it can still be saved. bf16 has the range of float32 and needs no scale.
+    """
+
+
 class PluginError(ColofuncError, ValueError):
     """A plugin that misspells a hook, clashes with another, fails or returns the wrong type. The message names it."""
 
@@ -100,6 +115,14 @@ class CollectiveError(ColofuncError, RuntimeError):
     """Ranks that disagree, wait for each other for ever, or have lost a peer.
 
     The first traceback among the ranks is the cause; the others ended because of it.
+    """
+
+
+class CheckpointError(ColofuncError, RuntimeError):
+    """A saved folder that is incomplete, changed, foreign or in use, or does not fit what it is loaded into.
+
+    A save that fails leaves the folder as it was before. The message names the file and the tensor; `strict=False` loads
+    what fits.
     """
 
 

@@ -95,7 +95,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
         return Tree("tensor", name, type=np.ndarray)
     if isinstance(obj, np.generic):
         return Tree("static", name, value=obj.item())
-    parts = _parts(obj)
+    parts = container(obj)
     if parts is None:
         return Tree("static", name, value=obj)
     kind, keys, items, context = parts
@@ -103,7 +103,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     return Tree(kind, name, type(obj), tuple(keys), children, context=context)
 
 
-def _parts(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
+def container(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
     """(kind, keys, items, context) of a container; None for a leaf."""
     cls = type(obj)
     if cls is dict:
@@ -140,20 +140,24 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if tree.kind == "static":
         return tree.value
-    items = [_build(child, leaves) for child in tree.children]
-    if tree.kind == "dict":
-        return dict(zip(tree.keys, items, strict=True))
-    if tree.kind == "sequence":
-        return tree.type(items)
-    if tree.kind == "namedtuple":
-        return tree.type(*items)
-    if tree.kind == "registered":
-        return _pytree.SUPPORTED_NODES[tree.type].unflatten_fn(items, tree.context)
-    if tree.kind == "mapping":
-        return _mapping(tree.type, dict(zip(tree.keys, items, strict=True)))
+    return rebuild(tree.kind, tree.type, tree.keys, [_build(child, leaves) for child in tree.children], tree.context)
+
+
+def rebuild(kind: str, cls: Any, keys: Sequence[Any], items: Sequence[Any], context: Any = None) -> Any:
+    """A container of type `cls` from what `container` said of one, with other items."""
+    if kind == "dict":
+        return dict(zip(keys, items, strict=True))
+    if kind == "sequence":
+        return cls(items)
+    if kind == "namedtuple":
+        return cls(*items)
+    if kind == "registered":
+        return _pytree.SUPPORTED_NODES[cls].unflatten_fn(items, context)
+    if kind == "mapping":
+        return _mapping(cls, dict(zip(keys, items, strict=True)))
     # Records are rebuilt field by field: their constructors may check or convert.
-    out = object.__new__(tree.type)
-    for field, item in zip(tree.keys, items, strict=True):
+    out = object.__new__(cls)
+    for field, item in zip(keys, items, strict=True):
         object.__setattr__(out, field, item)
     return out
 

@@ -1,0 +1,226 @@
+"""Files of tensors: safetensors, written and read in pieces, with a checksum for every block.
+
+Problem: a rank needs some rows of a tensor, and a flipped bit in them must not pass. Idea: the file is an ordinary
+safetensors file (https://huggingface.co/docs/safetensors: length of the header, JSON header, data); beside it, in the
+index of the checkpoint, stands a CRC-32 of every MiB of every stored piece. A reader fetches whole blocks, only those
+that hold what it needs, and checks each. Written here and not by the library, because its writer holds the interpreter
+lock, which would stop training while a save runs in the background, and returns no checksums.
+
+    pieces = write_file(folder / "a.safetensors", [Item("w", (4, 8), torch.float32, region, lambda: w)])
+    read_piece(folder, "w", torch.float32, pieces[0], picks)
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from colofunc.errors import CheckpointError
+from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
+
+BLOCK_BYTES = 1 << 20
+# The names of the format; a dtype that it lacks is stored as bytes (the index knows what they are).
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+# What moves elements of a given size: not every dtype has indexing kernels.
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@attrs.frozen
+class Item:
+    """A piece to be written: `value()` gives the elements of `region`."""
+
+    name: str
+    dtype: torch.dtype
+    region: Region
+    value: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
+
+
+@attrs.frozen
+class Piece:
+    """A stored piece: where its bytes are, which elements they are, and the checksums of their blocks."""
+
+    file: str
+    start: int
+    nbytes: int
+    region: Region
+    sums: bytes  # 4 bytes a block, little endian
+
+    def to_json(self) -> list[Any]:
+        return [self.file, self.start, self.nbytes, self.region.to_json(), base64.b64encode(self.sums).decode()]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> Piece:
+        file, start, nbytes, region, sums = data
+        return Piece(file, start, nbytes, Region.from_json(region), base64.b64decode(sums))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"this torch has no dtype {name!r}, which the checkpoint holds; load it with a newer torch")
+    return found
+
+
+# ---- writing ----
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """The elements of a tensor as bytes in row-major order; a view where it lies so in host memory."""
+    plain = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return memoryview(plain.view(torch.uint8).numpy())
+
+
+def header(items: Sequence[Item]) -> bytes:
+    """The safetensors header of a file that holds these items one after another."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for item in items:
+        name = NAMES.get(item.dtype)
+        shape = item.region.shape if name is not None else (item.nbytes,)
+        entries[item.name] = {"dtype": name or "U8", "shape": list(shape), "data_offsets": [start, start + item.nbytes]}
+        start += item.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
+    """Write and flush one file; the pieces in order. Values are asked for one at a time."""
+    # Unbuffered, in blocks: writing and summing release the interpreter lock.
+    head = header(items)
+    pieces = []
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(head))
+        start = len(head)
+        for item in items:
+            sums = _write_blocks(file.fileno(), bytes_of(item.value()))
+            pieces.append(Piece(path.name, start, item.nbytes, item.region, sums))
+            start += item.nbytes
+        os.fsync(file.fileno())
+    return pieces
+
+
+def _write_blocks(fd: int, data: memoryview) -> bytes:
+    sums = np.zeros(-(-len(data) // BLOCK_BYTES), dtype="<u4")
+    for k in range(len(sums)):
+        block = data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]
+        sums[k] = zlib.crc32(block)
+        write_all(fd, block)
+    return sums.tobytes()
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """`os.write` may write a part only, at a limit or on a network file system."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+# ---- reading ----
+
+
+def read_piece(
+    folder: Path, name: str, dtype: torch.dtype, piece: Piece, picks: Sequence[Pick], verify: bool = True
+) -> torch.Tensor:
+    """The elements at `picks` of a stored piece, read with no more blocks than they need.
+
+    Raises CheckpointError that names the file and the tensor where bytes are missing or differ from what was written.
+    """
+    shape = piece.region.shape or (1,)
+    picks = picks or (slice(0, 1, 1),)
+    row_bytes = dtype.itemsize * prod(shape[1:])
+    low, high = extent(picks[0])
+    begin, end = low * row_bytes, high * row_bytes
+    if begin >= end:
+        return torch.empty([len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype)
+    first = begin // BLOCK_BYTES
+    needed = _needed_blocks(shape, picks, dtype.itemsize)
+    stop = min((first + len(needed)) * BLOCK_BYTES, piece.nbytes)
+    # Untouched pages of an empty tensor cost no memory, so that blocks which are not read may have their place in it.
+    buffer = torch.empty(stop - first * BLOCK_BYTES, dtype=torch.uint8)
+    _read_blocks(folder, name, piece, first, needed, memoryview(buffer.numpy()), verify)
+    rows = buffer[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES].view(CARRIERS[dtype.itemsize])
+    inner = take(rows.reshape(high - low, *shape[1:]), [_shifted(picks[0], low), *picks[1:]])
+    return inner.view(dtype) if piece.region.shape else inner.view(dtype).reshape(())
+
+
+def _shifted(pick: Pick, by: int) -> Pick:
+    return slice(pick.start - by, pick.stop - by, pick.step) if isinstance(pick, slice) else pick - by
+
+
+def _needed_blocks(shape: Sequence[int], picks: Sequence[Pick], itemsize: int) -> np.ndarray:
+    """For each block from the first that is needed to the last: whether it is."""
+    spans = [extent(pick) for pick in picks]
+    split = max((d for d, ((a, b), n) in enumerate(zip(spans, shape, strict=True)) if (a, b) != (0, n)), default=0)
+    inner = itemsize * prod(shape[split + 1 :])
+    starts = np.zeros(1, dtype=np.int64)
+    for d in range(split):
+        at = np.arange(shape[d])[picks[d]]
+        starts = (starts[:, None] * shape[d] + at).reshape(-1)
+    starts = starts * shape[split]
+    low = (starts + spans[split][0]) * inner // BLOCK_BYTES
+    high = ((starts + spans[split][1]) * inner - 1) // BLOCK_BYTES
+    edges = np.zeros(int(high.max()) - int(low.min()) + 2, dtype=np.int64)
+    np.add.at(edges, low - low.min(), 1)
+    np.add.at(edges, high - low.min() + 1, -1)
+    return np.cumsum(edges[:-1]) > 0
+
+
+def _read_blocks(
+    folder: Path, name: str, piece: Piece, first: int, needed: np.ndarray, target: memoryview, verify: bool
+) -> None:
+    """Read the needed blocks to their places in `target`, which begins at block `first`."""
+    sums = np.frombuffer(piece.sums, dtype="<u4")
+    path = folder / piece.file
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path}, which holds {name!r}, cannot be opened ({error}); the checkpoint is incomplete") from error
+    try:
+        for k in np.flatnonzero(needed):
+            block = target[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]
+            count = _read_all(fd, block, piece.start + (first + int(k)) * BLOCK_BYTES)
+            if count < len(block):
+                raise CheckpointError(
+                    f"{path} is truncated: {name!r} should reach byte {piece.start + piece.nbytes}, the file has "
+                    f"{os.fstat(fd).st_size}; load another checkpoint, or copy this one again"
+                )
+            if verify and (first + k >= len(sums) or zlib.crc32(block) != sums[first + k]):
+                raise CheckpointError(
+                    f"{path}: the bytes of {name!r} {piece.region.text()} are not those that were saved (checksum of block "
+                    f"{first + int(k)}); load another checkpoint, or copy this one again"
+                )
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, target: memoryview, at: int) -> int:
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], at + done)
+        if count == 0:
+            break
+        done += count
+    return done

@@ -1,0 +1,213 @@
+"""Regions: which elements of a global tensor a stored piece or a rank's part holds.
+
+Problem: a tensor that was saved on one mesh is loaded onto another, with other axes, sizes, stripes and padding. Idea:
+a layout treats every dim by itself, so a part is a product of index sets, one per dim; the overlap of two parts is the
+product of the overlaps. An index set is a start and nested strides, which says stripes and blocks as well as slices.
+
+>>> Span(2, ((3, 1),)).indices()        # elements 2, 3, 4
+array([2, 3, 4])
+>>> common(Region((Span(0, ((4, 1),)),)), Region((Span(1, ((4, 2),)),)))   # 0-3 beside 1, 3, 5, 7
+((slice(1, 4, 2),), (slice(0, 2, 1),))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from colofunc.dtensor.layout import Dim, Layout
+from colofunc.mesh import Mesh
+
+Pick = slice | np.ndarray  # positions along one dim
+
+
+@attrs.frozen
+class Span:
+    """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one."""
+
+    start: int
+    loops: tuple[tuple[int, int], ...]
+    limit: int | None = None
+
+    def indices(self) -> np.ndarray:
+        """The indices in the order in which they lie in memory."""
+        found = np.array([self.start])
+        for size, stride in self.loops:
+            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
+        return found if self.limit is None else found[found < self.limit]
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """(first, last + 1) where this is one run, else None."""
+        if len(self.loops) > 1 or (self.loops and self.loops[0][1] != 1 and self.loops[0][0] > 1):
+            return None
+        size = self.loops[0][0] if self.loops else 1
+        stop = self.start + size if self.limit is None else min(self.start + size, self.limit)
+        return min(self.start, stop), stop
+
+    @property
+    def size(self) -> int:
+        bounds = self.bounds
+        return bounds[1] - bounds[0] if bounds is not None else len(self.indices())
+
+
+@attrs.frozen
+class Region:
+    """One span per dim."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(span.size for span in self.spans)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_box(self) -> bool:
+        return all(span.bounds is not None for span in self.spans)
+
+    def text(self) -> str:
+        """`[0:4, 8:16]`, or stripes as `start/size x stride`."""
+        words = []
+        for span in self.spans:
+            bounds = span.bounds
+            loops = " ".join(f"{size}x{stride}" for size, stride in span.loops)
+            words.append(f"{bounds[0]}:{bounds[1]}" if bounds is not None else f"{span.start}/{loops}")
+        return f"[{', '.join(words)}]"
+
+    def to_json(self) -> list[Any]:
+        return [[span.start, [list(loop) for loop in span.loops], span.limit] for span in self.spans]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> Region:
+        return Region(tuple(Span(start, tuple((a, b) for a, b in loops), limit) for start, loops, limit in data))
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Region:
+        return Region(tuple(Span(0, ((size, 1),)) for size in shape))
+
+    @staticmethod
+    def box(starts: Sequence[int], sizes: Sequence[int]) -> Region:
+        return Region(tuple(Span(start, ((size, 1),)) for start, size in zip(starts, sizes, strict=True)))
+
+
+def region_of(layout: Layout, mesh: Mesh, rank: int) -> Region:
+    """The elements that a rank's part holds, without padding."""
+    return _region(layout, tuple(sorted(mesh.coordinates(rank).items())))
+
+
+@lru_cache(maxsize=1 << 14)
+def _region(layout: Layout, where: tuple[tuple[str, int], ...]) -> Region:
+    here = dict(where)
+    return Region(tuple(_span(dim, size, here) for dim, size in zip(layout.dims, layout.shape, strict=True)))
+
+
+def _span(dim: Dim, size: int, where: Mapping[str, int]) -> Span:
+    start, loops, stride = 0, [], prod(n for n, _ in dim)
+    padded = stride > size
+    for n, axis in dim:
+        stride = stride // n if n else 0
+        if axis is None:
+            loops.append((n, stride))
+        else:
+            start += where[axis] * stride
+    return Span(start, tuple(loops), size if padded else None)
+
+
+def owners(layout: Layout, mesh: Mesh) -> dict[Region, list[int]]:
+    """Distinct parts that hold something -> the ranks that hold each of them, in rank order."""
+    found: dict[Region, list[int]] = {}
+    for rank in range(mesh.size):
+        found.setdefault(region_of(layout, mesh, rank), []).append(rank)
+    return {region: ranks for region, ranks in found.items() if region.numel or layout.shape.count(0)}
+
+
+def unpadded(part: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part without its padding: the elements of `region_of`, in their order."""
+    if not layout.is_padded:
+        return part
+    for d, (dim, size) in enumerate(zip(layout.dims, layout.shape, strict=True)):
+        span = _span(dim, size, mesh.coordinates(rank))
+        kept = attrs.evolve(span, limit=None).indices() < size
+        if not kept.all():
+            part = part.index_select(d, torch.from_numpy(np.flatnonzero(kept)).to(part.device))
+    return part
+
+
+def positions(layout: Layout, mesh: Mesh, rank: int) -> tuple[Pick, ...]:
+    """Where the elements of `region_of` lie in the rank's padded part."""
+    found: list[Pick] = []
+    for dim, size in zip(layout.dims, layout.shape, strict=True):
+        span = attrs.evolve(_span(dim, size, mesh.coordinates(rank)), limit=None)
+        found.append(_pick(np.flatnonzero(span.indices() < size)))
+    return tuple(found)
+
+
+def common(a: Region, b: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ...]] | None:
+    """Positions in `a` and in `b` of the elements that both hold, dim by dim; None where there are none."""
+    in_a: list[Pick] = []
+    in_b: list[Pick] = []
+    for x, y in zip(a.spans, b.spans, strict=True):
+        xs, ys = x.bounds, y.bounds
+        if xs is not None and ys is not None:
+            low, high = max(xs[0], ys[0]), min(xs[1], ys[1])
+            if low >= high:
+                return None
+            in_a.append(slice(low - xs[0], high - xs[0], 1))
+            in_b.append(slice(low - ys[0], high - ys[0], 1))
+            continue
+        _, here, there = np.intersect1d(x.indices(), y.indices(), assume_unique=True, return_indices=True)
+        if not len(here):
+            return None
+        in_a.append(_pick(here))
+        in_b.append(_pick(there))
+    return tuple(in_a), tuple(in_b)
+
+
+def _pick(at: np.ndarray) -> Pick:
+    """A slice where the positions are evenly spaced, which costs no copy."""
+    if not len(at):
+        return slice(0, 0, 1)
+    steps = np.diff(at)
+    step = int(steps[0]) if len(steps) else 1
+    if step > 0 and (steps == step).all():
+        return slice(int(at[0]), int(at[-1]) + 1, step)
+    return at
+
+
+def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
+    """`x` at these positions of each dim; a view where all are slices."""
+    for d, pick in enumerate(picks):
+        if isinstance(pick, slice):
+            x = x[(slice(None),) * d + (pick,)]
+        else:
+            x = x.index_select(d, torch.from_numpy(pick))
+    return x
+
+
+def put(target: torch.Tensor, picks: Sequence[Pick], value: torch.Tensor) -> None:
+    """Write `value` to these positions of `target`."""
+    if all(isinstance(pick, slice) for pick in picks):
+        target[tuple(picks)].copy_(value)
+        return
+    grids = []
+    for d, pick in enumerate(picks):
+        at = torch.from_numpy(np.arange(target.shape[d])[pick])
+        grids.append(at.reshape([-1 if k == d else 1 for k in range(len(picks))]))
+    target[tuple(grids)] = value
+
+
+def extent(pick: Pick) -> tuple[int, int]:
+    """(first, last + 1) of positions."""
+    if isinstance(pick, slice):
+        return pick.start, pick.stop
+    return int(pick.min()), int(pick.max()) + 1
