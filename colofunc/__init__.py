@@ -9,6 +9,7 @@
 """
 
 from colofunc import testing
+from colofunc.config import configure
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Cost, Rule, Strategy
 from colofunc.dtensor.rules.pattern import pattern
@@ -19,11 +20,13 @@ from colofunc.errors import (
     CheckError,
     CollectiveError,
     ColofuncError,
+    ConfigError,
     ConsumedError,
     InputError,
     MeshError,
     PlanError,
     PluginError,
+    PrecisionError,
     ProgramError,
     RuleError,
     SpecError,
@@ -36,9 +39,11 @@ from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
+from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.plan import Plan
 from colofunc.plugins import hookimpl, topology
+from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
 
@@ -49,6 +54,7 @@ __all__ = [
     "CheckError",
     "CollectiveError",
     "ColofuncError",
+    "ConfigError",
     "ConsumedError",
     "Cost",
     "DTensor",
@@ -61,6 +67,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "PluginError",
+    "Policy",
+    "PrecisionError",
     "ProgramError",
     "Rule",
     "RuleError",
@@ -75,12 +83,14 @@ __all__ = [
     "adapt",
     "clip_by_global_norm",
     "collectives",
+    "configure",
     "distribute",
     "from_local",
     "functional",
     "hookimpl",
     "launch",
     "pattern",
+    "precision",
     "random",
     "random_state",
     "set_random_state",

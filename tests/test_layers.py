@@ -29,16 +29,21 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("DTensor", ["colofunc.dtensor", "colofunc.dtensor.tensor", "colofunc.dtensor.eager"]),
     ("transforms", ["colofunc.transforms"]),
     ("functional", ["colofunc.functional"]),
+    ("config", ["colofunc.config"]),
+    ("integrations", ["colofunc.integrations"]),
     ("testing", ["colofunc.testing"]),
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
 
 # The flow from a staged function to a running one, which every transform records its intents for.
-SHARED_BY_TRANSFORMS = ("agree", "compile", "decide", "lowered", "prepare", "staged", "wanted")
+SHARED_BY_TRANSFORMS = (
+    "agree", "compare", "compile", "decide", "finite", "lowered", "observe", "prepare", "profile", "staged", "wanted",
+)  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.
 OPTIONAL_EXTRAS = {
     "transformers", "timm", "torchvision", "PIL", "matplotlib", "peft", "diffusers", "hypothesis", "pytest",
+    "yaml", "lightning", "accelerate",
 }  # fmt: skip
 
 # Parts of torch that take half a second to import and that few programs need, and our module on top of them.

@@ -18,7 +18,9 @@ from colofunc import errors  # noqa: E402
 from colofunc.plugins import hookspecs  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
-READ = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_passes", "colofunc_topologies"})
+READ = frozenset(
+    {"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes", "colofunc_topologies", "colofunc_transforms"}
+)
 EXAMPLE = ROOT / "examples" / "scan_plugin"
 
 

@@ -53,7 +53,10 @@ def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
 
 @hookspec
 def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
-    """Plan name ("zero", "tensor", ...) -> constructor. The plan is what `cf.shard(step, mesh, plan)` takes."""
+    """Plan name ("zero", "tensor", ...) -> constructor. The plan is what `cf.shard(step, mesh, plan)` takes.
+
+    `cf.configure` calls it by name, with the options that its signature says.
+    """
     raise NotImplementedError
 
 
@@ -89,7 +92,7 @@ def colofunc_passes() -> Mapping[str, Callable[..., Any]]:
 
 @hookspec
 def colofunc_transforms() -> Mapping[str, Any]:
-    """Transform name -> a whole transform (intent, contract, pass)."""
+    """Transform name -> a whole transform: `transform(step, **options) -> staged step`, which `cf.configure` calls by name."""
     raise NotImplementedError
 
 

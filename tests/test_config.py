@@ -1,0 +1,220 @@
+"""Chains from YAML, JSON and dicts: what they build, and that every mistake has its line."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import pytest
+import torch
+
+import colofunc as cf
+
+
+@attrs.frozen
+class Lines:
+    """A named plan, which says its axes."""
+
+    axes: tuple[str, ...]
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[Any]:
+        raise NotImplementedError
+
+
+def rows(axis: str, where: str = "*.weight", level: Literal[1, 2] = 1) -> Any:
+    if where == "":
+        raise ValueError("rows: where is empty. Try: a glob")
+    return {where: f"({axis} o) ..."}
+
+
+@attrs.frozen
+class Recipe:
+    scale: float
+    names: tuple[str, ...] = ()
+
+
+def scaled(step: Any, by: float | Recipe = 2.0) -> Any:
+    calls.append(by)
+    return step
+
+
+calls: list[Any] = []
+
+
+@pytest.fixture
+def plugin() -> Any:
+    module = types.ModuleType("rows_plugin")
+    module.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: {"rows": rows, "lines": Lines})
+    module.colofunc_transforms = cf.hookimpl(specname="colofunc_transforms")(lambda: {"scaled": scaled})
+    return module
+
+
+def step_fn(state: dict[str, Any], batch: torch.Tensor) -> Any:
+    loss, grads = cf.value_and_grad(lambda p: ((batch @ p["fc.weight"].T) ** 2).mean())(state)
+    return {"fc.weight": state["fc.weight"] - 0.1 * grads["fc.weight"]}, loss
+
+
+def example() -> tuple[dict[str, Any], torch.Tensor]:
+    return {"fc.weight": torch.randn(4, 6, dtype=torch.float64)}, torch.randn(8, 6, dtype=torch.float64)
+
+
+# ---- what it builds ----
+
+
+def written(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml", reason="needs PyYAML")
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+YAML = """
+# comments are fine
+mesh:
+  dp: 2
+  tp: 2
+  topology: ideal
+parallel:
+  - fc.weight: "(tp o) i"
+shard: {auto: false, in_specs: [null, "(dp b) i"]}
+"""
+JSON = """{"mesh": {"axes": {"dp": 2, "tp": 2}, "topology": "ideal"},
+  "parallel": {"fc.weight": "(tp o) i"},
+  "shard": {"auto": false, "in_specs": [null, "(dp b) i"]}}"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.json", JSON), ("also_yaml.yaml", JSON)])
+def test_a_file_is_a_chain(tmp_path: Path, name: str, text: str) -> None:
+    chain = cf.configure(written(tmp_path, text, name))
+    assert chain.mesh == cf.Mesh(dp=2, tp=2, topology="ideal")
+    step, (state, batch) = chain.apply(step_fn), example()
+    plan = step.lower(state, batch).plan
+    assert "tp" in plan.leaf("state.fc.weight").spec.split(")")[0] and plan.leaf("batch").spec == "(dp a) b"
+    cf.testing.check(step, state, batch)
+    assert chain.text().splitlines()[1] == "parallel  fc.weight: (tp o) i"
+
+
+def test_a_dict_is_a_chain_and_a_mesh_of_one_is_the_default() -> None:
+    chain = cf.configure({"executor": "compiled"})
+    assert chain.mesh.size == 1
+    assert chain.apply(step_fn).executor == "compiled"
+
+
+def test_plans_of_plugins_are_called_by_name(plugin: Any) -> None:
+    state, batch = example()
+    for parallel in ("rows: tp", {"rows": {"axis": "tp", "where": "fc.weight"}}, [{"rows": ["tp", "fc.weight"]}]):
+        source = {"rows": "tp"} if isinstance(parallel, str) else {"parallel": parallel}
+        chain = cf.configure({"mesh": {"tp": 2}, **source}, plugins=[plugin])
+        assert chain.apply(step_fn).lower(state, batch).plan.leaf("state.fc.weight").spec == "(tp a) b"
+        assert "rows(" in chain.text()
+
+
+def test_transforms_of_plugins_take_their_options(plugin: Any) -> None:
+    for given, want in ((3, 3), ({"by": 0.5}, 0.5), (None, 2.0), (True, 2.0)):
+        cf.configure({"scaled": given}, plugins=[plugin])
+        assert calls[-1] == want
+    cf.configure({"scaled": {"scale": 1, "names": ["a", "b"]}}, plugins=[plugin])
+    assert calls[-1] == Recipe(1, ("a", "b"))
+    calls.clear()
+    cf.configure({"scaled": False}, plugins=[plugin])
+    assert calls == []
+
+
+def test_clip_is_done_or_refused() -> None:
+    torch.manual_seed(0)
+    chain = cf.configure({"mesh": {"dp": 2}, "gradient_clipping": 1e-3})
+    model = cf.functional(torch.nn.Linear(6, 4).double())
+    step, state = chain.train_step(model, cf.adapt(torch.optim.SGD, lr=1.0), loss=lambda out: out.square().sum())
+    batch = torch.randn(8, 6, dtype=torch.float64)
+    placed, metrics = step(step.init(state, batch), batch)
+    moved = sum(float((placed["params"][n].full() - state["params"][n]).square().sum()) for n in state["params"]) ** 0.5
+    assert float(metrics["grad_norm"]) > 1 and moved == pytest.approx(1e-3, rel=1e-4)
+    with pytest.raises(cf.InputError, match=r"config: gradient_clipping: clip: 0.001 happens inside a step"):
+        chain.apply(step_fn)
+
+
+# ---- mistakes ----
+
+MISTAKES = [
+    ("mesh: {dp: 2}\nzerro: 3", "run.yaml:2: unknown key 'zerro'; did you mean 'zero'?"),
+    ("mesh: {dp: 2}\n\nxyzzy: 3", "run.yaml:3: unknown key 'xyzzy'; keys: 'clip', "),
+    ("quantize: int8", "run.yaml:1: 'quantize' is not installed"),
+    ("mesh:\n  dp: two", "run.yaml:2: mesh: dp is 'two'; allowed: a whole number"),
+    ("mesh:\n  dp: 2\n  topology: 8xa100-8g", "run.yaml:1: mesh: no topology '8xa100-8g'; did you mean '8xa100-80g'"),
+    ("mesh: {dp: 2}\nmesh: {tp: 2}", "run.yaml:2: key 'mesh' was given before, at run.yaml:1"),
+    ("mesh: 4", "run.yaml:1: wants keys with values, not 4"),
+    ("clip: 0", "run.yaml:1: clip is 0; allowed: a number above 0"),
+    ("clip: 1\nmax_grad_norm: 2", "run.yaml:2: 'max_grad_norm' says the same as what is at run.yaml:1"),
+    ("shard:\n  aut: false", "run.yaml:2: shard has no option 'aut'; did you mean 'auto'?"),
+    ("shard:\n  auto: maybe", "run.yaml:2: shard: auto is 'maybe'; allowed: true or false"),
+    ("executor: compield", "run.yaml:1: unknown executor 'compield'; did you mean 'compiled'?"),
+    ("parallel:\n  - '*.w': '(tp'", "run.yaml:2: parallel: '*.w': unbalanced parentheses"),
+    ("parallel:\n  rows: [tp, a, 1, b]", "run.yaml:2: rows takes 3 options by position (axis, where, level)"),
+    ("parallel:\n  rows: {axis: tp,\n    wher: a}", "run.yaml:3: rows has no option 'wher'; did you mean 'where'?"),
+    ("parallel:\n  rows: {axis: tp, level: 3}", "run.yaml:2: rows: level is 3; allowed: 1, 2"),
+    ("parallel:\n  rows:", "run.yaml:2: rows needs 'axis'"),
+    ("parallel:\n  rows: [tp, '']", "run.yaml:2: rows: rows: where is empty. Try: a glob"),
+    ("parallel:\n  row: 3", "run.yaml:2: parallel: 'row' is no plan that is installed; did you mean 'rows'"),
+    ("mesh: {dp: 2}\nparallel:\n  lines: [[dq]]", "run.yaml:3: lines: no axis 'dq'"),
+    ("parallel: [tensor]", "run.yaml:1: 'tensor' is not installed"),
+    ("a: !!python/object/apply:os.system [ls]", "run.yaml:1: tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
+    ("a: [1, 2", "run.yaml:1: is not YAML: "),
+    ("a: &x [*x]", "run.yaml: "),
+    ("- a\n- b", "run.yaml:1: the configuration is ['a', 'b']; write keys with values"),
+    ("# nothing", "run.yaml: holds nothing but comments"),
+    ("", "run.yaml: is empty"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), MISTAKES)
+def test_mistakes_have_their_line(tmp_path: Path, plugin: Any, text: str, says: str) -> None:
+    with pytest.raises(cf.ConfigError) as caught:
+        cf.configure(written(tmp_path, text), plugins=[plugin])
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"mesh": {"dp": 2},\n "zerro": 3}', "run.json:2: unknown key 'zerro'"),
+        ('{"clip": 1,\n\n "clip": 2}', "run.json:3: key 'clip' was given before, at run.json:1"),
+        ('{"clip": 1,\n}', "run.json:2: is not JSON: "),
+        ('{"clip": [1,\n 2}', "run.json:2: is not JSON: no ',' or ']' here"),
+        ('{"clip"\n 1}', "run.json:2: is not JSON: no ':' after key 'clip'"),
+        ("{1: 2}", "run.json:1: is not JSON: a key is a string"),
+        ("{} x", "run.json:1: is not JSON: something follows"),
+        ("[" * 5000, "run.json: is nested too deeply"),
+    ],
+)
+def test_json_needs_no_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(cf.ConfigError) as caught:
+        cf.configure(written(tmp_path, text, "run.json"))
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
+
+
+def test_yaml_without_pyyaml_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "clip: 1")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(cf.ConfigError, match=r"pip install \"colofunc\[yaml\]\", or write JSON"):
+        cf.configure(path)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    for name, says in (("none.yaml", "no such file"), ("bytes.json", "cannot be read as text"), ("run.toml", "or a dict")):
+        with pytest.raises(cf.ConfigError, match=says):
+            cf.configure(tmp_path / name)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 9)]
+    with pytest.raises(cf.ConfigError, match="more than 20000 values"):
+        cf.configure(written(tmp_path, "\n".join(lines)))
+
+
+def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    assert cf.configure(written(tmp_path, "clip: 1e-3")).clip == 0.001
