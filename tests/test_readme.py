@@ -59,7 +59,8 @@ def test_commands_are_the_makefiles() -> None:
 
 def test_links_and_folders_exist() -> None:
     for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES):
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     tree = next(block for block in blocks(README, "") if block.startswith("colofunc/"))
     for line in tree.splitlines():
@@ -70,6 +71,12 @@ def test_links_and_folders_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(page, monkeypatch, tmp_path)
+
+
+def test_the_rebuild_uses_nothing_of_colofunc_and_stays_short() -> None:
+    text = (ROOT / "docs" / "rebuild.md").read_text()
+    assert len(text.splitlines()) <= 650
+    assert not any(re.search(r"^\s*(import|from) colofunc", block, re.M) for block in blocks(text, "python"))
 
 
 def test_generated_pages_are_up_to_date() -> None:
