@@ -11,16 +11,18 @@ same code runs eagerly and inside a trace. A call inside another is differentiab
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from colofunc.errors import InputError
-from colofunc.program.trace_meta import phase
+from colofunc.ops import policy
+from colofunc.program.trace_meta import active, phase
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 
 # How many value_and_grad calls surround this one.
@@ -54,7 +56,7 @@ def value_and_grad(
         out = found[0] if isinstance(argnums, int) else tuple(found)
         if inner:
             return ((loss, aux) if has_aux else loss), out
-        plain = loss.detach()
+        plain = _readable(loss.detach())
         return ((plain, _detached(aux)) if has_aux else plain), out
 
     return wrapped
@@ -73,6 +75,9 @@ def _differentiated(
         new[n] = unflatten(tree, fresh)
         leaves += [t if t.requires_grad else None for t in fresh]
         trees.append(tree)
+        if (mixed := policy.active()) is not None:
+            for t, name in zip(fresh, tree.names(), strict=True):
+                mixed.name(t, name.partition(".")[2])
     if all(leaf is None for leaf in leaves):
         raise InputError(f"value_and_grad: no floating tensor in argument {chosen}. Try: argnums=")
     return new, leaves, trees
@@ -108,8 +113,24 @@ def _gradients(loss: Tensor, leaves: list[Tensor | None], inner: bool) -> Any:
     return iter([None if leaf is None else next(found) for leaf in leaves])
 
 
+def _readable(loss: Tensor) -> Tensor:
+    """Under `cf.precision` a loss comes back in float32 at least."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) if policy.active() is not None else loss
+
+
 def _detached(aux: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach() if t.requires_grad else t, aux)
+
+
+def warn_of_eval_mode(module: nn.Module) -> None:
+    """One warning where a step that is being traced differentiates a module in eval mode."""
+    if not module.training and _DEPTH.get() > 0 and active() is not None:
+        warnings.warn(
+            f"a training step runs {type(module).__name__} in eval mode, so its dropout does nothing and its running "
+            "statistics stand still (from_pretrained returns models so); call model.train() before the step, or "
+            "filter this warning if that is meant",
+            stacklevel=3,
+        )
 
 
 def clip_by_global_norm(grads: Any, max_norm: float | Tensor) -> tuple[Any, Tensor]:

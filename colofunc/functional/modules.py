@@ -24,6 +24,8 @@ from torch.func import functional_call
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
+from colofunc.functional.gradients import warn_of_eval_mode
+from colofunc.ops import policy
 from colofunc.program.trace_meta import watch_modules
 
 Tensors = dict[str, Tensor]
@@ -59,7 +61,8 @@ class Model:
         # The forward may write to its buffers in place, so it gets copies.
         copies = {name: b.clone() for name, b in buffers.items()}
         held = {**self.frozen, **params, **copies}
-        with watch_modules(self.module):
+        warn_of_eval_mode(self.module)
+        with watch_modules(self.module), policy.inside(self.module, held, [*self.frozen, *params]):
             out = functional_call(self.module, held, args, kwargs)
         # A forward may also have put another tensor in a buffer's place.
         return out, {name: held[name].detach() for name in copies}

@@ -73,7 +73,9 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
     budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries)
+    passes = [registry.passes[name] for name in sorted(registry.passes)]
+    passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes)
     choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
@@ -122,6 +124,7 @@ def _within(
     budget_bytes: int | None,
     axes: tuple[str, ...],
     temporaries: bool = True,
+    passes: Sequence[Callable[[Program, Mesh], Program]] = (),
     tries: int = 4,
 ) -> tuple[Decided, Program]:
     """Plan and lower so that the accountant agrees that the peak is within the budget.
@@ -134,8 +137,8 @@ def _within(
         regather = decided.assignment.regather
         local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
         check_program(local, mesh)
-        for name in sorted(candidates.registry.passes):
-            local = candidates.registry.passes[name](local, mesh)
+        for rewrite in passes:
+            local = rewrite(local, mesh)
             check_program(local, mesh)
         local = in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
         if budget_bytes is None or aim is None:

@@ -26,6 +26,7 @@ class Intent:
 
     `around`: wraps the step function before it is traced, and before the single-device reference runs it.
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
+    `local`: rewrites the program of one rank, beside the passes of plugins.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -34,6 +35,7 @@ class Intent:
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     grow: Callable[[Any], Any] | None = None
     clashes: Mapping[str, str] = attrs.field(factory=dict)
+    local: Callable[[Any, Any], Any] | None = None
 
 
 class Compiler(Protocol):
@@ -42,6 +44,7 @@ class Compiler(Protocol):
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
+    def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Any: ...
 
 
 @attrs.frozen(eq=False)
@@ -69,6 +72,10 @@ class Staged:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
         return self.compiler.lower(self, self.arguments(args, kwargs))
+
+    def compare(self, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Any:
+        """The first value that this step computes differently from its function on one device; see `low.compare`."""
+        return self.compiler.compare(self, self.arguments(args, kwargs), tolerance)
 
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled"."""

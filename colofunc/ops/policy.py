@@ -1,0 +1,353 @@
+"""The precision of a running step: who is cast, where, and to what.
+
+Problem: mixed precision keeps parameters in float32 and computes in bfloat16, and somebody has to cast at every place
+where the two meet. Autocast casts at each matrix product; `.to(bfloat16)` loses the masters. Idea: while a step runs,
+one function mode knows its `Policy` and casts a differentiated leaf once, where it enters a computation, so that its
+gradient comes back in the leaf's own dtype through the cast.
+
+    with Mixed(Policy(compute=torch.bfloat16)):
+        w = torch.ones(4, 4, requires_grad=True)             # float32: a master
+        (x @ w).dtype                                        # bfloat16; x follows, whatever float it is
+        torch.autograd.grad((x @ w).sum(), w)[0].dtype       # float32
+
+Everything else keeps the dtype that the code gives it, with three exceptions: where torch refuses two dtypes
+(`FOLLOW`), the wider operand follows the compute dtype; a norm whose operands differ runs in the wider one, and batch
+norm in that of its statistics; losses (`F.cross_entropy` and its kin) are computed in float32 at least, as autocast has it.
+
+With a loss scale, what is differentiated is multiplied by it and the gradients are divided by it again, before anyone
+sees them; `finite` collects, per backward pass, whether all of them are finite.
+Source: Micikevicius et al., Mixed precision training (2018), sections 3.1 to 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from colofunc import compat
+from colofunc.errors import InputError, near
+
+NAMES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32, "fp64": torch.float64, "float64": torch.float64,
+}  # fmt: skip
+
+
+def floating(value: Any, what: str = "precision") -> torch.dtype:
+    """A floating dtype from itself or its name. Raises InputError naming near names, or where integers belong."""
+    if isinstance(value, str):
+        if value not in NAMES:
+            raise InputError(f"{what}={value!r} is no precision{near(value, NAMES)}")
+        return NAMES[value]
+    if not isinstance(value, torch.dtype):
+        raise InputError(f"{what}={value!r} is no dtype; write a name such as 'bf16', or torch.bfloat16")
+    if value not in NAMES.values():
+        raise InputError(f"{what}={value}: a step computes in a floating dtype of 2, 4 or 8 bytes, such as torch.bfloat16")
+    return value
+
+
+def _pairs(value: Any) -> tuple[tuple[str, torch.dtype], ...]:
+    items = value.items() if isinstance(value, Mapping) else value
+    return tuple((str(glob), floating(dtype, f"overrides[{glob!r}]")) for glob, dtype in items)
+
+
+def _scale(value: Any) -> Any:
+    if value in (None, "auto", "dynamic") or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        return value
+    raise InputError(f"loss_scale={value!r}; write 'dynamic', a positive number that stays, None, or leave it out")
+
+
+@attrs.frozen
+class Policy:
+    """Dtypes of a step. Each may be given as a `torch.dtype` or by name ("bf16", "fp16", "fp32").
+
+    params: what the state keeps at least; narrower leaves are widened, so that a model loaded in bf16 has fp32 masters.
+    compute: what differentiated leaves and the weights of `Model.apply` are cast to. reduce: the least dtype in which
+    gradients are summed over the mesh. overrides: glob over module paths and parameter names -> dtype there; the last
+    that matches wins. loss_scale: "dynamic", a number that stays, None; by default dynamic where compute is fp16.
+    """
+
+    params: torch.dtype = attrs.field(default=torch.float32, converter=floating)
+    compute: torch.dtype = attrs.field(default=torch.bfloat16, converter=floating)
+    reduce: torch.dtype = attrs.field(default=torch.float32, converter=floating)
+    overrides: tuple[tuple[str, torch.dtype], ...] = attrs.field(default=(), converter=_pairs)
+    loss_scale: str | float | None = attrs.field(default="auto", converter=_scale)
+
+    @property
+    def scales(self) -> str | float | None:
+        """What `loss_scale` means: "dynamic", a number, or None."""
+        dynamic = "dynamic" if self.compute is torch.float16 else None
+        return dynamic if self.loss_scale == "auto" else self.loss_scale
+
+    def override(self, name: str) -> torch.dtype | None:
+        """What the overrides say of a module or parameter: of itself, or of a module that holds it."""
+        parts = name.split(".")
+        paths = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        found = [d for glob, d in self.overrides if any(fnmatchcase(p, glob) or fnmatchcase(p, f"*.{glob}") for p in paths)]
+        return found[-1] if found else None
+
+
+# Where torch refuses two floating dtypes, by the function's name: the wider operands become the compute dtype.
+FOLLOW = frozenset(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot addmm addmv addbmm baddbmm einsum tensordot inner "
+    "chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention "
+    "multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
+    "rnn_relu_cell prelu".split()
+)
+NORMS = frozenset("layer_norm group_norm rms_norm".split())
+STATISTICS = frozenset("batch_norm instance_norm".split())
+LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
+# Functions for which a leaf is looked up in a table or multiplied in: a leaf is cast here even after its backward pass.
+_COMPUTES = FOLLOW | NORMS | STATISTICS | frozenset(("embedding", "embedding_bag"))
+# What is done to a leaf itself, not with its values.
+_RAW = frozenset(
+    "detach detach_ requires_grad_ requires_grad retain_grad register_hook backward size dim stride numel nelement data_ptr "
+    "is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ __set__ "
+    "__repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version is_cuda "
+    "register_post_accumulate_grad_hook has_names is_nonzero is_same_size".split()
+)
+_TRANSPOSED = tuple(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))
+
+_ACTIVE: ContextVar[Mixed | None] = ContextVar("colofunc_policy", default=None)
+
+
+def active() -> Mixed | None:
+    """The policy under which the code of this context runs, None for none."""
+    return _ACTIVE.get()
+
+
+@contextmanager
+def inside(module: nn.Module, held: dict[str, Tensor], weights: Sequence[str]) -> Iterator[None]:
+    """`Mixed.inside` of the active policy; nothing where there is none."""
+    mixed = active()
+    if mixed is None:
+        yield
+        return
+    with mixed.inside(module, held, weights):
+        yield
+
+
+class Mixed(TorchFunctionMode):
+    """Runs code under a policy. `scale`: the loss scale, 0-dim; `finite`: one 0-dim bool per backward pass."""
+
+    def __init__(self, policy: Policy, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.scale = scale
+        self.finite: list[Tensor] = []
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # id of a leaf -> it and what computations see
+        self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}  # leaves with a dtype of their own
+        self._done: dict[int, Tensor] = {}  # leaves that had their backward pass
+        self._paused = False
+
+    def __enter__(self) -> Any:
+        self._token: Token[Mixed | None] = _ACTIVE.set(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        _ACTIVE.reset(self._token)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(func, args, kwargs)
+        if func is Tensor.backward:
+            return self._backward(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func not in _TRANSPOSED:
+            return func(*args, **kwargs)
+        if name not in _RAW and torch.is_grad_enabled():
+            computes = name in _COMPUTES
+            args, kwargs = _map(lambda t: self._enter_leaf(t, computes), args), _map(lambda t: self._enter_leaf(t, computes), kwargs)
+        rule = _RULES.get(name) or (_widen_loss if name.endswith("_loss") else None)
+        if rule is not None:
+            args, kwargs = rule(self.policy, args, kwargs)
+        return func(*args, **kwargs)
+
+    # ---- leaves ----
+
+    def name(self, leaf: Tensor, name: str) -> None:
+        """Tell the name of a leaf, for the overrides."""
+        dtype = self.policy.override(name)
+        if dtype is not None:
+            self._dtypes[id(leaf)] = leaf, dtype
+
+    def _enter_leaf(self, t: Tensor, computes: bool) -> Tensor:
+        if not (t.requires_grad and t.is_leaf and t.is_floating_point()):
+            return t
+        key = id(t)
+        if key in self._done and not computes:
+            return t  # `p - lr * p.grad`: the master itself
+        if key not in self._cast:
+            dtype = self._dtypes[key][1] if key in self._dtypes else self.policy.compute
+            self._cast[key] = t, t.to(dtype)
+        return self._cast[key][1]
+
+    # ---- modules ----
+
+    @contextmanager
+    def inside(self, module: nn.Module, held: dict[str, Tensor], weights: Sequence[str]) -> Iterator[None]:
+        """Casts `weights` among the tensors that a module is called with, and hooks the modules with overrides.
+
+        Buffers keep their dtype (statistics, rotary tables) unless an override names them; so do weights beside
+        running statistics.
+        """
+        kept = {f"{path}." if path else "" for path, m in module.named_modules() if dict(m.named_buffers(recurse=False)).keys() & _RUNNING}
+        names, before = set(weights), dict(held)
+        with self._raw():
+            for name, t in held.items():
+                dtype = self.policy.override(name)
+                if dtype is None and name in names and name[: name.rfind(".") + 1] not in kept:
+                    dtype = self.policy.compute
+                if t.is_floating_point() and dtype is not None and t.dtype != dtype:
+                    held[name] = t.to(dtype)
+                elif t.requires_grad and t.is_leaf:
+                    self._cast[id(t)] = t, t  # stays as it is
+        handles = [h for path, m in module.named_modules() for h in self._hooks(path, m)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, t in before.items():
+            if name not in names:
+                held[name] = _to(held[name], t.dtype)
+
+    @contextmanager
+    def _raw(self) -> Iterator[None]:
+        """Inside, leaves are themselves."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _hooks(self, path: str, module: nn.Module) -> list[Any]:
+        """Casts at the door of a module whose override differs from what surrounds it."""
+        inner = self.policy.override(path) if path else None
+        outer = self.policy.override(path.rpartition(".")[0]) or self.policy.compute
+        if inner is None or inner == outer:
+            return []
+
+        def enter(mod: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _map(lambda t: _to(t, inner), args), _map(lambda t: _to(t, inner), kwargs)
+
+        def leave(mod: nn.Module, args: Any, out: Any) -> Any:
+            return pytree.tree_map_only(Tensor, lambda t: _to(t, outer) if t.dtype == inner else t, out)
+
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+
+    # ---- backward passes ----
+
+    def _grad(self, func: Any, args: Any, kwargs: Any) -> Any:
+        names = ("outputs", "inputs")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        inputs = given["inputs"]
+        self._done |= {id(t): t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+        if self.scale is None:
+            return func(*args, **kwargs)
+        outputs = given.pop("outputs")
+        single = isinstance(outputs, Tensor)
+        scaled = [o * self.scale for o in ([outputs] if single else outputs)]
+        found = func(scaled[0] if single else scaled, given.pop("inputs"), *args[2:], **{k: v for k, v in given.items() if k not in names})
+        return tuple(self._unscaled(found))
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves = [leaf for leaf, _ in self._cast.values()]
+        self._done |= {id(leaf): leaf for leaf in leaves}
+        if self.scale is None:
+            return func(*args, **kwargs)
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        func(args[0] * self.scale, *args[1:], **kwargs)
+        for leaf, old, new in zip(leaves, before, self._unscaled([leaf.grad for leaf in leaves]), strict=True):
+            leaf.grad = old if new is None else new if old is None else old + new
+        return None
+
+    def _unscaled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        assert self.scale is not None
+        inverse = 1.0 / self.scale
+        out = [None if g is None else g * inverse.to(g.dtype) for g in grads]
+        # A sum is finite only if all its terms are: one pass, no temporary, and partial sums add up over a mesh.
+        sums = [g.detach().sum(dtype=torch.promote_types(g.dtype, torch.float32)).to(torch.float32) for g in out if g is not None]
+        if sums:
+            self.finite.append(compat.unwrap_functorch(torch.isfinite(torch.stack(sums).sum())))
+        return out
+
+
+_RUNNING = {"running_mean", "running_var"}
+
+
+def _map(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Arguments of a call with every tensor replaced."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_map(fn, x) for x in tree])
+    if type(tree) is dict:
+        return {k: _map(fn, v) for k, v in tree.items()}
+    return tree
+
+
+def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
+
+
+def _dtypes_of(args: Any, kwargs: Any) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
+
+    def look(t: Tensor) -> Tensor:
+        if t.is_floating_point():
+            found.add(t.dtype)
+        return t
+
+    _map(look, (args, kwargs))
+    return found
+
+
+def _follow(policy: Policy, args: Any, kwargs: Any) -> Any:
+    dtypes = _dtypes_of(args, kwargs)
+    if len(dtypes) < 2 or policy.compute not in dtypes:
+        return args, kwargs
+    return _map(lambda t: _to(t, policy.compute), (args, kwargs))
+
+
+def _widest(policy: Policy, args: Any, kwargs: Any) -> Any:
+    dtypes = sorted(_dtypes_of(args, kwargs), key=lambda d: d.itemsize)
+    return (args, kwargs) if len(dtypes) < 2 else _map(lambda t: _to(t, dtypes[-1]), (args, kwargs))
+
+
+def _statistics(policy: Policy, args: Any, kwargs: Any) -> Any:
+    """(input, running_mean, running_var, weight, bias, ...): the weights in the dtype of the statistics."""
+    given = {**dict(zip(("input", "running_mean", "running_var", "weight", "bias"), args, strict=False)), **kwargs}
+    mean = given.get("running_mean")
+    if mean is None:
+        return args, kwargs
+    cast = {k: _to(given[k], mean.dtype) for k in ("weight", "bias") if given.get(k) is not None}
+    named = ("input", "running_mean", "running_var", "weight", "bias")
+    return tuple(cast.get(named[i], a) if i < 5 else a for i, a in enumerate(args)), {k: cast.get(k, v) for k, v in kwargs.items()}
+
+
+def _widen_loss(policy: Policy, args: Any, kwargs: Any) -> Any:
+    return _map(lambda t: _to(t, torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t, (args, kwargs))
+
+
+_RULES: dict[str, Callable[[Policy, Any, Any], Any]] = {
+    **dict.fromkeys(FOLLOW, _follow),
+    **dict.fromkeys(NORMS, _widest),
+    **dict.fromkeys(STATISTICS, _statistics),
+    **dict.fromkeys(LOSSES, _widen_loss),
+}

@@ -1,0 +1,182 @@
+"""precision: compute in bfloat16 or float16, keep float32 masters in the state.
+
+    step = cf.precision(step_fn, "bf16")
+    step = cf.precision(step_fn, cf.Policy(compute="bf16", overrides={"*.router": "fp32"}))
+    step = cf.shard(cf.precision(step_fn, "fp16"), mesh)          # in any order; masters are cast before they are gathered
+
+Problem: a script in mixed precision has casts in its model, masters in its optimizer and a loss scaler that asks the
+device after every step whether to skip it. Idea: the policy is a function mode around the step (`colofunc.ops.policy`),
+masters are the state itself, and the loss scale is three more numbers in the state, so that skipping is a `where`.
+
+    state["loss_scale"] = {"scale": 65536.0, "good": 0, "skipped": 0}      # fp16 only; the state is a dict then
+
+A step whose gradients are not all finite returns the state that it was given, with half the scale; 2000 good steps in a
+row double it. Metrics stay visible: the loss as it came out, and `skipped`, the steps skipped in a row. The host looks
+at that number once in 100 calls, and 100 skipped steps in a row end in a PrecisionError.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colofunc.errors import InputError, PrecisionError
+from colofunc.mesh import Mesh
+from colofunc.ops.policy import Mixed, Policy, floating
+from colofunc.program.ir import Program
+from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.wide_sums import wide_sums
+from colofunc.transforms.compile import StepCompiler
+from colofunc.transforms.staged import Intent, Staged, stage
+
+KEY = "loss_scale"
+FIRST = 65536.0
+GROWS_AFTER = 2000  # good steps in a row
+LEAST = 1.0
+LOOKS_EVERY = 100  # calls
+PATIENCE = 100  # skipped steps in a row
+
+
+def precision(step_fn: Callable[..., Any] | str | Policy | None = None, policy: str | Policy | torch.dtype | None = None) -> Any:
+    """The step function computing in another precision; "bf16", "fp16", or a `cf.Policy`.
+
+    Floating leaves of argument 0 that are narrower than `Policy.params` are widened. What the step differentiates, and
+    the weights of `Model.apply`, are cast to the compute dtype. As a decorator: `@cf.precision("bf16")`.
+    """
+    if isinstance(step_fn, (str, Policy, torch.dtype)) and policy is None:
+        step_fn, policy = None, step_fn
+    chosen = policy if isinstance(policy, Policy) else Policy(compute=floating("bf16" if policy is None else policy))
+    intent = Intent(
+        "precision", {"policy": chosen}, around=functools.partial(_around, chosen), grow=_Grow(chosen),
+        local=functools.partial(_local, chosen),
+    )  # fmt: skip
+    if step_fn is None or isinstance(step_fn, (str, Policy)):
+        return lambda fn: stage(fn, intent, StepCompiler)
+    staged: Staged = stage(step_fn, intent, StepCompiler)
+    return staged
+
+
+def _local(policy: Policy, program: Program, mesh: Mesh) -> Program:
+    return wide_sums(program, policy.reduce)
+
+
+# ---- the state ----
+
+
+class _Grow:
+    """Argument 0 with masters, and with a loss scale where there is one. Counts calls to look at it now and then."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.calls = 0
+
+    def __call__(self, state: Any) -> Any:
+        leaves, tree = flatten(state)
+        wide = self.policy.params
+        if any(_narrower(t, wide) for t in leaves):
+            state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
+        if self.policy.scales is None:
+            return state
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"the loss scale is kept in the state, which is of type {type(state).__name__} here; make argument 0 of the step a "
+                f"dict, such as {{'params': ..., 'opt': ...}}, or compute in bf16, which needs no scale"
+            )
+        if KEY in state:
+            self._look(state[KEY])
+            return state
+        first = FIRST if self.policy.scales == "dynamic" else float(self.policy.scales)
+        zero = torch.zeros((), dtype=torch.int64)
+        return {**state, KEY: {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()}}
+
+    def _look(self, record: Any) -> None:
+        self.calls += 1
+        skipped = record["skipped"]
+        if self.calls % LOOKS_EVERY or skipped.is_meta:
+            return
+        if int(skipped) >= PATIENCE:
+            raise PrecisionError(
+                f"{int(skipped)} steps in a row were skipped because gradients were not finite, at last with a loss scale of "
+                f"{float(record['scale']):g}; the state is that before the first of them. Try: bf16, overrides={{glob: 'fp32'}} for the "
+                "module that overflows (low.check_finite finds it), or a smaller learning rate from an earlier checkpoint"
+            )
+
+
+def _narrower(t: Tensor, wide: torch.dtype) -> bool:
+    return t.is_floating_point() and t.dtype.itemsize < wide.itemsize
+
+
+# ---- the step ----
+
+
+def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def stepped(*args: Any) -> Any:
+        if policy.scales is None or not args:
+            with Mixed(policy):
+                return _checked(policy, args, fn(*args))
+        record = args[0][KEY]
+        state = {k: v for k, v in args[0].items() if k != KEY}
+        with Mixed(policy, record["scale"]) as mixed:
+            out = _checked(policy, (state,), fn(state, *args[1:]))
+        return _scaled(policy, record, state, out, mixed.finite)
+
+    return stepped
+
+
+def _first(out: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The new state in what a step returns, and how to put another in its place."""
+    if isinstance(out, tuple) and out:
+        make = out._make if hasattr(out, "_make") else type(out)
+        return out[0], lambda new: make((new, *out[1:]))
+    return out, lambda new: new
+
+
+def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:
+    """`out`, unless it is a state of which a leaf has lost digits."""
+    if not args:
+        return out
+    old, tree = flatten(args[0])
+    new, new_tree = flatten(_first(out)[0])
+    if tree.key() == new_tree.key():
+        for name, a, b in zip(tree.names(), old, new, strict=True):
+            if a.is_floating_point() and b.is_floating_point() and b.dtype.itemsize < a.dtype.itemsize and a.shape == b.shape:
+                raise InputError(
+                    f"the step returns {name or 'its state'} as {b.dtype} and was given {a.dtype}, so under cf.precision it would lose its "
+                    "master; update parameters under torch.no_grad(), or with cf.adapt(...)"
+                )
+    return out
+
+
+def _scaled(policy: Policy, record: Any, state: Any, out: Any, flags: list[Tensor]) -> Any:
+    """What the step returns with the loss scale in it; the old state where a gradient was not finite."""
+    new, back = _first(out)
+    old_leaves, old_tree = flatten(state)
+    leaves, tree = flatten(new)
+    if tree.key() != old_tree.key():
+        if flags:
+            raise InputError(
+                "a step with a loss scale returns its new state first, with the tree of the old one, so that a step whose gradients "
+                "overflow can be skipped"
+            )
+        return out  # evaluates, and returns no state
+    if not flags:
+        return back({**new, KEY: record})
+    finite = torch.stack(flags).all() if len(flags) > 1 else flags[0]
+    kept = [b if a is b else torch.where(finite, b, a) for a, b in zip(old_leaves, leaves, strict=True)]
+    return back({**unflatten(tree, kept), KEY: _next(policy, record, finite)})
+
+
+def _next(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:
+    scale, good, skipped = record["scale"], record["good"], record["skipped"]
+    counted = torch.where(finite, good + 1, torch.zeros_like(good))
+    new = scale
+    if policy.scales == "dynamic":
+        grown = counted >= GROWS_AFTER
+        new = torch.where(finite, torch.where(grown, scale * 2.0, scale), (scale * 0.5).clamp(min=LEAST))
+        counted = torch.where(grown, torch.zeros_like(counted), counted)
+    return {"scale": new, "good": counted, "skipped": torch.where(finite, torch.zeros_like(skipped), skipped + 1)}
