@@ -12,9 +12,9 @@ import torch
 
 import colofunc as cf
 from colofunc import testing
+from colofunc.program.closeness import scaled_difference
 from colofunc.testing import models, programs
 from colofunc.testing.pytest_plugin import float64, mesh  # noqa: F401
-from colofunc.testing.trees import scaled_difference
 
 IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
 

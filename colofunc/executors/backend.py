@@ -18,6 +18,7 @@ from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env
 from colofunc.executors.keep import Kept
 from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.executors.source import Tap
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
@@ -42,6 +43,12 @@ class Backend(Protocol):
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
 
+    def order(self, program: Program) -> Program:
+        """`program` as `compile` runs it, collectives moved to where they overlap."""
+
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
+        """`program` node by node as it stands, with what `tap` writes behind each; not kept."""
+
 
 class Simulated:
     """All ranks in this process, in lock step."""
@@ -60,6 +67,12 @@ class Simulated:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
+
+    def order(self, program: Program) -> Program:
+        return program
+
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> SimulatedProgram:
+        return SimulatedProgram(program, mesh, tap=tap)
 
 
 class Compiled:
@@ -84,6 +97,13 @@ class Compiled:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
+
+    def order(self, program: Program) -> Program:
+        return self._inner.order(program)
+
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
+        """Not compiled: a compiled segment has no nodes to look at."""
+        return self._inner.observe(program, mesh, tap)
 
 
 def backend_for(mesh: Mesh, name: str | None = None) -> Backend:

@@ -23,7 +23,7 @@ import torch
 from colofunc.errors import InputError, ProgramError
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import reduce_members
-from colofunc.executors.source import Partition, StepFunction, Writer, only
+from colofunc.executors.source import Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref
@@ -34,8 +34,11 @@ Shards = list[torch.Tensor]
 class SimulatedProgram:
     """A program ready to run on every rank of a mesh. Call with `inputs[i][r]`: input i on rank r, without constants."""
 
-    def __init__(self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None, tap: Tap | None = None
+    ) -> None:
         self.program = program
+        self._tap = tap
         self.mesh = mesh
         self._bound = bound
         self._expected = sum(i not in program.constants for i in program.inputs)
@@ -58,7 +61,7 @@ class SimulatedProgram:
 
     def write(self, partition: Partition, device: torch.device, sparing: bool = True) -> Writer:
         """The source for inputs that are shared as `partition` says."""
-        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing)
+        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing, self._tap)
         writer.write()
         return writer
 

@@ -42,6 +42,10 @@ class Wires(Protocol):
         """Write the lines of one collective, `wait` or layout move and define its result."""
 
 
+Tap = Callable[["Writer", int, Node], None]
+"""Writes lines of its own behind those of node number `int`, before what died there is freed (see `tap`)."""
+
+
 class Writer:
     """Collects the lines of one function."""
 
@@ -54,8 +58,10 @@ class Writer:
         partition: Partition,
         bound: Mapping[str, Callable[..., Any]] | None = None,
         sparing: bool = True,
+        tap: Tap | None = None,
     ) -> None:
         """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place."""
+        self.tap = tap
         self.program = program
         self.lanes = lanes
         self.device = device
@@ -144,6 +150,8 @@ class Writer:
         for index, node in enumerate(self.program.nodes):
             self._node = index
             self.node(node)
+            if self.tap is not None:
+                self.tap(self, index, node)
             dead = [o for o in node.outs if o is not None and o not in last]
             self.free(dead + dying.get(index, []))
 

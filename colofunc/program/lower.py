@@ -129,12 +129,14 @@ def lower(
     mesh: Mesh,
     record_local: RecordLocal,
     regather: frozenset[int] = frozenset(),
+    build: Builder | None = None,
 ) -> Program:
     """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
 
-    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather).
+    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `build`: a new
+    builder, for callers that want to know afterwards which local value is a copy of which global one.
     """
-    build = Builder(mesh, regather)
+    build = build or Builder(mesh, regather)
     inputs = tuple(build.define(i, program.values[i], input_layouts[i]) for i in program.inputs)
     constants = {local: program.constants[i] for local, i in zip(inputs, program.inputs, strict=True) if i in program.constants}
     for node, choice in zip(program.nodes, choices, strict=True):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from colofunc.program.closeness import scaled_difference
 from colofunc.testing.check import FIRST_SEED, doubled_inside, run_reference, seeded
-from colofunc.testing.trees import plain_copy, scaled_difference
+from colofunc.testing.trees import plain_copy
 
 
 def last_bit(fn: Callable[..., Any], *args: Any, tries: int = 2) -> float:

@@ -13,16 +13,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError
-
-# |a - b| <= bound * max(1, max|b|) per leaf. Half precisions: a few rounding errors of their 8 and 11 bits.
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.complex128: 1e-10,
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}
+from colofunc.program.closeness import TOLERANCE, scaled_difference
 
 
 def plain_copy(tree: Any) -> Any:
@@ -76,17 +67,3 @@ def compare_leaf(x: Any, y: Any, name: str, tolerance: float | None = None) -> f
     if not worst <= bound:
         raise CheckError(f"{label}: differs by {worst:.3g} of the largest value, allowed {bound:.0e}")
     return worst
-
-
-def scaled_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max(1, max|b|); infinite where one is not finite and the other is something else."""
-    if b.numel() == 0:
-        return 0.0
-    finite = torch.isfinite(b)
-    same = torch.equal(torch.isfinite(a), finite) and torch.equal(a.isnan(), b.isnan())
-    if not same or not torch.equal(a[b.isinf()], b[b.isinf()]):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    scale = max(1.0, float(b[finite].abs().max()))
-    return float((a[finite] - b[finite]).abs().max()) / scale

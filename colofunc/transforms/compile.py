@@ -28,6 +28,7 @@ from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, main_seed, watch_of
+from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.staged import Staged
@@ -86,6 +87,9 @@ class StepCompiler:
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
         leaves, tree = flatten(args)
         return self._get(staged, args, leaves, tree).low
+
+    def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Compared:
+        return compare(self.lower(staged, args), args, staged.reference, tolerance)
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)

@@ -22,6 +22,7 @@ from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.text import text
 from colofunc.program.trace import Traced
+from colofunc.transforms.compare import Compared, compare
 
 
 @attrs.frozen
@@ -56,6 +57,7 @@ class Lowered:
     input_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]  # positions of input leaves that the call consumes
+    executor: str | None = None  # as `step.on` said
 
     def text(self) -> str:
         """The local program, one line per node."""
@@ -68,6 +70,10 @@ class Lowered:
     def memory(self) -> MemoryReport:
         """Live bytes per tier at every position of the local program."""
         return memory(self.program)
+
+    def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
+        """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""
+        return compare(self, args, tolerance=tolerance)
 
     def coverage(self) -> Coverage:
         """The share of the step that is really split, and what is not understood."""

@@ -81,7 +81,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
-    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated)
+    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor)
 
 
 def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:

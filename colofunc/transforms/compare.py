@@ -1,0 +1,280 @@
+"""compare: the first value, in the order of the program, that the mesh computes differently from one device.
+
+Problem: `cf.testing.check` says that a parameter is wrong after the step; the cause is one operator, one conversion or
+one collective among thousands. Idea: run the local program on its mesh and the global program on one device side by
+side, with one seed, and look at every value as it is made, in every layout that it exists in.
+
+    print(low.compare(state, batch))
+    # first: %12 (linear of fc2) f64[8, 16] as 'a b' differs by 0.83 on ranks 0, 1
+    #   by all_gather(dp), which brings '(dp a) b' to 'a b'
+    #   made at net.py:14 in forward, ...
+
+Values die as in the step: the global program runs just ahead of the local one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import join
+from colofunc.executors.tap import Lanes, everyones, values_tap
+from colofunc.mesh import Mesh
+from colofunc.ops import canonical
+from colofunc.program.closeness import TOLERANCE, scaled_difference
+from colofunc.program.ir import Node, Program
+from colofunc.program.trace_record import run_node
+from colofunc.program.trace_tree import flatten
+from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, name_of, plain_program
+
+if TYPE_CHECKING:
+    from colofunc.transforms.lowered import Lowered
+
+SHOWN = 8
+
+
+@attrs.frozen
+class Difference:
+    """One value that differs: what it is, where the user wrote it, how it lies, and what made this copy of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: str
+    operator: str
+    strategy: str  # of the operator that made the value
+    made_by: str  # the conversion, or the operator with its collectives, that gave this copy
+    line: str
+    path: str
+    phase: str
+    difference: float  # max|a-b| / max(1, max|b|)
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        ranks = f" on ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        where = f"{self.line or 'no source line'}{f', module {self.path}' if self.path else ''}, {self.phase}"
+        head = f"{self.name} {dtype} {self.shape} as {self.spec!r} differs by {self.difference:.3g}{ranks}"
+        return f"{head}\n  by {self.made_by}\n  at {where}"
+
+
+@attrs.frozen(repr=False)
+class Compared:
+    """What `compare` found. `equal`: nothing differs. `first` is where to look; what follows may be its consequence."""
+
+    values: int  # copies of values that were compared
+    worst: float  # largest scaled difference within tolerance
+    differences: tuple[Difference, ...]  # in the order of the program
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    def table(self, most: int = SHOWN) -> str:
+        """The first `most` differences, one line each."""
+        rows = [("difference", "value", "spec", "phase", "line", "made by")]
+        rows += [(f"{d.difference:.3g}", d.name, d.spec, d.phase, d.line, d.made_by) for d in self.differences[:most]]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"equal: {self.values} values as on one device, largest difference {self.worst:.3g}"
+        return f"first: {self.first}\n{len(self.differences)} of {self.values} values differ:\n{self.table()}"
+
+    __repr__ = __str__
+
+
+def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> Compared:
+    """Compare every value of the local program with the global program's; collective on real ranks, consumes nothing.
+
+    `fn`: the function itself, to be held against the global program too. Where all values agree the program that really
+    runs, after the passes, is held against the same outputs.
+    """
+    arguments = arguments_of(low, args)
+    plain = plain_program(low, arguments.backend)
+    whole = arguments.whole()
+    reference = Reference(low.global_program, whole, Counter(plain.owners.values()))
+    look = _Look(low, plain, reference, tolerance)
+    with torch.no_grad():
+        look.inputs(arguments)
+        run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
+        run(arguments.copies(()))
+        expected = [reference.value(o) for o in low.global_program.outputs]
+        if not look.found:
+            look.outputs(arguments, expected)
+    if fn is not None and not look.found:
+        look.function(fn, args, expected, arguments.seed)
+    return Compared(look.values, look.worst, tuple(look.found))
+
+
+class Reference:
+    """The global program on one device, run as far as it is asked for; values die when nobody will ask again."""
+
+    def __init__(self, program: Program, inputs: Sequence[torch.Tensor], asked: Mapping[int, int]) -> None:
+        self.program = program
+        ids = [i for i in program.inputs if i not in program.constants]
+        self.env: dict[int, torch.Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
+        self.asked = Counter(asked)
+        self.last = program.last_uses()
+        self.at = 0
+
+    def value(self, id: int) -> torch.Tensor:
+        """The value, computed now if it was not."""
+        while id not in self.env:
+            node = self.program.nodes[self.at]
+            results = run_node(node, self.env)
+            self.env.update({o: x for o, x in zip(node.outs, results, strict=True) if o is not None})
+            self.at += 1
+            for ref in {*node.refs, *(o for o in node.outs if o is not None)}:
+                self._drop(ref)
+        return self.env[id]
+
+    def take(self, id: int) -> torch.Tensor:
+        """`value`, asked for one time less from now on."""
+        found = self.value(id)
+        self.asked[id] -= 1
+        self._drop(id)
+        return found
+
+    def _drop(self, id: int) -> None:
+        if self.asked[id] <= 0 and self.last.get(id, -1) < self.at:
+            self.env.pop(id, None)
+
+
+class _Look:
+    """Called behind every node of the local program; collects what differs."""
+
+    def __init__(self, low: Lowered, plain: Plain, reference: Reference, tolerance: float | None) -> None:
+        self.low, self.plain, self.reference, self.tolerance = low, plain, reference, tolerance
+        self.makers = low.global_program.producers()
+        self.local_makers = plain.program.producers()
+        self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
+        self.found: list[Difference] = []
+        self.values, self.worst = 0, 0.0
+
+    def inputs(self, arguments: Arguments) -> None:
+        ids = [i for i in self.plain.program.inputs if i not in self.plain.program.constants]
+        for mine, shards in zip(ids, arguments.shards, strict=True):
+            self.one(mine, shards, None)
+
+    def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
+        node = self.plain.program.nodes[index]
+        for out, lanes in zip([o for o in node.outs if o is not None], results, strict=True):
+            if out in self.plain.owners:
+                self.one(out, lanes, node)
+
+    def one(self, mine: int, lanes: Sequence[torch.Tensor], node: Node | None) -> None:
+        """Compare one copy of a global value."""
+        layout = self.plain.program.values[mine].layout
+        owner = self.plain.owners[mine]
+        assert layout is not None, "a copy of a global value has a layout"
+        expected = self.reference.take(owner)
+        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.tolerance)
+        self.values += 1
+        if not ranks:
+            self.worst = max(self.worst, worst)
+            return
+        maker = self.makers.get(owner)
+        made_by = self._history(mine, node) if node is not None else "the caller: its copies or parts are not those of one tensor"
+        self.found.append(self._difference(owner, layout.text(), made_by, worst, ranks, maker))
+
+    def _difference(
+        self, owner: int, spec: str, made_by: str, worst: float, ranks: tuple[int, ...], maker: Node | None
+    ) -> Difference:
+        value = self.low.global_program.values[owner]
+        where = (maker.line, maker.path, maker.phase) if maker is not None else ("", "", "input")
+        operator = maker.target if maker is not None else "input"
+        strategy = self.strategies[id(maker)] if maker is not None else ""
+        return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
+
+    def _history(self, mine: int, node: Node) -> str:
+        """What lies between this copy and the copies of global values that it was made from."""
+        chain: list[Node] = []
+        todo = [mine]
+        while todo:
+            made = self.local_makers.get(todo.pop())
+            if made is None or made in chain:
+                continue
+            chain.append(made)
+            todo += [r for r in made.refs if r not in self.plain.owners]
+        steps = ", ".join(collective_text(n) for n in reversed(chain))
+        source, arrow, target = node.note.partition(" -> ")
+        if arrow:
+            return f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
+        return f"{steps} {node.note}".rstrip()
+
+    def outputs(self, arguments: Arguments, expected: Sequence[torch.Tensor]) -> None:
+        """All values agree: so must the outputs of the program that really runs."""
+        low = self.low
+        outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
+        for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
+            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.tolerance)
+            self.values += 1
+            if ranks:
+                why = "the passes after lowering (order, buckets, fusion, updates in place): the program before them gives the right value"
+                self.found.append(self._difference(owner, layout.text(), why, worst, ranks, self.makers.get(owner)))
+
+    def function(self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None) -> None:
+        """The mesh computes the global program: does that compute the function?"""
+        with canonical.single_device(seed):
+            leaves, _ = flatten(fn(*args))
+        for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
+            worst = scaled_difference(want, got.detach().cpu())
+            if not worst <= self._bound(want.dtype):
+                why = "tracing or simplifying: the traced program itself gives another value than the function"
+                self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
+
+    def _bound(self, dtype: torch.dtype) -> float:
+        return self.tolerance if self.tolerance is not None else TOLERANCE.get(dtype, 0.0)
+
+
+def differing(
+    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, tolerance: float | None = None
+) -> tuple[float, tuple[int, ...]]:
+    """(largest scaled difference, ranks of the copies that are beyond tolerance; () if all are within)."""
+    bound = tolerance if tolerance is not None else TOLERANCE.get(expected.dtype, 0.0)
+    worst, wrong = 0.0, []
+    seen: dict[tuple[int, ...], float] = {}
+    for ranks, order in copies_of(layout, mesh):
+        mine = [shards[r] for r in order]
+        key = tuple(id(x) for x in mine)
+        if key not in seen:
+            seen[key] = _distance(join(mine, layout, mesh).cpu(), expected)
+        worst = max(worst, seen[key])
+        if not seen[key] <= bound:
+            wrong += ranks
+    return worst, tuple(sorted(wrong))
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if b.dtype.is_floating_point or b.dtype.is_complex:
+        return scaled_difference(a.to(b.dtype), b)
+    return float((a != b).sum())
+
+
+@lru_cache(maxsize=1 << 12)
+def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
+    tied = {*layout.axes, *(a for a, _ in layout.pending)}
+    free = [a for a in mesh.axis_names if a not in tied]
+    return tuple(_copies(free, mesh))
+
+
+def _copies(free: Sequence[str], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    everyone = range(mesh.size)
+    for index in product(*(range(mesh.axis_size(a)) for a in free)):
+        here = dict(zip(free, index, strict=True))
+        members = tuple(r for r in everyone if all(mesh.coordinates(r)[a] == i for a, i in here.items()))
+        yield members, tuple(mesh.rank_at({**mesh.coordinates(r), **here}) for r in everyone)

@@ -1,0 +1,146 @@
+"""Running a lowered step to look into it: its arguments placed without being consumed, its local program as it was lowered.
+
+Problem: the program that runs has buckets, fused operators and updates in place, so most values of the step no longer
+exist as such. Idea: lower again from the same decisions, stop before those passes, and remember which local value is a
+copy of which global one. The same numbers, every value visible.
+
+    %12 linear of h.0.mlp        ->        local %31 «(dp a) b (tp c)», local %35 «(dp a) b c» after its all_gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import part
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError
+from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.distributed import broadcast_object
+from colofunc.mesh import Mesh
+from colofunc.ops.seeds import draw_seed, random_state, set_random_state
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lower import Builder, lower
+from colofunc.program.text import target_text
+from colofunc.program.trace import record_local
+from colofunc.transforms.agree import from_main, main_seed
+
+if TYPE_CHECKING:
+    from colofunc.transforms.lowered import Lowered
+
+Shards = list[torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Plain:
+    """A local program before any pass that hides values. `owners`: local id -> id of the global value it is a copy of."""
+
+    program: Program
+    owners: Mapping[int, int]
+
+
+def plain_program(low: Lowered, backend: Backend) -> Plain:
+    """What `low` was before buckets, fusion and updates in place. Collective: rank 0 lowers, all get the result."""
+    made = from_main(backend.watch, partial(_lowered_again, low))
+    if backend.watch is None:
+        assert made is not None, "one process lowers for itself"
+        return made
+    told = None if made is None else attrs.evolve(made, program=attrs.evolve(made.program, constants={}))
+    with backend.watch:
+        told = broadcast_object(told)
+    assert told is not None, "rank 0 has lowered"
+    known = low.global_program.constants
+    constants = {i: known[told.owners[i]] for i in told.program.inputs if told.owners[i] in known}
+    return attrs.evolve(told, program=attrs.evolve(told.program, constants=constants))
+
+
+def _lowered_again(low: Lowered) -> Plain:
+    whole, build = low.global_program, Builder(low.mesh)
+    ins = dict(zip(whole.inputs, low.input_layouts, strict=True))
+    local = lower(whole, low.choices, ins, low.output_layouts, low.mesh, record_local, build=build)
+    for name in sorted(low.registry.passes):
+        local = low.registry.passes[name](local, low.mesh)
+    return Plain(local, {mine: theirs for theirs, copies in build.copies.items() for mine in copies.values()})
+
+
+@attrs.frozen(eq=False)
+class Arguments:
+    """One call's arguments on the mesh; the caller's tensors are never written to."""
+
+    backend: Backend
+    leaves: Sequence[torch.Tensor]
+    shards: list[Shards]  # per input of the program without its constants: the owned ranks' parts
+    seed: torch.Tensor | None
+
+    def copies(self, positions: Sequence[int]) -> list[Shards]:
+        """The parts, with those of `positions` in memory of their own; ranks that share a tensor still do."""
+        out = [list(shards) for shards in self.shards]
+        for k in positions:
+            own = {id(x): x.clone() for x in out[k]}
+            out[k] = [own[id(x)] for x in out[k]]
+        return out
+
+    def whole(self) -> list[torch.Tensor]:
+        """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
+        found = [(x.full() if isinstance(x, DTensor) else x).detach().cpu().clone() for x in self.leaves]
+        return found if self.seed is None else [*found, self.seed]
+
+
+def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
+    """Place `args` as the step wants them. The seed is the one that the next call would draw; it is not used up."""
+    leaves = low.traced.pack(args)
+    backend = backend_for(low.mesh, low.executor)
+    shards = [_placed(x, lay, low.mesh, backend) for x, lay in zip(leaves, low.input_layouts, strict=False)]
+    seed = None
+    if low.traced.uses_seed:
+        before = random_state()
+        seed = main_seed(backend.watch, draw_seed())
+        set_random_state(before)
+        shards.append([seed] * len(backend.ranks(low.mesh)))
+    return Arguments(backend, leaves, shards, seed)
+
+
+def _placed(leaf: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend) -> Shards:
+    if isinstance(leaf, DTensor):
+        if leaf.mesh != mesh:
+            raise InputError(
+                f"an argument lies on {leaf.mesh}, the step runs on {mesh}; bring it over with cf.distribute(x.full(), spec, mesh)"
+            )
+        return convert_shards(leaf.parts, leaf.sharding, layout, mesh, backend)
+    if leaf.is_meta:
+        raise InputError(f"an argument of shape {tuple(leaf.shape)} has no data (meta tensor); give real values to run the step on")
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    out = []
+    for rank in backend.ranks(mesh):
+        where = mesh.coordinates(rank)
+        key = tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
+        if key not in made:
+            made[key] = part(leaf.detach(), layout, mesh, rank).contiguous()
+        out.append(made[key])
+    return out
+
+
+# ---- words ----
+
+
+def name_of(value: Value, maker: Node | None) -> str:
+    """`loss`, or what made a value that has no name: `%12 (linear of h.0.mlp)`."""
+    if value.name:
+        return value.name
+    if maker is None:
+        return f"%{value.id}"
+    return f"%{value.id} ({target_text(maker.target)}{f' of {maker.path}' if maker.path else ''})"
+
+
+def collective_text(node: Node) -> str:
+    """`all_gather(dp)` of a collective, the operator's name of anything else."""
+    if node.target.startswith("colofunc.") and len(node.args) > 1 and isinstance(node.args[1], tuple):
+        if all(isinstance(a, str) for a in node.args[1]) and node.args[1]:
+            return f"{target_text(node.target)}({', '.join(node.args[1])})"
+    return target_text(node.target)

@@ -1,0 +1,196 @@
+"""step.compare and low.compare: equal where nothing is wrong; where something is, the value right behind it and the user's line."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import colofunc as cf
+from colofunc.executors.launch import launch
+from colofunc.program.ir import Node, Program
+from colofunc.testing import models
+
+MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
+MESHES = [cf.Mesh(tp=2, topology="ideal"), MESH]
+SPECS = ({"w1": "i (tp o)", "w2": "(tp i) o", "b": "o"}, "(dp b) i")
+
+
+def net(state: Any, x: torch.Tensor) -> Any:
+    h = torch.relu(x @ state["w1"])
+    y = torch.addmm(state["b"], h, state["w2"])  # summed over tp
+    return {"loss": (y**2).mean(), "y": y}
+
+
+START = inspect.getsourcelines(net)[1]
+LINE_H, LINE_Y = f"test_compare.py:{START + 1} in net", f"test_compare.py:{START + 2} in net"
+
+
+def arguments() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    shapes = {"w1": (8, 16), "w2": (16, 4), "b": (4,)}
+    state = {k: torch.randn(*shape, dtype=torch.float64, generator=gen) for k, shape in shapes.items()}
+    return state, torch.randn(8, 8, dtype=torch.float64, generator=gen)
+
+
+class Fault:
+    """A plugin whose pass replaces the nodes of the local program that `change` gives another one for."""
+
+    def __init__(self, change: Callable[[Node, Program], Node | None]) -> None:
+        self.change = change
+        self.hit = 0
+
+    @cf.hookimpl
+    def colofunc_passes(self) -> Any:
+        return {"fault": self.run}
+
+    def run(self, program: Program, mesh: cf.Mesh) -> Program:
+        found = [self.change(node, program) for node in program.nodes]
+        self.hit += sum(node is not None for node in found)
+        return program.with_nodes(new or old for new, old in zip(found, program.nodes, strict=True))
+
+
+def compared(*plugins: Any, mesh: cf.Mesh = MESH, specs: Any = SPECS) -> Any:
+    specs = specs if "dp" in mesh.shape else ({**specs[0]}, "b i")
+    return cf.shard(net, mesh, in_specs=specs, out_specs={"loss": "", "y": "b o"}, plugins=plugins).compare(*arguments())
+
+
+# ---- nothing is wrong ----
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equal_where_nothing_is_wrong(mesh: cf.Mesh) -> None:
+    found = compared(mesh=mesh)
+    assert found.equal and found.first is None
+    assert found.worst <= 1e-10 and found.values >= 8
+    assert str(found).startswith("equal: ")
+
+
+def test_a_training_step_with_dropout_compares_and_consumes_nothing() -> None:
+    torch.manual_seed(0)
+    model = cf.functional(models.Language(dropout=0.3).double())
+    loss = lambda out, batch: (out**2).mean()  # noqa: E731
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=loss, inputs=lambda batch: ((batch,), {}))
+    step, batch = cf.shard(step_fn, MESH), torch.arange(32).reshape(4, 8)
+    state = step.init(state, batch)
+    before = {k: v.full() for k, v in state["params"].items()}
+    position = torch.get_rng_state()
+    found = step.lower(state, batch).compare(state, batch)
+    assert found.equal and found.values > 100
+    assert torch.equal(torch.get_rng_state(), position)
+    assert all(torch.equal(v.full(), before[k]) for k, v in state["params"].items())
+    step(state, batch)  # nothing was consumed
+
+
+# ---- injected faults ----
+
+
+def drop_reductions(node: Node, program: Program) -> Node | None:
+    if node.target == "colofunc.all_reduce" and node.line:
+        return attrs.evolve(node, target="aten.clone.default", args=node.args[:1])
+    return attrs.evolve(node, target="colofunc.take_shard", args=node.args[:3]) if "reduce_scatter" in node.target else None
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_dropped_reduction(mesh: cf.Mesh) -> None:
+    fault = Fault(drop_reductions)
+    first = compared(fault, mesh=mesh).first
+    assert fault.hit
+    assert (first.operator, first.line, first.phase) == ("aten.addmm.default", LINE_Y, "forward")
+    assert "+tp" not in first.spec and "+tp" in first.made_by and "reduce" not in first.made_by
+    assert first.ranks == tuple(range(mesh.size)) and first.difference > 1e-3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_permuted_all_gather(mesh: cf.Mesh) -> None:
+    def permute(node: Node, program: Program) -> Node | None:
+        source = program.producers().get(node.refs[0]) if node.refs else None
+        if node.target != "colofunc.rearrange" or source is None or source.target != "colofunc.all_gather":
+            return None
+        left, right = node.args[1].split(" -> ")
+        other = right.replace("(a b)", "(b a)").replace("(a c)", "(c a)")
+        return attrs.evolve(node, args=(node.args[0], f"{left} -> {other}", *node.args[2:]))
+
+    fault = Fault(permute)
+    specs = ({"w1": "i o", "w2": "i o", "b": "o"}, "b (tp i)")  # x is gathered, or the product reduced
+    step = cf.shard(lambda state, x: torch.softmax(x, 1) @ state["w1"], mesh, in_specs=specs, out_specs="b o", plugins=(fault,))
+    first = step.compare(*arguments()).first
+    assert fault.hit
+    assert first.line.startswith("test_compare.py:") and "all_gather" in first.made_by and first.difference > 1e-3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_double_counted_bias(mesh: cf.Mesh) -> None:
+    def everywhere(node: Node, program: Program) -> Node | None:
+        return attrs.evolve(node, target="aten.clone.default", args=node.args[:1]) if node.target == "colofunc.keep_first" else None
+
+    fault = Fault(everywhere)
+    found = compared(fault, mesh=mesh)
+    assert fault.hit
+    assert found.first.name == "state.b" and found.first.spec == "a +tp"
+    assert found.first.made_by.startswith("clone, which brings 'a' to 'a +tp'") and LINE_Y in found.first.made_by
+    assert found.differences[1].line == LINE_Y  # and what follows from it
+    assert "state.b" in found.table() and len(found.table(1).splitlines()) == 2
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_strategy_with_wrong_local_code(mesh: cf.Mesh) -> None:
+    class Wrong:
+        @cf.hookimpl
+        def colofunc_strategies(self) -> Any:
+            return {"aten.relu.default": self.strategies}
+
+        def strategies(self, call: Any, mesh: cf.Mesh) -> Any:
+            layout = cf.Spec("a (tp b)").bind(mesh, call.ins[0].shape)
+            yield cf.Strategy("{tp: mine}", (layout,), (layout,), cf.Cost(), lambda x, *, mesh: torch.relu(x) * 1.001)
+
+    step = cf.shard(net, mesh, in_specs=SPECS if "dp" in mesh.shape else (SPECS[0], "b i"), plugins=(Wrong(),))
+    first = step.compare(*arguments()).first
+    assert (first.operator, first.line, first.strategy) == ("aten.relu.default", LINE_H, "{tp: mine}")
+    assert "{tp: mine}" in first.made_by and "differs by" in str(first)
+
+
+def test_a_pass_after_lowering_is_named() -> None:
+    step = cf.shard(net, MESH, in_specs=SPECS)
+    low = step.lower(*arguments())
+    scaled = [attrs.evolve(n, args=(*n.args[:1], 7.0)) if n.target == "aten.div.Tensor" else n for n in low.program.nodes]
+    found = attrs.evolve(low, program=low.program.with_nodes(scaled)).compare(*arguments())
+    assert [d.line for d in found.differences] == [f"test_compare.py:{START + 3} in net"]
+    assert found.first.made_by.startswith("the passes after lowering")
+
+
+def test_copies_that_are_not_equal_are_the_callers() -> None:
+    state, x = arguments()
+    wrong = cf.from_local([x + rank for rank in range(4)], "b i", MESH)
+    found = cf.shard(net, MESH).compare(state, wrong)
+    assert found.first.name == "x" and found.first.made_by.startswith("the caller") and found.first.ranks == (1, 2, 3)
+
+
+def test_a_function_that_is_not_what_was_traced() -> None:
+    calls: list[int] = []
+
+    def impure(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * len(calls)
+
+    found = cf.shard(impure, MESH).compare(torch.ones(4, 4))
+    assert found.first.made_by.startswith("tracing or simplifying")
+
+
+# ---- real ranks ----
+
+
+def on_two_ranks() -> list[Any]:
+    mesh = cf.Mesh(tp=2, topology="ideal")
+    right, fault = compared(mesh=mesh), Fault(drop_reductions)
+    return [right.equal, right.values, *attrs.astuple(compared(fault, mesh=mesh).first)]
+
+
+@pytest.mark.dist
+def test_real_ranks_find_the_same() -> None:
+    one, other = launch(on_two_ranks, 2, timeout_s=120)
+    here = compared(Fault(drop_reductions), mesh=MESHES[0]).first
+    assert one == other and one[0]
+    assert one[2:] == list(attrs.astuple(here))
