@@ -37,6 +37,7 @@ from colofunc.executors.launch import launch
 from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.functional import lazy as lazy
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives
 from colofunc.ops.policy import Policy
@@ -89,6 +90,7 @@ __all__ = [
     "functional",
     "hookimpl",
     "launch",
+    "lazy",
     "pattern",
     "precision",
     "random",

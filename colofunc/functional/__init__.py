@@ -1,6 +1,7 @@
 """What a training script needs around the step: modules, gradients and optimizers as functions of trees."""
 
 from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
+from colofunc.functional.lazy import lazy
 from colofunc.functional.modules import Model, abstract, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.functional.train import train_step
@@ -12,6 +13,7 @@ __all__ = [
     "adapt",
     "clip_by_global_norm",
     "functional",
+    "lazy",
     "train_step",
     "value_and_grad",
 ]

@@ -1,0 +1,384 @@
+"""Tape: what a constructor did to tensors, in order, and how to do it again for one of them.
+
+Problem: initial values come from a chain of in-place operators on views (`weight.normal_()`, `weight[pad].zero_()`,
+`weight.copy_(table)`), drawn from one generator. Idea: every memory (`Cell`) keeps the numbers of the entries that
+wrote to it. To make a tensor, collect backwards what its value needs and run that forwards, each draw from the state
+that the generator had when it was recorded.
+
+    0  w = empty(4, 2)         cell A            make(w) needs 3 (writes all of A) and 4:
+    1  w.uniform_()            cell A  draws         generator <- state before 3; normal_; zero_
+    2  b = zeros(4)            cell B
+    3  w.normal_()             cell A  draws         entry 1 is overwritten, so it is not run again
+    4  w[0].zero_()            cell A
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from colofunc import compat
+from colofunc.dtensor.lazy import Box, LazyTensor, make
+from colofunc.errors import InputError
+
+aten = torch.ops.aten
+META = torch.device("meta")
+# In-place operators whose result does not depend on what was there.
+OVERWRITES = {
+    aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default,
+    aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.float, aten.exponential_.default,
+    aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default,
+}  # fmt: skip
+
+
+@attrs.define(eq=False)
+class Cell:
+    """One memory: a meta tensor that stands for it, and the numbers of the entries that wrote to it."""
+
+    base: torch.Tensor
+    writes: list[int] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class View:
+    """A tensor of the tape as an argument: where it lies in its cell."""
+
+    cell: Cell
+    like: torch.Tensor  # meta
+
+    @property
+    def covers(self) -> bool:
+        """Whether it is all of its cell, element by element."""
+        return self.like.numel() * self.like.itemsize == self.cell.base.untyped_storage().nbytes()
+
+
+@attrs.define(eq=False)
+class Entry:
+    """One call. `made`: (position among the flat results, cell, meta) of new memories. `written`: cells it writes to."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    default_dtype: torch.dtype
+    written: tuple[View, ...]
+    made: tuple[tuple[int, Cell, torch.Tensor], ...] = ()
+    draws: bool = False
+    state: torch.Tensor | None = None  # of the generator before the call
+
+    def views(self) -> list[View]:
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, View)]
+
+
+@attrs.frozen(eq=False)
+class FromTape:
+    """The value of one tensor of a tape."""
+
+    tape: Tape
+    view: View
+
+    def make(self) -> torch.Tensor:
+        return self.tape.value(self.view)
+
+    def read(self, box: Box) -> torch.Tensor | None:
+        return None
+
+
+class Tape:
+    """Entries in order. `limit`: how many random numbers are drawn while recording, None for all."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.entries: list[Entry] = []
+        self._limit = limit
+        self._drawn = 0
+        self._late: torch.Tensor | None = None  # state of the generator where drawing was put off
+        self._undrawn: list[Entry] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    # ---- recording ----
+
+    def add(self, entry: Entry) -> None:
+        number = len(self.entries)
+        self.entries.append(entry)
+        for cell in {id(v.cell): v.cell for v in entry.written}.values():
+            cell.writes.append(number)
+        for _, cell, _ in entry.made:
+            cell.writes.append(number)
+        if entry.draws:
+            self._draw(entry)
+
+    def _draw(self, entry: Entry) -> None:
+        """Move the generator on as the call does, now or later."""
+        generator = entry.kwargs.get("generator")
+        if isinstance(generator, torch.Generator):
+            entry.state = generator.get_state()
+            self._throw_away(entry, len(self.entries) - 1)
+            return
+        if self._late is None:
+            self._drawn += sum(v.like.numel() for v in entry.written) + sum(like.numel() for _, _, like in entry.made)
+            if self._limit is not None and self._drawn > self._limit:
+                self._late = torch.get_rng_state()
+            else:
+                entry.state = torch.get_rng_state()
+                self._throw_away(entry, len(self.entries) - 1)
+                return
+        self._undrawn.append(entry)
+
+    def _throw_away(self, entry: Entry, number: int) -> None:
+        """Run a call that draws, for what it does to the generator."""
+        written = {id(v) for v in entry.written}
+        read = [v for v in entry.views() if id(v) not in written]
+        known = {id(v): self._value(v, number) for v in read}  # how much is drawn may depend on these
+
+        def argument(x: Any) -> Any:
+            if isinstance(x, View):
+                return known[id(x)] if id(x) in known else self._scratch_like(x.like)
+            return make(x) if isinstance(x, LazyTensor) else x
+
+        with _as_recorded(entry.default_dtype):
+            args, kwargs = pytree.tree_map(argument, (entry.args, entry.kwargs))
+            entry.func(*args, **kwargs)
+
+    def _scratch_like(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of this geometry whose values nobody reads."""
+        extent = (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) * like.itemsize if like.numel() else 0
+        if self._scratch.numel() < extent:
+            self._scratch = torch.empty(extent, dtype=torch.uint8)
+        return torch.empty(0, dtype=like.dtype).set_(self._scratch.untyped_storage(), 0, like.shape, like.stride())
+
+    def close(self) -> None:
+        """End of the recording. Where numbers are still to be drawn, the generator goes on from a seed of its own."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        if self._late is not None:
+            torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+
+    @property
+    def put_off(self) -> bool:
+        return self._late is not None
+
+    def _catch_up(self) -> None:
+        """Draw what was put off, to know the generator's state at every entry."""
+        if not self._undrawn:
+            return
+        assert self._late is not None, "entries are put off from a known state on"
+        numbers = {id(entry): k for k, entry in enumerate(self.entries)}
+        before = torch.get_rng_state()
+        try:
+            torch.set_rng_state(self._late)
+            while self._undrawn:
+                entry = self._undrawn[0]
+                entry.state = torch.get_rng_state()
+                self._throw_away(entry, numbers[id(entry)])
+                self._undrawn.pop(0)
+                self._late = torch.get_rng_state()
+        finally:
+            torch.set_rng_state(before)
+            self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    # ---- making ----
+
+    def value(self, view: View) -> torch.Tensor:
+        """What a tensor holds after everything that was recorded, in memory of its own."""
+        return self._value(view, len(self.entries))
+
+    def _value(self, view: View, until: int) -> torch.Tensor:
+        with compat.disable_modes(), torch.no_grad():
+            needed, keep = self._needed(view.cell, until)
+            if any(self.entries[n].draws and self.entries[n].state is None for n in needed):
+                self._catch_up()
+            last = {id(v.cell): n for n in needed for v in self.entries[n].views()}
+            memories: dict[int, torch.UntypedStorage] = {}
+            for n in needed:
+                self._run(self.entries[n], memories)
+                for cell in [c for c in memories if last.get(c, n) <= n and c != keep]:
+                    del memories[cell]
+            out = _at(memories[keep] if keep in memories else _memory(view.cell), view.like)
+            return out if view.covers else out.clone()
+
+    def _needed(self, cell: Cell, until: int) -> tuple[list[int], int]:
+        """Entries that the value of a cell before entry `until` takes, in order."""
+        needed: set[int] = set()
+        known: dict[int, int] = {}
+        pending = [(cell, until)]
+        while pending:
+            here, bound = pending.pop()
+            if known.get(id(here), -1) >= bound:
+                continue
+            known[id(here)] = bound
+            for number in reversed(here.writes):
+                if number >= bound:
+                    continue
+                entry = self.entries[number]
+                if number not in needed:
+                    needed.add(number)
+                    over = entry.func in OVERWRITES
+                    pending += [(v.cell, number) for v in entry.views() if not (over and v in entry.written)]
+                if entry.func in OVERWRITES and any(v.cell is here and v.covers for v in entry.written):
+                    break
+        return sorted(needed), id(cell)
+
+    def _run(self, entry: Entry, memories: dict[int, torch.UntypedStorage]) -> None:
+        def argument(x: Any) -> Any:
+            if isinstance(x, View):
+                if id(x.cell) not in memories:
+                    memories[id(x.cell)] = _memory(x.cell)
+                return _at(memories[id(x.cell)], x.like)
+            if isinstance(x, torch.Generator):
+                return x.clone_state().set_state(entry.state) if entry.state is not None else x
+            return make(x) if isinstance(x, LazyTensor) else x
+
+        args, kwargs = pytree.tree_map(argument, (entry.args, entry.kwargs))
+        before = torch.get_rng_state() if entry.draws else None
+        try:
+            if entry.state is not None and not isinstance(entry.kwargs.get("generator"), torch.Generator):
+                torch.set_rng_state(entry.state)
+            with _as_recorded(entry.default_dtype):
+                flat = pytree.tree_leaves(entry.func(*args, **kwargs))
+        finally:
+            if before is not None:
+                torch.set_rng_state(before)
+        for position, cell, like in entry.made:
+            memories[id(cell)] = _laid_out(flat[position], like, cell).untyped_storage()
+
+
+def _memory(cell: Cell) -> torch.UntypedStorage:
+    return torch.empty(cell.base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+
+
+def _at(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=like.dtype).set_(memory, like.storage_offset(), like.shape, like.stride())
+
+
+def _laid_out(real: torch.Tensor, like: torch.Tensor, cell: Cell) -> torch.Tensor:
+    """A result in the geometry that was recorded for it."""
+    same = (real.stride(), real.storage_offset()) == (like.stride(), like.storage_offset()) or real.numel() < 2
+    if same and real.untyped_storage().nbytes() == cell.base.untyped_storage().nbytes():
+        return real
+    return _at(_memory(cell), like).copy_(real)
+
+
+@contextmanager
+def _as_recorded(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before != dtype:
+        torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if before != dtype:
+            torch.set_default_dtype(before)
+
+
+class Recording(compat.TorchDispatchMode):
+    """While it is on, tensors that are made on the CPU have no data, and what is done to them goes to the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._plain: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # id -> (tensor, version, copy)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        mine = [x for x in leaves if self._is_mine(x)]
+        written = _written(func, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not mine and (leaves or not _makes_on_cpu(func, kwargs)):
+            if draws and self.tape.put_off:
+                raise InputError(f"lazy: {func} draws for a tensor that has data, in a model whose draws are put off. Try: draw=True")
+            return func(*args, **kwargs)
+        results = None
+        if all(self._is_mine(x) for x in written):
+            results = self._without_data(func, args, kwargs)
+        if results is None or not any(isinstance(r, torch.Tensor) for r in pytree.tree_leaves(results)):
+            if results is not None or not any(self._is_mine(x) for x in written):
+                return results if results is not None else self._with_data(func, args, kwargs)
+            raise InputError(f"lazy: {func} writes to a tensor what cannot be known without data")
+        return self._record(func, args, kwargs, results, [x for x in written if self._is_mine(x)], draws)
+
+    def _is_mine(self, x: Any) -> bool:
+        return isinstance(x, LazyTensor) and isinstance(x.source, FromTape) and x.source.tape is self.tape
+
+    def _without_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call on meta tensors; None where it takes data."""
+        metas, named = pytree.tree_map_only(torch.Tensor, self._meta, (args, kwargs))
+        if any(a.name == "device" for a in func._schema.arguments):
+            named["device"] = META
+        named.pop("pin_memory", None)
+        if isinstance(named.get("generator"), torch.Generator):
+            named["generator"] = None
+        try:
+            return func(*metas, **named)
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def _meta(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_mine(x):
+            return x.source.view.like  # type: ignore[attr-defined]
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+    def _with_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made, named = pytree.tree_map_only(LazyTensor, make, (args, kwargs))
+        return func(*made, **named)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, results: Any, written: list[Any], draws: bool) -> Any:
+        flat, tree = pytree.tree_flatten(results)
+        owners = {}
+        for x in pytree.tree_leaves((args, kwargs)):
+            if self._is_mine(x):
+                owners[id(x.source.view.like)] = x
+        cells = {compat.storage_key(x.source.view.like): x.source.view.cell for x in owners.values()}
+        made: list[tuple[int, Cell, torch.Tensor]] = []
+        out: list[Any] = []
+        for k, result in enumerate(flat):
+            if not isinstance(result, torch.Tensor):
+                out.append(result)
+            elif id(result) in owners:
+                out.append(owners[id(result)])  # an operator in place returns its operand
+            else:
+                key = compat.storage_key(result)
+                if key not in cells:
+                    cells[key] = Cell(result)
+                    made.append((k, cells[key], result))
+                out.append(LazyTensor(FromTape(self.tape, View(cells[key], result)), result))
+        if made or written:
+            views = pytree.tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+            wrote = {id(x.source.view) for x in written}
+            places = tuple(v for v in pytree.tree_leaves(views) if isinstance(v, View) and id(v) in wrote)
+            self.tape.add(Entry(func, *views, torch.get_default_dtype(), places, tuple(made), draws))
+        for x in written:
+            if x.shape != x.source.view.like.shape or x.stride() != x.source.view.like.stride():
+                raise InputError(f"lazy: {func} changes the shape of a tensor in place, which a lazy one cannot follow")
+        return pytree.tree_unflatten(out, tree)
+
+    def _argument(self, x: torch.Tensor) -> Any:
+        """How the tape keeps a tensor: a view of a cell, another lazy tensor, or a copy of data as it is now."""
+        if self._is_mine(x):
+            return x.source.view  # type: ignore[attr-defined]
+        if isinstance(x, LazyTensor):
+            return LazyTensor(x.source, x)
+        known = self._plain.get(id(x))
+        if known is None or known[0] is not x or known[1] != compat.version(x):
+            known = self._plain[id(x)] = (x, compat.version(x), x.detach().clone())
+        return known[2]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Operands that a call writes to."""
+    found: list[torch.Tensor] = []
+    for k, a in enumerate(func._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = kwargs.get(a.name, args[k] if k < len(args) else None)
+            found += [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return found
+
+
+def _makes_on_cpu(func: Any, kwargs: Any) -> bool:
+    """Whether a call without tensors makes one on the CPU."""
+    device = kwargs.get("device")
+    return any(a.name == "device" for a in func._schema.arguments) and (device is None or torch.device(device).type == "cpu")
