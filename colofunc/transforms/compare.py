@@ -32,7 +32,7 @@ from colofunc.program.closeness import TOLERANCE, scaled_difference
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace_record import run_node
 from colofunc.program.trace_tree import flatten
-from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, name_of, plain_program
+from colofunc.transforms.observe import Arguments, Plain, arguments_of, history, name_of, plain_program, table_text
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
@@ -85,8 +85,7 @@ class Compared:
         """The first `most` differences, one line each."""
         rows = [("difference", "value", "spec", "phase", "line", "made by")]
         rows += [(f"{d.difference:.3g}", d.name, d.spec, d.phase, d.line, d.made_by) for d in self.differences[:most]]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return table_text(rows)
 
     def __str__(self) -> str:
         if self.equal:
@@ -187,7 +186,9 @@ class _Look:
             self.worst = max(self.worst, worst)
             return
         maker = self.makers.get(owner)
-        made_by = self._history(mine, node) if node is not None else "the caller: its copies or parts are not those of one tensor"
+        made_by = "the caller: its copies or parts are not those of one tensor"
+        if node is not None:
+            made_by = history(self.plain, self.local_makers, mine, node)
         self.found.append(self._difference(owner, layout.text(), made_by, worst, ranks, maker))
 
     def _difference(
@@ -198,22 +199,6 @@ class _Look:
         operator = maker.target if maker is not None else "input"
         strategy = self.strategies[id(maker)] if maker is not None else ""
         return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
-
-    def _history(self, mine: int, node: Node) -> str:
-        """What lies between this copy and the copies of global values that it was made from."""
-        chain: list[Node] = []
-        todo = [mine]
-        while todo:
-            made = self.local_makers.get(todo.pop())
-            if made is None or made in chain:
-                continue
-            chain.append(made)
-            todo += [r for r in made.refs if r not in self.plain.owners]
-        steps = ", ".join(collective_text(n) for n in reversed(chain))
-        source, arrow, target = node.note.partition(" -> ")
-        if arrow:
-            return f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
-        return f"{steps} {node.note}".rstrip()
 
     def outputs(self, arguments: Arguments, expected: Sequence[torch.Tensor]) -> None:
         """All values agree: so must the outputs of the program that really runs."""
@@ -245,7 +230,8 @@ def differing(
 ) -> tuple[float, tuple[int, ...]]:
     """(largest scaled difference, ranks of the copies that are beyond tolerance; () if all are within)."""
     bound = tolerance if tolerance is not None else TOLERANCE.get(expected.dtype, 0.0)
-    worst, wrong = 0.0, []
+    worst = 0.0
+    wrong: list[int] = []
     seen: dict[tuple[int, ...], float] = {}
     for ranks, order in copies_of(layout, mesh):
         mine = [shards[r] for r in order]

@@ -23,6 +23,7 @@ from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.text import text
 from colofunc.program.trace import Traced
 from colofunc.transforms.compare import Compared, compare
+from colofunc.transforms.finite import Finite, check_finite
 
 
 @attrs.frozen
@@ -74,6 +75,10 @@ class Lowered:
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""
         return compare(self, args, tolerance=tolerance)
+
+    def check_finite(self, *args: Any) -> Finite:
+        """The first value of the step that is NaN or infinite without an operand that was. Consumes nothing."""
+        return check_finite(self, args)
 
     def coverage(self) -> Coverage:
         """The share of the step that is really split, and what is not understood."""

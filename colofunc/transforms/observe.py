@@ -138,6 +138,29 @@ def name_of(value: Value, maker: Node | None) -> str:
     return f"%{value.id} ({target_text(maker.target)}{f' of {maker.path}' if maker.path else ''})"
 
 
+def history(plain: Plain, makers: Mapping[int, Node], mine: int, node: Node) -> str:
+    """What lies between a local value and the copies of global values that it was made from. `makers`: of local values."""
+    chain: list[Node] = []
+    todo = [mine]
+    while todo:
+        made = makers.get(todo.pop())
+        if made is None or made in chain:
+            continue
+        chain.append(made)
+        todo += [r for r in made.refs if r not in plain.owners]
+    steps = ", ".join(collective_text(n) for n in reversed(chain))
+    source, arrow, target = node.note.partition(" -> ")
+    if arrow:
+        return f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
+    return f"{steps} {node.note}".rstrip()
+
+
+def table_text(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as columns of equal width."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
 def collective_text(node: Node) -> str:
     """`all_gather(dp)` of a collective, the operator's name of anything else."""
     if node.target.startswith("colofunc.") and len(node.args) > 1 and isinstance(node.args[1], tuple):
