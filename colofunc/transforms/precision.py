@@ -8,7 +8,7 @@ Problem: a script in mixed precision has casts in its model, masters in its opti
 device after every step whether to skip it. Idea: the policy is a function mode around the step (`colofunc.ops.policy`),
 masters are the state itself, and the loss scale is three more numbers in the state, so that skipping is a `where`.
 
-    state["loss_scale"] = {"scale": 65536.0, "good": 0, "skipped": 0}      # fp16 only; the state is a dict then
+    state["loss_scale"] = {"scale": 32768.0, "good": 0, "skipped": 0}      # fp16 only; the state is a dict then
 
 A step whose gradients are not all finite returns the state that it was given, with half the scale; 2000 good steps in a
 row double it. Metrics stay visible: the loss as it came out, and `skipped`, the steps skipped in a row. The host looks
@@ -34,7 +34,7 @@ from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
 KEY = "loss_scale"
-FIRST = 65536.0
+FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it
 GROWS_AFTER = 2000  # good steps in a row
 LEAST = 1.0
 LOOKS_EVERY = 100  # calls

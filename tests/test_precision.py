@@ -1,0 +1,471 @@
+"""cf.precision: against mixed precision written by hand, over meshes, and what it says to mistakes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import colofunc as cf
+from colofunc.ops import canonical
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def batch(rows: int = 8) -> dict:
+    torch.manual_seed(1)
+    return {"x": torch.randn(rows, 8), "y": torch.randn(rows, 4)}
+
+
+def mse(out, b):
+    return nn.functional.mse_loss(out, b["y"])
+
+
+def training(module: nn.Module, **options):
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-2)
+    return cf.train_step(cf.functional(module), opt, loss=mse, inputs=lambda b: ((b["x"],), {}), **options)
+
+
+def targets(low) -> list[str]:
+    return [node.target for node in low.traced.program.nodes]
+
+
+def wires(low) -> dict[str, set[torch.dtype]]:
+    """Kind of collective -> dtypes that it moves."""
+    found: dict[str, set[torch.dtype]] = {}
+    for node in low.program.nodes:
+        name = node.target.removeprefix("colofunc.")
+        if name in ("all_gather", "reduce_scatter", "all_reduce") and low.program.values[node.refs[0]].shape:
+            found.setdefault(name, set()).add(low.program.values[node.refs[0]].dtype)
+    return found
+
+
+# ---- the same numbers as mixed precision by hand ----
+
+
+def test_bf16_is_what_one_writes_by_hand() -> None:
+    module, data = net(), batch()
+    masters = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+    by_hand = torch.optim.AdamW(masters.values(), lr=1e-2)
+    step_fn, state = training(module)
+    step = cf.precision(step_fn, "bf16")
+    state = step.init(state, data)
+    for _ in range(4):
+        narrow = {n: p.to(BF16) for n, p in masters.items()}
+        with canonical.single_device():
+            loss = nn.functional.mse_loss(functional_call(module, narrow, data["x"].to(BF16)).float(), data["y"])
+        by_hand.zero_grad()
+        loss.backward()
+        by_hand.step()
+        state, metrics = step(state, data)
+        assert metrics["loss"].dtype is F32
+        torch.testing.assert_close(metrics["loss"].full(), loss.detach(), rtol=0, atol=0)
+    for n, p in masters.items():
+        assert state["params"][n].dtype is F32
+        torch.testing.assert_close(state["params"][n].full(), p.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_an_unmodified_gpt2_keeps_its_own_upcasts() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=11, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.GPT2LMHeadModel(config).train()
+    ids = torch.randint(0, 11, (4, 8))
+    step_fn, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-2), clip=1.0)
+    data = {"input_ids": ids, "labels": ids}
+    low = cf.precision(step_fn, "bf16").lower(state, data)
+    dtypes = {n.target: low.traced.program.values[n.refs[0]].dtype for n in low.traced.program.nodes if n.phase == "forward" and n.refs}
+    assert dtypes["colofunc.linear"] is dtypes["colofunc.attention"] is BF16
+    loss = [n for n in low.traced.program.nodes if "log_softmax" in n.target or "cross_entropy" in n.target]
+    assert loss and low.traced.program.values[loss[0].outs[0]].dtype is F32
+    # A bf16 sum in another order differs by some 2^-9 of its terms; Adam's first steps are +-lr whatever the gradient.
+    cf.testing.check(cf.shard(cf.precision(step_fn, "bf16"), cf.Mesh(dp=2, tp=2)), state, data, tolerance=2e-2)
+
+
+def test_with_float64_as_compute_dtype_nothing_is_added_and_meshes_agree_to_the_last_digits() -> None:
+    step_fn, state = training(net().double(), clip=1.0)
+    data = {k: v.double() for k, v in batch().items()}
+    policy = cf.Policy(params=F64, compute=F64, reduce=F64)
+    low = cf.precision(step_fn, policy).lower(state, data)
+    assert targets(low) == targets(cf.shard(step_fn, cf.Mesh()).lower(state, data))
+    cf.testing.check(cf.shard(cf.precision(step_fn, policy), IDEAL), state, data)
+
+
+def test_float32_computing_under_float64_masters_agrees_over_meshes() -> None:
+    step_fn, state = training(net().double())
+    data = {k: v.double() for k, v in batch().items()}
+    step = cf.precision(cf.shard(step_fn, IDEAL), cf.Policy(params=F64, compute=F32))
+    assert cf.testing.check(step, state, data, tolerance=1e-5).steps == 2
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_sharded_step_is_the_single_device_under_the_same_precision(policy) -> None:
+    step_fn, state = training(net(), clip=1.0)
+    # SGD-like closeness is not to be had from Adam: where a gradient's sign hangs on its last bit, a weight moves by lr.
+    step = cf.precision(cf.shard(step_fn, IDEAL, in_specs=(None, "(dp b) ...")), policy)
+    assert cf.testing.check(step, state, batch(), tolerance=2e-2).leaves > 12
+
+
+def test_precision_and_shard_in_either_order_are_one_plan() -> None:
+    step_fn, state = training(net())
+    mesh = cf.Mesh(dp=2, tp=2)
+    lows = [s.lower(state, batch()) for s in (cf.precision(cf.shard(step_fn, mesh), "bf16"), cf.shard(cf.precision(step_fn, "bf16"), mesh))]
+    first, second = ([(n.target, n.args, n.outs) for n in low.program.nodes] for low in lows)
+    assert first == second and lows[0].input_layouts == lows[1].input_layouts
+
+
+# ---- bytes ----
+
+WIDE = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.GELU(), nn.Linear(1024, 512))
+
+
+def zero3(name: str, shape: tuple[int, ...]) -> str | None:
+    return "(dp o) ..." if name.startswith(("state.params", "state.opt.exp")) else None
+
+
+def lowered(policy=None):
+    step_fn, state = training(WIDE)
+    data = {"x": cf.abstract((65536, 512)), "y": cf.abstract((65536, 512))}
+    step = cf.shard(step_fn, cf.Mesh(dp=4, topology="8xa100-80g"), zero3, in_specs=(None, "(dp b) ..."))
+    return (step if policy is None else cf.precision(step, policy)).lower(state, data)
+
+
+def test_masters_are_cast_before_they_are_gathered_and_gradients_after_they_are_summed_only_if_asked() -> None:
+    plain, wide, narrow = lowered().cost().bytes, lowered("bf16"), lowered(cf.Policy(reduce="bf16"))
+    assert plain["all_gather", "dp"] > 0 and plain["reduce_scatter", "dp"] > 0
+    for low in (wide, narrow):
+        assert low.cost().bytes["all_gather", "dp"] * 2 == plain["all_gather", "dp"]
+        assert wires(low)["all_gather"] == {BF16}
+    assert wide.cost().bytes["reduce_scatter", "dp"] == plain["reduce_scatter", "dp"]
+    assert wires(wide)["reduce_scatter"] == {F32}
+    assert narrow.cost().bytes["reduce_scatter", "dp"] * 2 == plain["reduce_scatter", "dp"]
+    assert wires(narrow)["reduce_scatter"] == {BF16}
+
+
+def test_a_gradient_that_is_summed_wide_is_rounded_once() -> None:
+    """Two partial sums whose bf16 sum would lose the smaller one."""
+    x = torch.tensor([[1.0], [2.0**-9]])
+
+    def grad(p, x):
+        return cf.value_and_grad(lambda p: (x.to(p["w"].dtype) @ p["w"]).sum())(p)[1]["w"]
+
+    sharded = cf.shard(grad, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i"))
+    policies = {dtype: cf.Policy(reduce=dtype) for dtype in (F32, BF16)}
+    found = {d: float(cf.precision(sharded, p)({"w": torch.ones(1, 1)}, x).full()) for d, p in policies.items()}
+    assert found == {F32: 1.0 + 2.0**-9, BF16: 1.0}
+
+
+# ---- state ----
+
+
+def test_a_model_loaded_in_bf16_gets_masters_and_moments_in_float32() -> None:
+    step_fn, state = training(net().to(BF16))
+    assert state["params"]["0.weight"].dtype is BF16
+    step = cf.precision(step_fn, "bf16")
+    placed = step.init(state, batch())
+    for _ in range(2):
+        assert {t.dtype for part in ("exp_avg", "exp_avg_sq") for t in placed["opt"][part].values()} == {F32}
+        assert {t.dtype for t in placed["params"].values()} == {F32}
+        placed, _ = step(placed, batch())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 4)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x):
+        for name, part in (("inner", self.inner), ("bn", self.bn), ("head", self.head)):
+            x = part(x)
+            self.seen[name] = x.dtype
+        return x
+
+
+def test_batch_norm_keeps_its_statistics_and_weights_in_float32() -> None:
+    module = Normed()
+    step_fn, state = training(module)
+    step = cf.precision(cf.shard(step_fn, cf.Mesh(dp=2)), "bf16")
+    new, _ = step(step.init(state, batch()), batch())
+    assert module.seen == {"inner": BF16, "bn": BF16, "head": BF16}
+    assert new["buffers"]["bn.running_mean"].dtype is F32
+    want = torch.nn.functional.linear(batch()["x"], module.inner.weight, module.inner.bias).mean(0) * 0.1
+    torch.testing.assert_close(new["buffers"]["bn.running_mean"].full(), want.detach(), rtol=2e-2, atol=2e-3)
+    cf.testing.check(step, state, batch(), tolerance=2e-2)
+
+
+@pytest.mark.parametrize("glob", ["head", "head.*", "he*"])
+def test_an_override_keeps_a_module_in_its_dtype_and_casts_at_its_door(glob) -> None:
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append((x.dtype, self.weight.dtype))
+            return super().forward(x)
+
+    seen: list = []
+    module = Normed()
+    module.head = Watched(8, 4)
+    step_fn, state = training(module)
+    cf.precision(step_fn, cf.Policy(overrides={glob: "fp32"})).lower(state, batch())
+    if glob == "head.*":  # the parameters, not the module: what comes in follows them where torch needs one dtype
+        assert seen == [(BF16, F32)]
+    else:
+        assert seen == [(F32, F32)] and module.seen["head"] is BF16
+
+
+def test_frozen_weights_are_cast_and_tables_are_not() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.register_buffer("table", torch.linspace(0, 1, 8))
+
+        def forward(self, x):
+            seen.update(frozen=self.a.weight.dtype, table=self.table.dtype)
+            return self.b(self.a(x) * self.table.to(x.dtype))
+
+    seen: dict = {}
+    opt = cf.adapt(torch.optim.SGD, lr=0.1)
+    step_fn, state = cf.train_step(cf.functional(Rotary(), trainable="b.*"), opt, loss=mse, inputs=lambda b: ((b["x"],), {}))
+    cf.testing.check(cf.precision(cf.shard(step_fn, IDEAL), "bf16"), state, batch(), tolerance=2e-2)
+    assert seen == {"frozen": BF16, "table": F32}
+
+
+# ---- every way to differentiate ----
+
+
+def loss_of(p, b):
+    return ((b["x"] @ p["w"]).relu() + p["b"]).pow(2).mean()
+
+
+def by_value_and_grad(p, b):
+    return cf.value_and_grad(loss_of)(p, b)[1]
+
+
+def by_func(p, b):
+    return torch.func.grad(loss_of)(p, b)
+
+
+def by_autograd(p, b):
+    p = {k: v.detach().requires_grad_() for k, v in p.items()}
+    return dict(zip(p, torch.autograd.grad(loss_of(p, b), list(p.values())), strict=True))
+
+
+def by_backward(p, b):
+    p = {k: v.detach().requires_grad_() for k, v in p.items()}
+    loss_of(p, b).backward()
+    return {k: v.grad for k, v in p.items()}
+
+
+@pytest.mark.parametrize("policy", [cf.Policy(compute=BF16), cf.Policy(compute=F16, loss_scale=64)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("how", [by_value_and_grad, by_func, by_autograd, by_backward], ids=lambda f: f.__name__)
+def test_every_way_to_differentiate_computes_narrow_and_returns_wide(how, policy) -> None:
+    torch.manual_seed(0)
+    p, b = {"w": torch.randn(8, 4), "b": torch.randn(4)}, batch()
+    dtype = policy.compute
+    narrow = {k: v.to(dtype).requires_grad_() for k, v in p.items()}
+    loss_of(narrow, {"x": b["x"].to(dtype)}).backward()
+    want = {k: v.grad.float() for k, v in narrow.items()}
+
+    def step(state, b):
+        return state, how(state["p"], b)
+
+    staged = cf.precision(step, policy)
+    program = staged.lower({"p": p}, b).traced.program
+    assert {program.values[n.refs[0]].dtype for n in program.nodes if "mm" in n.target} == {dtype}
+    _, grads = staged({"p": p}, b)
+    for k, g in grads.items():
+        assert g.dtype is F32
+        # The loss scale is a power of two: dividing by it again changes nothing but what would have underflowed.
+        underflow = 2.0**-20 if dtype is F16 else 0
+        torch.testing.assert_close(g.full(), want[k], rtol=0, atol=underflow)
+
+
+def test_an_update_by_hand_reads_the_master() -> None:
+    def step(state, b):
+        p = {k: v.detach().requires_grad_() for k, v in state.items()}
+        loss_of(p, b).backward()
+        return {k: v - 2.0**-20 * v.grad for k, v in p.items()}
+
+    p = {"w": torch.full((8, 4), 1 + 2.0**-20), "b": torch.full((4,), 1 + 2.0**-20)}
+    new = cf.precision(step, "bf16")(p, {"x": torch.zeros(2, 8)})
+    torch.testing.assert_close(new["w"].full(), p["w"], rtol=0, atol=0)  # a cast to bf16 and back would make it 1
+
+
+def test_a_state_that_would_lose_its_master_is_an_error() -> None:
+    def step(state, x):
+        return {"w": state["w"].to(BF16)}, x
+
+    with pytest.raises(cf.InputError, match=r"returns w as torch.bfloat16 and was given torch.float32.*update parameters under"):
+        cf.precision(step, "bf16").lower({"w": torch.ones(3)}, torch.ones(2))
+
+
+def test_autocast_in_the_step_composes() -> None:
+    module = net()
+
+    def step(state, b):
+        def loss(p):
+            with torch.autocast("cuda", F16):
+                return mse(functional_call(module, p, b["x"]), b)
+
+        return state, cf.value_and_grad(loss)(state["p"])
+
+    state = {"p": {n: p.detach() for n, p in module.named_parameters()}}
+    program = cf.precision(step, "bf16").lower(state, batch()).traced.program
+    assert {program.values[n.refs[0]].dtype for n in program.nodes if n.target == "colofunc.linear"} == {F16}
+    _, (loss, grads) = cf.precision(step, "bf16")(state, batch())
+    assert loss.dtype is F32 and {g.dtype for g in grads.values()} == {F32}
+
+
+# ---- loss scale ----
+
+
+def scaled_step(state, b):
+    def loss(p):
+        return (b["x"] @ p["w"]).pow(2).sum() * b["gain"]
+
+    value, grads = cf.value_and_grad(loss)(state["p"])
+    return {"p": {k: v - 1e-3 * grads[k] for k, v in state["p"].items()}, "n": state["n"] + 1}, {"loss": value}
+
+
+def scaled_state() -> dict:
+    return {"p": {"w": torch.ones(8, 4)}, "n": torch.zeros((), dtype=torch.int64)}
+
+
+def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
+    step = cf.precision(cf.shard(scaled_step, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, {"x": "(dp b) i", "gain": ""})), "fp16")
+    x = torch.zeros(4, 8)
+    x[3] = 1.0  # only the second rank's rows overflow
+    data = {"x": x, "gain": torch.tensor(1.0)}
+    state = step.init(scaled_state(), data)
+    new, metrics = step(state, data)
+    assert float(metrics["loss"]) == 256.0 and int(new["n"]) == 0
+    assert torch.equal(new["p"]["w"].full(), torch.ones(8, 4))
+    assert {k: float(v) for k, v in new["loss_scale"].items()} == {"scale": 16384.0, "good": 0.0, "skipped": 1.0}
+    for _ in range(8):
+        new, _ = step(new, data)
+    assert int(new["n"]) > 0 and int(new["loss_scale"]["skipped"]) == 0
+    assert int(new["n"]) == int(new["loss_scale"]["good"])
+
+
+def test_a_scaled_step_has_the_gradients_of_one_that_is_not() -> None:
+    data = {"x": batch()["x"] / 16, "gain": torch.tensor(0.01)}
+    outs = [
+        cf.precision(scaled_step, cf.Policy(compute="fp16", loss_scale=scale))(
+            {**scaled_state()}, data
+        )[0]["p"]["w"].full()
+        for scale in (1, 1024, None)
+    ]  # fmt: skip
+    torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
+    torch.testing.assert_close(outs[1], outs[2], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(outs[1], torch.ones(8, 4))
+
+
+def test_two_thousand_good_steps_double_the_scale() -> None:
+    step = cf.precision(scaled_step, "fp16")
+    data = {"x": torch.zeros(4, 8), "gain": torch.tensor(1.0)}
+    record = {"scale": torch.tensor(8.0), "good": torch.tensor(1998), "skipped": torch.tensor(0)}
+    state = {**scaled_state(), "loss_scale": record}
+    seen = []
+    for _ in range(3):
+        state, _ = step(state, data)
+        seen.append((float(state["loss_scale"]["scale"]), int(state["loss_scale"]["good"])))
+    assert seen == [(8.0, 1999), (16.0, 0), (16.0, 1)]
+
+
+def test_clipping_and_the_update_see_gradients_without_the_scale() -> None:
+    step_fn, state = training(net(), clip=1.0)
+    norms = [float(cf.precision(step_fn, p)(state, batch())[1]["grad_norm"]) for p in (cf.Policy(compute="fp32"), "fp16")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+
+
+def test_an_overflow_for_ever_ends_in_an_error_that_leaves_the_state() -> None:
+    step = cf.precision(scaled_step, "fp16")
+    data = {"x": torch.full((4, 8), float("inf")), "gain": torch.tensor(1.0)}
+    state = step.init(scaled_state(), data)
+    with pytest.raises(cf.PrecisionError, match=r"steps in a row were skipped .* loss scale of 1;"):
+        for _ in range(250):
+            state, _ = step(state, data)
+    assert torch.equal(state["p"]["w"].full(), torch.ones(8, 4))
+
+
+def test_evaluation_under_fp16_needs_no_gradient_and_returns_no_state() -> None:
+    out = cf.precision(lambda state, x: x @ state["p"]["w"], "fp16")(scaled_state(), torch.ones(2, 8))
+    assert torch.equal(out.full(), torch.full((2, 4), 8.0))
+
+
+def test_evaluation_through_a_model_computes_narrow() -> None:
+    model = cf.functional(net().eval())
+    low = cf.precision(lambda p, x: model.apply(p, {}, x)[0], "bf16").lower(model.params, torch.ones(2, 8))
+    program = low.traced.program
+    assert {program.values[n.refs[0]].dtype for n in program.nodes if n.target == "colofunc.linear"} == {BF16}
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cf.precision(scaled_step, "bf61"), r"'bf61' is no precision; did you mean 'bf16'"),
+        (lambda: cf.precision(scaled_step, torch.int8), r"torch.int8: a step computes in a floating dtype"),
+        (lambda: cf.Policy(compute=16), r"16 is no dtype; write a name such as 'bf16'"),
+        (lambda: cf.Policy(overrides={"*.head": "int4"}), r"overrides\['\*.head'\]='int4' is no precision"),
+        (lambda: cf.Policy(loss_scale=-1), r"loss_scale=-1; write 'dynamic'"),
+        (lambda: cf.precision(lambda s, x: (s, x), "fp16").lower([torch.ones(1)], torch.ones(1)), r"type list here; make argument 0"),
+        (lambda: cf.precision(cf.precision(scaled_step, "bf16"), "fp16"), r"precision is applied twice"),
+    ],
+)  # fmt: skip
+def test_refused(make, message) -> None:
+    with pytest.raises((cf.InputError, cf.PlanError), match=message):
+        make()
+
+
+def test_a_scaled_step_that_returns_no_state_is_an_error() -> None:
+    with pytest.raises(cf.InputError, match="a step with a loss scale returns its new state first"):
+        cf.precision(lambda s, b: cf.value_and_grad(loss_of)(s["p"], b)[0], "fp16").lower(
+            {"p": {"w": torch.ones(8, 4), "b": torch.ones(4)}}, batch()
+        )
+
+
+def test_adam_without_masters_warns_and_names_the_way_out() -> None:
+    step_fn, state = training(net().to(BF16))
+    data = {k: v.to(BF16) for k, v in batch().items()}
+    with pytest.warns(UserWarning, match=r"AdamW updates parameters in torch.bfloat16 .*cf.precision\(step, \"bf16\"\)"):
+        cf.shard(step_fn, cf.Mesh()).lower(state, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cf.precision(step_fn, "bf16").lower(state, batch())
+
+
+def test_a_training_step_in_eval_mode_warns_and_an_evaluation_does_not() -> None:
+    module = net().eval()
+    step_fn, state = training(module)
+    with pytest.warns(UserWarning, match=r"runs Sequential in eval mode.*call model.train\(\)"):
+        cf.shard(step_fn, cf.Mesh()).lower(state, batch())
+    model = cf.functional(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cf.shard(lambda p, x: model.apply(p, {}, x)[0], cf.Mesh()).lower(model.params, batch()["x"])
+        module.train()
+        cf.shard(step_fn, cf.Mesh()).lower(state, batch())
+
+
+def test_it_is_a_decorator_too() -> None:
+    @cf.precision("bf16")
+    def step(state, b):
+        return state, by_value_and_grad(state, b)
+
+    assert step.intent("precision").options["policy"] == cf.Policy(compute="bf16")
+    assert step({"w": torch.ones(8, 4), "b": torch.ones(4)}, batch())[1]["w"].dtype is F32
