@@ -44,6 +44,7 @@ from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.plan import Plan
 from colofunc.plugins import hookimpl, topology
+from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
@@ -81,6 +82,7 @@ __all__ = [
     "TopologyError",
     "TraceError",
     "abstract",
+    "accumulate",
     "adapt",
     "clip_by_global_norm",
     "collectives",

@@ -29,7 +29,7 @@ from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.program.coalesce import updates_late, views_late
-from colofunc.program.facts import is_wire, written
+from colofunc.program.facts import has_wires, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.schedule import overlap
 
@@ -67,7 +67,7 @@ class RankProgram:
         if self._written:
             own_memory(flat, partition, self._written)
         if self._function is None:
-            if self._watch is not None and any(is_wire(node) for node in self.program.nodes):
+            if self._watch is not None and has_wires(self.program):
                 self._watch.agree("the lowered program", program_hash(self.program, self._groups.mesh), DEADLINE_S)
             device = flat[0].device if flat else torch.device("cpu")
             writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap)
@@ -85,7 +85,7 @@ class RankWires:
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         out = only(node)
-        name = f"v{out}"
+        name = writer.stem(out)
         writer.where[out] = (name,)
         if kind == "axis_index":
             place = self.groups.of(node.args[0]).place
@@ -191,6 +191,9 @@ def program_hash(program: Program, mesh: Mesh) -> str:
     digest = hashlib.sha256(mesh.fingerprint.encode())
     for node in program.nodes:
         digest.update(repr((node.target, node.args, node.kwargs, node.outs)).encode())
+        if node.loop is not None:
+            digest.update(repr((node.loop.trips, node.loop.axis, node.loop.gathers)).encode())
+            digest.update(program_hash(node.loop.body, mesh).encode())
     for id, value in program.values.items():
         digest.update(repr((id, value.shape, value.dtype, value.layout)).encode())
     for id, tensor in program.constants.items():

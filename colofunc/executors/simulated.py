@@ -134,7 +134,7 @@ class SimulatedWires:
         else:
             writer.line(f"{writer.bind(ask, 'ask')}({kind!r}, {tuple(range(self.mesh.size))!r})")
             out = only(node)
-            results = self._collective(writer, node, kind, f"h{out}" if asynchronous else f"v{out}")
+            results = self._collective(writer, node, kind, f"h{writer.stem(out)}" if asynchronous else writer.stem(out))
             if asynchronous:
                 self._start(writer, out, results)
             else:

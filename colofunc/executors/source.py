@@ -25,9 +25,11 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
+from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
-from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.reuse import FUNCTIONAL, functional
+from colofunc.program.ir import Loop, Node, Program, Ref
+from colofunc.program.loop import gathered_at, last_uses
+from colofunc.program.reuse import FUNCTIONAL, functional, own_outputs
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 
@@ -36,7 +38,9 @@ _PLAIN = (int, bool, str, type(None))
 
 
 class Wires(Protocol):
-    """How collectives are written into the source."""
+    """How collectives are written into the source. `ranks`: the rank of each lane."""
+
+    ranks: Sequence[int]
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """Write the lines of one collective, `wait` or layout move and define its result."""
@@ -77,6 +81,8 @@ class Writer:
         self._bound = dict(bound or {})
         self._node = -1
         self._splits = count()
+        self._loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
+        self._serial = 0
         self.input_names = self._name_inputs(partition)
 
     # ---- pieces ----
@@ -106,8 +112,12 @@ class Writer:
             self._keep.append(thing)
         return found
 
+    def stem(self, id: int) -> str:
+        """What variables of value `id` are called; ids in the body of a loop are the body's own."""
+        return f"v{id}_in{self._serial}" if self._loops else f"v{id}"
+
     def line(self, text: str) -> None:
-        self.lines.append(text)
+        self.lines.append("    " * len(self._loops) + text)
         self.origin.append(self._node)
 
     def literal(self, arg: Any, lane: int) -> str:
@@ -133,7 +143,8 @@ class Writer:
             if key not in classes:
                 classes[key] = len(classes)
                 first.append(lane)
-        names = [f"v{id}_{c}" if len(classes) > 1 else f"v{id}" for c in range(len(classes))]
+        stem = self.stem(id)
+        names = [f"{stem}_{c}" if len(classes) > 1 else stem for c in range(len(classes))]
         self.where[id] = tuple(names[classes[key]] for key in keys)
         return list(zip(names, first, strict=True))
 
@@ -160,6 +171,12 @@ class Writer:
         if kind is not None:
             if kind[0] == "rearrange":
                 self.rearrange(node)
+            elif node.target == DEBUG:
+                self.debug(node)
+            elif node.loop is not None:
+                self.loop(node, node.loop)
+            elif self._loops and self._of_loop(node, kind[0]):
+                pass
             else:
                 self.wires.emit(self, node, *kind)
         else:
@@ -188,11 +205,11 @@ class Writer:
                 f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
             ]
             call = f"{name}({', '.join(words)})"
-            targets = ["_" if o is None else f"v{o}_{c}" if many else f"v{o}" for o in node.outs]
+            targets = ["_" if o is None else f"{self.stem(o)}_{c}" if many else self.stem(o) for o in node.outs]
             self.line(self._assignment(targets, call, result))
         for o in node.outs:
             if o is not None:
-                self.where[o] = tuple(f"v{o}_{classes[key]}" if many else f"v{o}" for key in keys)
+                self.where[o] = tuple(f"{self.stem(o)}_{classes[key]}" if many else self.stem(o) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
 
@@ -233,7 +250,7 @@ class Writer:
                 if owner.setdefault(name, key) == key:
                     continue
                 if (name, key) not in copies:
-                    copies[name, key] = f"v{id}_s{next(self._splits)}"
+                    copies[name, key] = f"{self.stem(id)}_s{next(self._splits)}"
                     self.line(f"{copies[name, key]} = {name}.clone()")
                 names[lane] = copies[name, key]
             self.where[id] = tuple(names)
@@ -244,6 +261,81 @@ class Writer:
         source = self.where[ref.id]
         for name, lane in self.assign(only(node), source):
             self.line(f"{name} = {rearrange_text(source[lane], steps)}")
+
+    # ---- loops ----
+
+    def loop(self, node: Node, loop: Loop) -> None:
+        """A Python loop over the trips; what its body gathers is gathered right behind the node that makes it."""
+        self._serial += 1
+        counter, outside = f"t{self._serial}", (self.program, self.where, self._serial)
+        results = [f"v{o}_all{self._serial}" for o in node.outs]
+        self.line(f"for {counter} in range({loop.trips}):")
+        self._loops.append((loop, counter))
+        self.program = loop.body
+        self.where = {into: outside[1][i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
+        gathered: dict[int, tuple[str, ...]] = {}
+        at, last, owned = gathered_at(loop.body), last_uses(loop.body), own_outputs(loop.body)
+        dying: dict[int, list[int]] = {}
+        for id, end in last.items():
+            if id not in loop.body.inputs:
+                dying.setdefault(end, []).append(id)
+        for k in at.get(-1, ()):
+            gathered[k] = self._gather(loop, k, results[k], owned)
+        for index, inner in enumerate(loop.body.nodes):
+            self.node(inner)
+            for k in at.get(index, ()):
+                gathered[k] = self._gather(loop, k, results[k], owned)
+            self.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
+        if not loop.body.nodes and not at:
+            self.line("pass")
+        self._loops.pop()
+        self.program, self.where, _ = outside
+        self.where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
+
+    def _gather(self, loop: Loop, k: int, stem: str, owned: set[int]) -> tuple[str, ...]:
+        """Lines that put output k of the body to what the trips before have given; its variables per lane."""
+        id, how, t = loop.body.outputs[k], loop.gathers[k], self._loops[-1][1]
+        source = self.where[id]
+        classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(source))}
+        for name, total in classes.items():
+            if how == "stack":
+                self.line(f"if {t} == 0: {total} = {self.bind(stack_of, 'stack_of')}({name}, {loop.trips})")
+                self.line(f"{total}[{t}] = {name}")
+                continue
+            first = name if k in owned else f"{name}.clone()"
+            more = f"{total}.add_({name})" if how == "sum" else f"{self.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
+            self.line(f"{total} = {first} if {t} == 0 else {more}")
+        return tuple(classes[name] for name in source)
+
+    def _of_loop(self, node: Node, kind: str) -> bool:
+        """Write a node about the axis of a loop around it; False if it is about another."""
+        if kind in ("rearrange", "wait"):
+            return False
+        axes = tuple(node.args[0] if kind == "axis_index" else node.args[1])
+        counter = next((t for loop, t in self._loops if (loop.axis,) == axes), None)
+        if counter is None:
+            return False
+        out = only(node)
+        if kind == "axis_index":
+            self.where[out] = (self.stem(out),) * self.lanes
+            self.line(f"{self.stem(out)} = {self.bind(torch.tensor, 'tensor')}({counter}, device={self.bind(self.device, 'device')})")
+            return True
+        source = self.where[node.refs[0]]
+        for name, lane in self.assign(out, source):
+            if kind == "take_shard":
+                self.line(f"{name} = {source[lane]}[{counter}]")
+            elif kind == "keep_first":
+                self.line(f"{name} = {source[lane]} if {counter} == 0 else {self.bind(torch.zeros_like, 'zeros_like')}({source[lane]})")
+            else:
+                raise ProgramError(f"{node.target} over {axes[0]} stands in the loop over it")
+        return True
+
+    def debug(self, node: Node) -> None:
+        """What `cf.debug` shows: one line for the main rank, or one per rank."""
+        values, text, key, ranks = node.args
+        for lane, rank in enumerate(self.wires.ranks):
+            if ranks or rank == 0:
+                self.line(f"{self.bind(show, 'show')}({self.literal(values, lane)}, {text!r}, {key!r}, {ranks}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
         gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(id, ())))]
@@ -302,6 +394,14 @@ class StepFunction:
                 return self._program.nodes[self._origin[at]] if 0 <= at < len(self._origin) else None
             trace = trace.tb_next
         return None
+
+
+_EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
+
+
+def stack_of(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Room for `n` tensors like x."""
+    return torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
 
 
 def flat_results(result: Any) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ that fit, only what the stage allows.
     local      functional, collectives                a layout whose local shape is the value's shape
     inplace    all                                    as local
 
+The body of a loop is checked like the program around it, and what goes in and out of it.
+
 Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node.
 """
 
@@ -16,13 +18,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
+from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
-from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.ir import Loop, Node, Program, Ref, Value
 from colofunc.program.text import node_text, type_text
 from colofunc.program.trace_infer import Meta, check_dtypes, contiguous, infer, remembered, slots
 
@@ -30,26 +34,38 @@ STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3
 
 
+@attrs.frozen
+class _Scope:
+    """Where a program stands: the axes that layouts may use (None: any), and whether it is the body of a loop."""
+
+    axes: frozenset[str] | None
+    inside: bool = False
+
+
 def check_program(program: Program, mesh: Mesh | None = None) -> None:
     """Raise ProgramError where the program breaks its invariants. With a mesh, layouts may use only its axes."""
+    _check(program, _Scope(None if mesh is None else frozenset(mesh.shape)))
+
+
+def _check(program: Program, scope: _Scope) -> None:
     if program.stage not in STAGES:
         raise ProgramError(f"program stage {program.stage!r} is none of {', '.join(STAGES)}")
-    defined = _check_inputs(program, mesh)
+    defined = _check_inputs(program, scope)
     for index, node in enumerate(program.nodes):
-        problem = _node_problem(program, node, defined, mesh)
+        problem = _node_problem(program, node, defined, scope)
         if problem:
             raise ProgramError(f"{problem}\n{_around(program, index)}")
         defined.update(o for o in node.outs if o is not None)
     _check_outputs(program, defined)
 
 
-def _check_inputs(program: Program, mesh: Mesh | None) -> set[int]:
+def _check_inputs(program: Program, scope: _Scope) -> set[int]:
     if len(set(program.inputs)) != len(program.inputs):
         raise ProgramError("an id stands twice among the program's inputs")
     for vid in program.inputs:
         if vid not in program.values:
             raise ProgramError(f"input %{vid} has no value")
-        problem = _value_problem(program, program.values[vid], mesh)
+        problem = _value_problem(program, program.values[vid], scope)
         if problem:
             raise ProgramError(f"input {problem}")
     for vid, tensor in program.constants.items():
@@ -77,26 +93,25 @@ def _check_outputs(program: Program, defined: set[int]) -> None:
             )
 
 
-def _value_problem(program: Program, value: Value, mesh: Mesh | None) -> str:
+def _value_problem(program: Program, value: Value, scope: _Scope) -> str:
     """What is wrong with a value's layout, "" if nothing is."""
     layout = value.layout
     if program.stage == "global":
         return f"%{value.id} has a layout in a global program" if layout is not None else ""
     if layout is None:  # half-way through a conversion or inside local code
-        named = value.id in program.inputs or value.id in program.outputs
+        named = not scope.inside and (value.id in program.inputs or value.id in program.outputs)
         return f"%{value.id} has no layout in a {program.stage} program" if named else ""
     if layout.local_shape != value.shape:
         said = f"its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
         return f"%{value.id} has shape {value.shape}, {said}"
-    if mesh is not None:
-        sizes = mesh.shape
+    if scope.axes is not None:
         for axis in (*layout.axes, *(a for a, _ in layout.pending)):
-            if axis.split("[")[0] not in sizes:
+            if axis.split("[")[0] not in scope.axes:
                 return f"%{value.id} is laid out over axis {axis!r}, which the mesh does not have"
     return ""
 
 
-def _node_problem(program: Program, node: Node, defined: set[int], mesh: Mesh | None) -> str:
+def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope) -> str:
     """What is wrong with a node, "" if nothing is."""
     for ref in node.refs:
         if ref not in defined:
@@ -108,10 +123,38 @@ def _node_problem(program: Program, node: Node, defined: set[int], mesh: Mesh | 
             return f"%{out} is defined twice"
         if out not in program.values:
             return f"%{out} has no value"
-        problem = _value_problem(program, program.values[out], mesh)
+        problem = _value_problem(program, program.values[out], scope)
         if problem:
             return problem
+    if node.loop is not None:
+        return _loop_problem(program, node, node.loop, scope)
     return _legal_problem(program, node) or _type_problem(program, node)
+
+
+def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> str:
+    """What is wrong with a loop: its body, what goes in, what is gathered."""
+    body = loop.body
+    if loop.trips < 1 or body.stage != program.stage or body.constants or body.aliases:
+        return f"a loop of {loop.trips} trips with a body of stage {body.stage!r} stands in a program of stage {program.stage!r}"
+    if len(node.refs) != len(body.inputs) or not len(node.outs) == len(body.outputs) == len(loop.gathers):
+        return "a loop passes other values in or out than its body takes and gives"
+    for ref, into in zip(node.refs, body.inputs, strict=True):
+        given, taken = program.values[ref], body.values[into]
+        if (given.shape, given.dtype) != (taken.shape, taken.dtype):
+            return f"a loop passes {type_text(given)} for {type_text(taken)}"
+    for out, made, how in zip(node.outs, body.outputs, loop.gathers, strict=True):
+        if out is None or how not in ("sum", "max", "min", "stack"):
+            return f"a loop gathers a value as {how!r}"
+        mine, theirs = program.values[out], body.values[made]
+        shape = (loop.trips, *theirs.shape) if how == "stack" else theirs.shape
+        if (mine.shape, mine.dtype) != (shape, theirs.dtype):
+            return f"%{out} is {type_text(mine)}, the loop's {how} gives {theirs.dtype} {shape}"
+    axes = None if scope.axes is None else scope.axes | {loop.axis}
+    try:
+        _check(body, _Scope(axes, inside=True))
+    except ProgramError as error:
+        return f"in the loop over {loop.axis}: {error}"
+    return ""
 
 
 def _legal_problem(program: Program, node: Node) -> str:
@@ -188,6 +231,8 @@ _FOUND: dict[Any, list[Meta | None]] = {}
 
 
 def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
+    if node.target == DEBUG:
+        return []  # shows whatever it is given
     # Tensors without data are ten times as fast as fake ones; where they do not serve, fake ones decide.
     func = resolve(node.target)
     check_dtypes(func, metas)

@@ -23,7 +23,7 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
 
 WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
-LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait"})
+LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug"})
 
 RuleOf = Callable[[Call], Rule | None]
 
@@ -81,6 +81,13 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
     calls: Counter[tuple[str, str]] = Counter()
     compute_s = communication_s = flops = memory = 0.0
     for node in program.nodes:
+        if node.loop is not None:
+            inner, trips = program_cost(node.loop.body, mesh, rule_of), node.loop.trips
+            nbytes.update({key: n * trips for key, n in inner.bytes.items()})
+            calls.update({key: n * trips for key, n in inner.calls.items()})
+            compute_s, communication_s = compute_s + inner.compute_s * trips, communication_s + inner.communication_s * trips
+            flops, memory = flops + inner.flops * trips, memory + inner.memory_bytes * trips
+            continue
         collective = collective_of(node, program.values)
         if collective is not None:
             kind, axes, n, full = collective

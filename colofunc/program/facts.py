@@ -15,8 +15,9 @@ from math import prod
 
 from colofunc.dtensor.strategies import FREE
 from colofunc.errors import ProgramError
+from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload
-from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.ir import LOOP, Node, Program, Ref
 
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
@@ -26,11 +27,11 @@ Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | 
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:
-    """(kind, asynchronous) of a node that executors emit themselves: collectives, `wait` and layout moves; else None."""
+    """(kind, asynchronous) of a node that executors emit themselves: collectives, `wait`, layout moves, loops; else None."""
     if not node.target.startswith("colofunc."):
         return None
     name = node.target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL:
+    if name in WIRE or name in LOCAL or node.target in (LOOP, DEBUG):
         return name, False
     base = name.removesuffix("_start")
     return (base, True) if base != name and base in WIRE else None
@@ -40,6 +41,11 @@ def is_wire(node: Node) -> bool:
     """Whether a node communicates (asynchronous starts included)."""
     kind = kind_of(node)
     return kind is not None and kind[0] in WIRE
+
+
+def has_wires(program: Program) -> bool:
+    """Whether a program communicates, in loops too."""
+    return any(is_wire(node) or (node.loop is not None and has_wires(node.loop.body)) for node in program.nodes)
 
 
 @cache
@@ -110,10 +116,16 @@ def _side(text: str) -> list[list[str]]:
     return [[f for f in dim if f != "1"] for dim in dims]
 
 
+def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Both sides of an einops pattern: per dim its factors, sizes of 1 left out."""
+    left, right = pattern.split("->")
+    return _side(left), _side(right)
+
+
 @lru_cache(maxsize=1 << 14)
 def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Steps:
     """(reshape, permutation, reshape) that carry out an einops pattern on `shape`; None where a step changes nothing."""
-    left, right = (_side(part) for part in pattern.split("->"))
+    left, right = sides(pattern)
     known = dict(zip(names, sizes, strict=True))
     if len(left) != len(shape):
         raise ProgramError(f"rearrange {pattern!r} has {len(left)} dims, the value has shape {shape}")

@@ -21,6 +21,7 @@ import attrs
 
 from colofunc.ops.update import IN_PLACE
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.loop import within
 from colofunc.program.reuse import fuse, renamed_refs, reuse
 from colofunc.program.schedule import Memory, updates_early
 
@@ -52,7 +53,16 @@ def in_place(program: Program, temporaries: bool = True) -> Program:
         nodes.append(attrs.evolve(node, target=target, outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
     written = updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace"))
-    return reuse(written) if temporaries else written
+    return within(reuse(written), _body) if temporaries else within(written, _stage)
+
+
+def _stage(body: Program) -> Program:
+    return attrs.evolve(body, stage="inplace")
+
+
+def _body(body: Program) -> Program:
+    """The body of a loop: nothing is donated to it, so only temporaries are written over."""
+    return _stage(reuse(fuse(body)))
 
 
 def _twin(

@@ -7,6 +7,7 @@ collectives and copies are nodes like any other. Both are printed, checked, save
     Value   one tensor in single assignment: id, shape, dtype, name, role, layout
     Node    one operator call: target name, args in which `Ref(id)` stands for a value, the ids it defines
     Program inputs, nodes, outputs, and the trees that pack and unpack them
+    Loop    what a node repeats: a program whose ids are its own
 
 Arguments other than tensors are plain Python data (int, float, bool, str, None, tuple, torch.dtype, torch.device,
 torch.memory_format, torch.layout). Nodes never mutate their inputs unless their target is registered as in place
@@ -64,6 +65,7 @@ class Node:
     path: str = ""
     line: str = ""
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
+    loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
 
     @property
     def refs(self) -> tuple[int, ...]:
@@ -77,6 +79,24 @@ def _refs(tree: Any) -> Iterator[int]:
     elif type(tree) is tuple:
         for item in tree:
             yield from _refs(item)
+
+
+LOOP = "colofunc.loop"
+
+
+@attrs.frozen(eq=False)
+class Loop:
+    """What a node `colofunc.loop` repeats; the node's operands are the inputs of `body`, the same in every trip.
+
+    Inside, `axis_index` and `take_shard` over `axis` mean the number of the trip. Output k of the body is gathered over
+    the trips as `gathers[k]` says ("sum", "max", "min" or "stack", which puts the trips in a leading dim) and is result
+    k of the node. It is gathered as soon as it is ready (`loop.gathered_at`), so that it need not live to the trip's end.
+    """
+
+    body: Program
+    trips: int
+    axis: str
+    gathers: tuple[str, ...]
 
 
 def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:

@@ -25,7 +25,8 @@ import torch
 from colofunc import compat
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Loop, Node, Program, Ref, Value, map_refs
+from colofunc.program.loop import last_uses
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
@@ -69,11 +70,19 @@ class _Storage:
     value: int  # the first value that lives in it
     born: int
     dies: int
+    inside: Live | None = None  # of a storage in the body of a loop, alive at the body's peak
 
 
 def memory(program: Program) -> MemoryReport:
-    """Live bytes of one rank at every position of a local program (or a global one: then of one device)."""
-    storages, makers = _storages(program)
+    """Live bytes of one rank at every position of a local program (or a global one: then of one device).
+
+    A loop is one position: what its body holds at its peak, beside what it reads and gathers.
+    """
+    storages, makers = _storages(program, lifetimes(program))
+    return _report(program, storages, makers)
+
+
+def _report(program: Program, storages: list[_Storage], makers: Mapping[int, Node]) -> MemoryReport:
     count = max(1, len(program.nodes))
     tiers = sorted({s.tier for s in storages} | {"device"})
     change = {tier: [0] * (count + 1) for tier in tiers}
@@ -89,13 +98,18 @@ def memory(program: Program) -> MemoryReport:
         timeline[tier] = tuple(line)
     peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
-    at = peak_at["device"]
-    alive = [s for s in storages if s.tier == "device" and s.born <= at <= max(s.dies, s.born) and s.nbytes]
-    alive.sort(key=lambda s: -s.nbytes)
-    return MemoryReport(peak, timeline, peak_at, tuple(_live(program, s, makers) for s in alive))
+    return MemoryReport(peak, timeline, peak_at, tuple(_alive(program, storages, makers, "device", peak_at["device"])))
+
+
+def _alive(program: Program, storages: list[_Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
+    """What is alive at a position, largest first."""
+    alive = [s for s in storages if s.tier == tier and s.born <= at <= max(s.dies, s.born) and s.nbytes]
+    return [_live(program, s, makers) for s in sorted(alive, key=lambda s: -s.nbytes)]
 
 
 def _live(program: Program, storage: _Storage, makers: Mapping[int, Node]) -> Live:
+    if storage.inside is not None:
+        return storage.inside
     value = program.values[storage.value]
     node = makers.get(value.id)
     name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
@@ -103,9 +117,10 @@ def _live(program: Program, storage: _Storage, makers: Mapping[int, Node]) -> Li
     return Live(name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "")
 
 
-def _storages(program: Program) -> tuple[list[_Storage], dict[int, Node]]:
-    """Every storage with its lifetime, and the node that makes each value."""
-    last = lifetimes(program)
+def _storages(
+    program: Program, last: Mapping[int, int], given: Mapping[int, Meta] | None = None
+) -> tuple[list[_Storage], dict[int, Node]]:
+    """Every storage with its lifetime, and the node that makes each value. `given`: inputs that are counted elsewhere."""
     end = len(program.nodes)
     storages: list[_Storage] = []
     where: dict[int, int] = {}  # value -> storage
@@ -117,9 +132,13 @@ def _storages(program: Program) -> tuple[list[_Storage], dict[int, Node]]:
         nbytes = value.nbytes if constant is None else constant.untyped_storage().nbytes()
         if constant is not None:
             metas[id] = (value.shape, tuple(constant.stride()), value.dtype)
+        if given is not None:
+            nbytes, metas[id] = 0, given[id]
         where[id] = len(storages)
         storages.append(_Storage(nbytes, _tier(value), id, -1, end))
     for index, node in enumerate(program.nodes):
+        if node.loop is not None:
+            storages += _inside(node, node.loop, metas, index)
         made = _results(node, program, metas)
         fresh: dict[int, int] = {}
         for o, one in zip(node.outs, made, strict=True):
@@ -140,6 +159,19 @@ def _storages(program: Program) -> tuple[list[_Storage], dict[int, Node]]:
             where[o], metas[o], makers[o] = home, meta, node
             storages[home].dies = max(storages[home].dies, last.get(o, index), index)
     return storages, makers
+
+
+def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int) -> list[_Storage]:
+    """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
+    body = loop.body
+    given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
+    storages, makers = _storages(body, last_uses(body), given)
+    report = _report(body, storages, makers)
+    return [
+        _Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))
+        for tier, at in report.peak_at.items()
+        for live in _alive(body, storages, makers, tier, at)
+    ]
 
 
 def _tier(value: Value) -> str:
@@ -164,6 +196,8 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
     values = program.values
     if kind is None:
         return _ordinary(node, program, metas)
+    if node.loop is not None:
+        return tuple(None if o is None else (-1, k, *_fresh(values[o])[2:]) for k, o in enumerate(node.outs))
     (out,) = node.outs
     if out is None:
         return (None,)

@@ -56,7 +56,7 @@ MAKERS = frozenset(OUT) | frozenset(
     aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor aten.masked_fill.Scalar
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
     colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
-    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_to_all""".split()
+    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_to_all colofunc.loop""".split()
 )
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
@@ -79,6 +79,13 @@ def reuse(program: Program) -> Program:
                 node = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))))
         nodes.append(node)
     return attrs.evolve(program, nodes=tuple(nodes), stage="inplace")
+
+
+def own_outputs(program: Program) -> set[int]:
+    """Positions of outputs whose memory is made by the program, holds nothing else and leaves it once."""
+    facts = Facts(program)
+    groups = [facts.memory.group(o) for o in program.outputs]
+    return {k for k, o in enumerate(program.outputs) if groups.count(groups[k]) == 1 and facts.whole(o)}
 
 
 def functional(node: Node) -> Node:

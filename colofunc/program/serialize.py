@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import ProgramError
-from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.ir import Loop, Node, Program, Ref, Value
 
 VERSION = 1
 
@@ -86,12 +86,23 @@ def _value_from(data: list[Any]) -> Value:
 
 def _node_to(n: Node) -> list[Any]:
     kwargs = [[k, encode(v)] for k, v in n.kwargs]
-    return [n.target, [encode(a) for a in n.args], kwargs, list(n.outs), n.phase, n.path, n.line, n.note]
+    plain = [n.target, [encode(a) for a in n.args], kwargs, list(n.outs), n.phase, n.path, n.line, n.note]
+    return plain if n.loop is None else [*plain, _loop_to(n.loop)]
 
 
 def _node_from(data: list[Any]) -> Node:
-    target, args, kwargs, outs, *where = data
-    return Node(target, tuple(decode(a) for a in args), tuple((k, decode(v)) for k, v in kwargs), tuple(outs), *where)
+    target, args, kwargs, outs, phase, path, line, note, *loop = data
+    given = tuple(decode(a) for a in args), tuple((k, decode(v)) for k, v in kwargs)
+    return Node(target, *given, tuple(outs), phase, path, line, note, _loop_from(loop[0]) if loop else None)
+
+
+def _loop_to(loop: Loop) -> list[Any]:
+    return [to_dict(loop.body), loop.trips, loop.axis, list(loop.gathers)]
+
+
+def _loop_from(data: list[Any]) -> Loop:
+    body, trips, axis, gathers = data
+    return Loop(from_dict(body, {}), trips, axis, tuple(gathers))
 
 
 def _layout_to(layout: Layout | None) -> Any:

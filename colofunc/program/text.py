@@ -62,13 +62,26 @@ def node_text(node: Node, values: Mapping[int, Value]) -> str:
     return f"{results} = {call}    # {origin}" if results else f"{call}    # {origin}"
 
 
+def node_lines(node: Node, values: Mapping[int, Value]) -> list[str]:
+    """A node, and what it repeats indented below it."""
+    if node.loop is None:
+        return [node_text(node, values)]
+    loop = node.loop
+    lines = [f"{node_text(node, values)}: {loop.trips} times over {loop.axis}"]
+    for inner in loop.body.nodes:
+        lines += [f"    {line}" for line in node_lines(inner, loop.body.values)]
+    outs = zip(node.outs, loop.gathers, loop.body.outputs, strict=True)
+    return [*lines, *(f"    %{out} = {how} of %{id}" for out, how, id in outs)]
+
+
 def text(program: Program) -> str:
     """The whole program: inputs with roles, nodes, outputs."""
     lines = []
     for vid in program.inputs:
         value = program.values[vid]
         lines.append(f"input {value_text(value)}    # {value.role}")
-    lines += [node_text(node, program.values) for node in program.nodes]
+    for node in program.nodes:
+        lines += node_lines(node, program.values)
     aliased = dict(program.aliases)
     outs = [f"%{o}" + (f" in place of {aliased[k]}" if k in aliased else "") for k, o in enumerate(program.outputs)]
     lines.append(f"return {', '.join(outs)}")

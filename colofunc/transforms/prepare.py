@@ -75,6 +75,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
+    passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
     plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes)
     choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s

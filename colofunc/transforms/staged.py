@@ -27,6 +27,7 @@ class Intent:
     `around`: wraps the step function before it is traced, and before the single-device reference runs it.
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
+    `last`: makes, from the trace and the registry, a rewrite of one rank's program that runs after all others.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -36,6 +37,7 @@ class Intent:
     grow: Callable[[Any], Any] | None = None
     clashes: Mapping[str, str] = attrs.field(factory=dict)
     local: Callable[[Any, Any], Any] | None = None
+    last: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None
 
 
 class Compiler(Protocol):

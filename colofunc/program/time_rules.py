@@ -1,0 +1,237 @@
+"""Rules over time: what the nodes of a *local* program do with the factors of their dims.
+
+Operators have their rule from the registry. A local program has more: collectives, layout moves, and random operators
+that already know where their part of the global tensor lies. Seen from time they are operators like any other:
+
+    all_gather       d* -> [n] d*           over dp, say: n counts its members, time may be on any d
+    reduce_scatter   [n] d* -> d*
+    rearrange        the pattern it carries
+    dropout, placed  d* -> d*               a part of a part: sizes, strides and offset are refined
+
+No collective lets a pending sum over time pass: it is accumulated before, so that a gradient is reduced over the mesh
+once, after the loop, and not once per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.rule import Call, Factors, Operand, Ref, Rule
+from colofunc.dtensor.rules.local import rerun
+from colofunc.errors import ProgramError
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import axis_index
+from colofunc.program.facts import sides
+from colofunc.program.ir import map_refs
+
+RuleOf = Callable[[Call], Rule | None]
+
+# Random operators: where `sizes` stands among their arguments; `strides` and `offset` follow it.
+PLACED = {
+    "colofunc.random_bits": 3, "colofunc.random_uniform": 4, "colofunc.random_normal": 4, "colofunc.random_bernoulli": 5,
+    "colofunc.dropout": 4, "colofunc.attention": 12, "colofunc.attention_backward": 15,
+}  # fmt: skip
+SHAPE_AT = {"colofunc.random_bits": 2, "colofunc.random_uniform": 2, "colofunc.random_normal": 2, "colofunc.random_bernoulli": 2}
+
+
+def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
+    """The rule of one call of a local program; None where it has to run whole."""
+    own = _RULES.get(call.target)
+    if own is not None:
+        return own(call)
+    if call.target in PLACED and _is_placed(call):
+        return _placed(call, rule_of)
+    return rule_of(call)
+
+
+def _dims(shape: Iterable[int], first: int = 0) -> tuple[Operand, dict[str, int]]:
+    names = {f"d{k}": n for k, n in enumerate(shape, first)}
+    return tuple((name,) for name in names), names
+
+
+def _same(call: Call) -> Rule | None:
+    """d* -> d*"""
+    dims, sizes = _dims(call.ins[0].shape)
+    return Rule((dims,), (dims,), sizes)
+
+
+def _gather(call: Call) -> Rule | None:
+    """d* -> [n] d*"""
+    dims, sizes = _dims(call.ins[0].shape)
+    return Rule((dims,), ((("n",), *dims),), {"n": call.args[2], **sizes}, whole=frozenset("n"))
+
+
+def _chunk(call: Call) -> Rule | None:
+    """[n] d* -> d*"""
+    dims, sizes = _dims(call.ins[0].shape[1:])
+    return Rule(((("n",), *dims),), (dims,), {"n": call.args[2], **sizes}, whole=frozenset("n"), reduce={"n": "sum"})
+
+
+def _chunks(call: Call) -> Rule | None:
+    """[n] d* -> [n] d*"""
+    dims, sizes = _dims(call.ins[0].shape[1:])
+    both: Operand = (("n",), *dims)
+    return Rule((both,), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"))
+
+
+def _rearrange(call: Call) -> Rule | None:
+    """The pattern itself; the sizes that the call names become local ones."""
+    _, pattern, names, given = call.args
+    left, right = (tuple(tuple(dim) for dim in side) for side in sides(pattern))
+    sizes = dict(zip(names, given, strict=True))
+    for dim, size in zip(left, call.ins[0].shape, strict=True):
+        for name in dim:
+            if name not in sizes:
+                sizes[name] = size // max(1, prod(sizes.get(other, 1) for other in dim if other != name))
+
+    def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Any:
+        local = {**sizes, **_local(left, sizes, ins[0])}
+        return (call.args[0], pattern, names, tuple(local[name] for name in names)), call.kwargs
+
+    return Rule((left,), (right,), sizes, linear=(frozenset({0}),), localize=localize)
+
+
+def _local(operand: tuple[Factors, ...], sizes: Mapping[str, int], layout: Layout) -> dict[str, int]:
+    """Local sizes of the factors of dims that are cut in whole atoms."""
+    found: dict[str, int] = {}
+    for dim, atoms in zip(operand, layout.dims, strict=True):
+        rest = [list(atom) for atom in atoms]
+        for name in dim:
+            left, local = sizes[name], 1
+            while left > 1:
+                step = min(left, int(rest[0][0] or 1))
+                local *= 1 if rest[0][1] is not None else step
+                left //= step
+                rest[0][0] = int(rest[0][0] or 1) // step
+                if rest[0][0] == 1:
+                    rest.pop(0)
+            found[name] = local
+    return found
+
+
+_RULES: dict[str, Callable[[Call], Rule | None]] = {
+    "colofunc.all_reduce": _same,
+    "colofunc.permute": _same,
+    "colofunc.keep_first": _same,
+    "colofunc.all_gather": _gather,
+    "colofunc.take_shard": _chunk,
+    "colofunc.reduce_scatter": _chunk,
+    "colofunc.all_to_all": _chunks,
+    "colofunc.rearrange": _rearrange,
+}
+
+
+# ---- random operators that know their place ----
+
+
+def _is_placed(call: Call) -> bool:
+    first = PLACED[call.target]
+    return bool(call.arg(first, "sizes", ())) or isinstance(call.arg(first + 2, "offset"), Ref)
+
+
+def _placed(call: Call, rule_of: RuleOf) -> Rule | None:
+    """The operator's own rule for a call that knows no place, with local code that refines the place it knows."""
+    first = PLACED[call.target]
+    offset = call.arg(first + 2, "offset")
+    at = offset.id if isinstance(offset, Ref) else len(call.ins)
+    rule = rule_of(_without_place(call, first, at))
+    if rule is None:
+        return None
+
+    def moved(k: int) -> int:
+        return k + (k >= at)
+
+    ins = rule.ins if at == len(call.ins) else (*rule.ins[:at], (), *rule.ins[at:])
+    return attrs.evolve(
+        rule,
+        ins=ins,
+        linear=tuple(frozenset(moved(k) for k in s) for s in rule.linear),
+        addends=frozenset(moved(k) for k in rule.addends),
+        localize=None,
+        local=_refined,
+    )
+
+
+def _without_place(call: Call, first: int, at: int) -> Call:
+    """The call with `sizes, strides, offset` as on one device and without the offset among its operands."""
+    args = [*call.args]
+    for position, value in ((first, ()), (first + 1, ()), (first + 2, None)):
+        if position < len(args):
+            args[position] = value
+    kwargs = tuple((k, v) for k, v in call.kwargs if k not in ("sizes", "strides", "offset"))
+    renumbered = map_refs((tuple(args), kwargs), lambda k: Ref(k - (k > at)))
+    return attrs.evolve(call, args=renumbered[0], kwargs=renumbered[1], ins=(*call.ins[:at], *call.ins[at + 1 :]))
+
+
+def _refined(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any] | None:
+    first, shape_at = PLACED[call.target], SHAPE_AT.get(call.target)
+    dims, placed = _place_dims(call, ins, outs)
+    if not any(axis for dim in dims for _, axis in dim):
+        return None
+    old = call.arg(first + 2, "offset")
+    sizes, strides, steps = refine(call.arg(first, "sizes", ()), call.arg(first + 1, "strides", ()), dims, placed)
+
+    def local(*shards: torch.Tensor, mesh: Mesh) -> Any:
+        offset: Any = shards[old.id] if isinstance(old, Ref) else 0
+        for axis, stride in steps:
+            offset = offset + axis_index((axis,), mesh) * stride
+        changes: dict[tuple[int, str], Any] = {
+            (first, "sizes"): sizes, (first + 1, "strides"): strides, (first + 2, "offset"): offset,
+        }  # fmt: skip
+        if shape_at is not None:
+            changes[shape_at, "shape"] = [prod(n for n, axis in dim if axis is None) for dim in dims]
+        return rerun(call, shards, changes)
+
+    return local
+
+
+def _place_dims(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
+    """Dims (over time) of the tensor whose elements are counted, and its shape."""
+    if "attention" not in call.target:
+        assert outs[0] is not None
+        return outs[0].dims, outs[0].shape
+    q, k = (ins[call.args[i].id] for i in ((1, 2) if "backward" in call.target else (0, 1)))
+    keys = k.shape[2]
+    return (*q.dims[:3], ((keys, None),)), (*q.shape[:3], keys)
+
+
+def refine(
+    sizes: Iterable[int], strides: Iterable[int], dims: tuple[Dim, ...], shape: tuple[int, ...]
+) -> tuple[list[int], list[int], list[tuple[str, int]]]:
+    """Sizes and strides of what time leaves of the atoms (sizes, strides) of `shape`, and (axis, stride) of what it takes.
+
+    >>> refine((4, 3), (6, 1), (((2, "time"), (2, None)), ((3, None),)), (4, 3))
+    ([2, 3], [6, 1], [('time', 12)])
+    """
+    atoms = [[n, far] for n, far in zip(sizes, strides, strict=True) if n != 1]
+    if not atoms and prod(shape) > 1:
+        atoms = [[n, prod(shape[k + 1 :])] for k, n in enumerate(shape) if n != 1]
+    left: list[tuple[int, int]] = []
+    taken: list[tuple[str, int]] = []
+    for dim in dims:
+        mine = 0
+        for size, axis in dim:
+            while size > 1:
+                n, far = atoms[0]
+                step = min(size, n)  # the major part of the atom
+                if n % step or size % step or (axis is not None and step != size):
+                    raise ProgramError(f"{axis or 'a local factor'} of size {size} cuts across the factors {atoms} of a random tensor")
+                far *= n // step
+                if axis is None:
+                    left.append((step, far))
+                    mine += 1
+                else:
+                    taken.append((axis, far))
+                size //= step
+                atoms[0][0] //= step
+                if atoms[0][0] == 1:
+                    atoms.pop(0)
+        if not mine:
+            left.append((1, 0))
+    return [n for n, _ in left], [far for _, far in left], taken

@@ -1,0 +1,132 @@
+"""accumulate: the batch in microbatches, one after another, with the numbers of the whole batch.
+
+    step = cf.accumulate(step_fn, microbatches=4)                   # argument 1 is the batch
+    step = cf.accumulate(cf.shard(step_fn, mesh), microbatches=4)   # before or after shard: the same plan
+
+Problem: activations grow with the batch. Gradient accumulation by hand divides the loss by the number of microbatches,
+which is wrong wherever they hold different numbers of labels, and has to be written anew around every clip and metric.
+Idea: microbatches are a mesh axis in time. The step is traced once, on the whole batch; the program of one rank is
+split over that axis by the rules that split it over `dp` (`program.time`), and its ranks run in a loop
+(`program.loop`): means divide by the whole batch's count, gradients are summed in one accumulator each and reduced over
+the mesh once, per-sample outputs are put together, clipping and the update run once.
+
+What reads all rows at once (batch norm in training, a contrastive loss) cannot be computed so: it is an error that
+names the operator. With mixing="per-microbatch" such a statistic is the microbatch's own, as in a loop by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from colofunc.errors import InputError, PlanError, near
+from colofunc.mesh import Mesh
+from colofunc.plugins import Registry
+from colofunc.program.ir import Program, Value
+from colofunc.program.loop import MIXING, fold
+from colofunc.program.time import Rules, over_time
+from colofunc.program.trace import Traced, record_local
+from colofunc.program.trace_tree import Tree
+from colofunc.transforms.compile import StepCompiler
+from colofunc.transforms.staged import Intent, Staged, stage
+
+
+def accumulate(
+    step_fn: Callable[..., Any] | None = None, microbatches: int = 1, batch: int | str | None = None, mixing: str = "error"
+) -> Any:
+    """The step with its batch in `microbatches` parts, one after another; the same numbers.
+
+    batch: the argument whose leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only
+    one). Leaves without dims, or of another leading size than most, stay whole. mixing: what to do with operators that
+    mix samples: "error", or "per-microbatch" (statistics of a microbatch stand for those of the batch, so the numbers
+    change). As a decorator: `@cf.accumulate(microbatches=4)`.
+    """
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise PlanError(f"microbatches={microbatches!r} is no whole number above 0; write cf.accumulate(step, microbatches=4)")
+    if mixing not in MIXING:
+        raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
+    options = dict(microbatches=microbatches, batch=batch, mixing=mixing)
+    last = partial(_pass, microbatches, batch, mixing)
+    intent = Intent("accumulate", options, last=last)
+    if step_fn is None:
+        return lambda fn: stage(fn, intent, StepCompiler)
+    staged: Staged = stage(step_fn, intent, StepCompiler)
+    return staged
+
+
+Pass = Callable[[Program, Mesh], Program]
+
+
+def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry) -> Pass:
+    if microbatches == 1:
+        return lambda program, mesh: program
+    leaves = _leaves(_argument(traced, batch), traced)
+    rules = Rules(registry.rule, registry.extra_strategies, record_local)
+    return partial(_accumulated, leaves, microbatches, mixing, rules)
+
+
+def _argument(traced: Traced, batch: int | str | None) -> Tree:
+    """The argument that is the batch."""
+    arguments = traced.in_tree.children[0].children
+    names = [a.name for a in arguments]
+    if batch is None:
+        batch = min(1, len(arguments) - 1)
+    if isinstance(batch, str):
+        if batch not in names:
+            raise InputError(f"batch={batch!r} names no argument{near(batch, names, 'arguments')}")
+        batch = names.index(batch)
+    if not -len(arguments) <= batch < len(arguments):
+        raise InputError(f"batch={batch} is no argument: the step takes {len(arguments)}")
+    return arguments[batch]
+
+
+def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
+    """Name -> global shape of the leaves whose dim 0 is the batch: the leading size that most of them have."""
+    names = set(argument.names())
+    shapes = {v.name: v.shape for i in traced.program.inputs if (v := traced.program.values[i]).name in names and v.shape}
+    if not shapes:
+        raise InputError(f"argument {argument.name!r} has no tensor with a dim 0 to split; name the batch with batch=")
+    sizes = Counter(shape[0] for shape in shapes.values())
+    most = max(sizes, key=lambda n: (sizes[n], n))
+    return {name: shape for name, shape in shapes.items() if shape[0] == most}
+
+
+def _accumulated(leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules, program: Program, mesh: Mesh) -> Program:
+    axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
+    split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
+    for id in split:
+        _check_divides(program.values[id], microbatches)
+    try:
+        return _loops(program, split, microbatches, axis, mixing, rules, minor=False)
+    except PlanError as error:
+        if mesh.size == 1:
+            raise
+        try:  # the batch is split over more axes inside the program than at its entry
+            return _loops(program, split, microbatches, axis, mixing, rules, minor=True)
+        except PlanError:
+            raise error from None
+
+
+def _loops(program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules, minor: bool) -> Program:
+    return fold(over_time(program, split, microbatches, axis, rules, minor), axis, microbatches, mixing)
+
+
+def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a value is a leaf of the batch, in whatever layout it was brought to."""
+    return value.layout is not None and bool(value.name) and leaves.get(value.name) == value.layout.shape
+
+
+def _check_divides(value: Value, microbatches: int) -> None:
+    rows = value.shape[0]
+    if rows % microbatches:
+        where = f" (of {value.layout.shape[0]} in {value.layout.text()!r})" if value.layout is not None and value.layout.axes else ""
+        fit = [n for n in range(1, rows + 1) if rows % n == 0]
+        raise PlanError(
+            f"{microbatches} microbatches do not divide the {rows} rows{where} that a rank has of {value.name!r}; "
+            f"use one of {', '.join(map(str, fit))} microbatches, or another batch size"
+        )
+
+
+__all__ = ["accumulate"]
