@@ -6,6 +6,7 @@ on lazy tensors alone give lazy tensors; together with data, or where Python ask
 
     make(t: Tensor) -> Tensor                        the whole value; `t` itself where it has data
     make_part(t, layout, mesh, rank) -> Tensor       one rank's part, without the whole where the source can read parts
+    token(t) -> int                                  equal on ranks on which it will be made equal
     lazy_tensor(shape, dtype, make, read=None)       make() -> the whole value; read(slices) -> that box of it
     zeros_like(t, dtype=None) -> Tensor              zeros: lazy where `t` is lazy, has no data, or is large
 
@@ -18,6 +19,7 @@ Values are made anew each time they are asked for, so nothing is held. A lazy te
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -47,6 +49,9 @@ class Source(Protocol):
     def read(self, box: Box) -> torch.Tensor | None:
         """A part of the value, one slice per dim; None where a part takes the whole."""
 
+    def token(self) -> int:
+        """A number that differs, in all likelihood, where the value does: between ranks with other seeds, say."""
+
 
 @attrs.frozen(eq=False)
 class Given:
@@ -60,6 +65,9 @@ class Given:
 
     def read(self, box: Box) -> torch.Tensor | None:
         return None if self.box is None else self.box(box)
+
+    def token(self) -> int:
+        return 0  # the caller answers for it
 
 
 # Operators whose result at an index depends on their operand at this index only.
@@ -84,6 +92,10 @@ class Applied:
             return None
         piece = lazy[0].source.read(box)
         return None if piece is None else self._run(lambda x: piece if isinstance(x, LazyTensor) else x)
+
+    def token(self) -> int:
+        lazy = [x.source.token() for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, LazyTensor)]
+        return zlib.crc32(repr((str(self.func), self.position, lazy)).encode())
 
     def _run(self, value: Callable[[Any], Any]) -> torch.Tensor:
         args, kwargs = pytree.tree_map_only(torch.Tensor, value, (self.args, self.kwargs))
@@ -168,15 +180,37 @@ def make(t: torch.Tensor) -> torch.Tensor:
 
 def make_part(t: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """Rank `rank`'s part in memory of its own, without the whole where the source can read parts."""
-    box = box_of(layout, mesh, rank)
-    if isinstance(t, LazyTensor) and box is not None:
-        with compat.disable_modes(), torch.no_grad():
-            piece = t.source.read(box)
-        if piece is not None:
-            return piece.contiguous()
-    whole = make(t)
-    piece = part(whole, layout, mesh, rank)
-    return piece if piece is whole and whole is not t else piece.clone(memory_format=torch.contiguous_format)
+    return make_parts(t, layout, mesh, (rank,))[0]
+
+
+def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[torch.Tensor]:
+    """`make_part` for several ranks; those that hold the same part share it, and the whole is made at most once."""
+    pieces: dict[tuple[int, ...], torch.Tensor] = {}
+    whole: torch.Tensor | None = None
+    for rank in ranks:
+        key = part_key(layout, mesh, rank)
+        if key in pieces:
+            continue
+        read = None if whole is not None else _read(t, box_of(layout, mesh, rank))
+        if read is None:
+            whole = make(t) if whole is None else whole
+            cut = part(whole, layout, mesh, rank)
+            read = cut if cut is whole and whole is not t else cut.clone(memory_format=torch.contiguous_format)
+        pieces[key] = read.contiguous()
+    return [pieces[part_key(layout, mesh, rank)] for rank in ranks]
+
+
+def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
+    if not isinstance(t, LazyTensor) or box is None:
+        return None
+    with compat.disable_modes(), torch.no_grad():
+        return t.source.read(box)
+
+
+def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Equal for ranks that hold the same part."""
+    where = mesh.coordinates(rank)
+    return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
 
 
 def box_of(layout: Layout, mesh: Mesh, rank: int) -> Box | None:

@@ -26,7 +26,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.ops import policy
-from colofunc.program.trace_meta import watch_modules
+from colofunc.program.trace_meta import name_frozen, watch_modules
 
 Tensors = dict[str, Tensor]
 
@@ -62,6 +62,7 @@ class Model:
         copies = {name: b.clone() for name, b in buffers.items()}
         held = {**self.frozen, **params, **copies}
         warn_of_eval_mode(self.module)
+        name_frozen(self.frozen)
         with watch_modules(self.module), policy.inside(self.module, held, [*self.frozen, *params]):
             out = functional_call(self.module, held, args, kwargs)
         # A forward may also have put another tensor in a buffer's place.

@@ -14,6 +14,7 @@ that the generator had when it was recorded.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,9 @@ class FromTape:
 
     def read(self, box: Box) -> torch.Tensor | None:
         return None
+
+    def token(self) -> int:
+        return self.tape.token(self.view)
 
 
 class Tape:
@@ -184,6 +188,13 @@ class Tape:
     def value(self, view: View) -> torch.Tensor:
         """What a tensor holds after everything that was recorded, in memory of its own."""
         return self._value(view, len(self.entries))
+
+    def token(self, view: View) -> int:
+        """From the first state of the generator and the entries that the value takes."""
+        state = next((e.state for e in self.entries if e.state is not None), self._late)
+        seed = b"" if state is None else state.numpy().tobytes()
+        calls = [(n, str(self.entries[n].func)) for n in self._needed(view.cell, len(self.entries))[0]]
+        return zlib.crc32(repr(calls).encode(), zlib.crc32(seed))
 
     def _value(self, view: View, until: int) -> torch.Tensor:
         with compat.disable_modes(), torch.no_grad():

@@ -47,7 +47,7 @@ class Traced:
 
     `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
     those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
-    that are no tensors.
+    that are no tensors. `captured`: value id -> the tensor that the function took from outside, as it stands there.
     """
 
     program: Program
@@ -57,6 +57,7 @@ class Traced:
     out_names: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
     uses_seed: bool
+    captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
@@ -114,7 +115,8 @@ def trace(
     values = _with_roles(rec, tree, {**found, **(roles or {})})
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed)
+    captured = {cell.vid: real for real, cell in rec.captured.values()}
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured)
 
 
 def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program:

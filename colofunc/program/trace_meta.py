@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from types import CodeType
 from typing import Any
 
@@ -37,6 +38,7 @@ class Whereabouts:
     def __init__(self) -> None:
         self.phases: list[str] = ["forward"]
         self.paths: list[str] = [""]
+        self.frozen: dict[int, str] = {}  # id of a tensor that is captured as a frozen weight -> its name
         self._origin: dict[int, tuple[str, str]] = {}
 
     def now(self) -> tuple[str, str, str]:
@@ -96,6 +98,18 @@ def module_path(path: str) -> Iterator[None]:
         yield
     finally:
         here.paths.pop()
+
+
+def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
+    """From now on these are captured as frozen weights, `frozen.<name>`. Does nothing outside of a trace."""
+    here = active()
+    if here is None:
+        return
+    new = {name: t for name, t in tensors.items() if id(t) not in here.frozen}
+    taken = set(here.frozen.values())
+    models = ("frozen" if k == 1 else f"frozen{k}" for k in count(1))  # another model may have the same names
+    prefix = next(p for p in models if not any(f"{p}.{name}" in taken for name in new))
+    here.frozen.update({id(t): f"{prefix}.{name}" for name, t in new.items()})
 
 
 @contextmanager

@@ -149,13 +149,17 @@ class Recorder(compat.TorchDispatchMode):
         return self.capture(tensor)
 
     def capture(self, tensor: torch.Tensor) -> Cell:
-        """The cell of a real tensor that is no input: it becomes a constant of the program."""
+        """The cell of a real tensor that is no input: it becomes a constant of the program (see also `lift`)."""
         found = self.captured.get(id(tensor))
         if found is None:
-            vid = self.new_value(tuple(tensor.shape), tensor.dtype, role="constant", device_free=True)
+            name = self.where.frozen.get(id(tensor))
+            role = "constant" if name is None else "frozen"
+            vid = self.new_value(tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None)
             with compat.disable_modes():
                 data = tensor.detach()
-            self.constants[vid] = self.real[vid] = data
+            self.constants[vid] = data
+            if name is None:
+                self.real[vid] = data
             meta = Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             found = self.captured[id(tensor)] = (tensor, self.root(vid, meta, "captured"))
         return found[1]
@@ -313,7 +317,8 @@ def run_node(node: Node, real: dict[int, torch.Tensor]) -> list[Any]:
     func = resolve(node.target)
     args = map_refs(node.args, lambda i: real[i])
     kwargs = {k: map_refs(v, lambda i: real[i]) for k, v in node.kwargs}
-    return flat_results(func(*args, **kwargs))
+    out = func(*args, **kwargs)
+    return flat_results(out) if node.outs else []
 
 
 def flat_results(out: Any) -> list[Any]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from colofunc import env
+from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
@@ -133,7 +134,7 @@ def _elsewhere(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> None:
     """Raise InputError unless plain tensors, which are global values, are equal on all ranks; collective."""
-    mine = [0 if isinstance(leaf, DTensor) or leaf.is_meta else checksum(leaf) for leaf in leaves]
+    mine = [_sum_of(leaf) for leaf in leaves]
     everyone = watch.exchange("the arguments", ",".join(map(str, mine)), DEADLINE_S)
     sums = [text.split(",") for text in everyone]
     for k, name in enumerate(names):
@@ -146,6 +147,12 @@ def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tens
                 f"all ranks, but ranks {odd} hold other numbers; seed all ranks alike, or enter each rank's own rows with "
                 f"cf.from_local(t, spec, mesh)"
             )
+
+
+def _sum_of(leaf: torch.Tensor) -> int:
+    if isinstance(leaf, LazyTensor):
+        return leaf.source.token()
+    return 0 if isinstance(leaf, DTensor) or leaf.is_meta else checksum(leaf)
 
 
 def checksum(x: torch.Tensor) -> int:

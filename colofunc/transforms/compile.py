@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +19,9 @@ import attrs
 import torch
 
 from colofunc import compat
-from colofunc.dtensor.eager import convert_shards
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import part
+from colofunc.dtensor.placed import SHELF, place
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
@@ -44,6 +43,10 @@ class Ready:
         self.watch = watch
         self._executor = executor
         self._compared: set[str] = set()
+        self._hidden: tuple[list[int], list[list[torch.Tensor]]] | None = None
+        values, captured = low.traced.program.values, low.traced.captured
+        named = {vid for vid in captured if vid in values and values[vid].role == "frozen"}
+        self._baked = [(t, compat.version(t)) for vid, t in captured.items() if vid not in named]
 
     def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
         """On real ranks, once: plain tensors must be equal on all of them."""
@@ -51,6 +54,20 @@ class Ready:
             self._compared.add(what)
             names = [leaf.name for leaf in self.low.traced.in_tree.leaves()]
             equal_leaves(self.watch, names[: len(leaves)], leaves)
+
+    def is_stale(self) -> bool:
+        """Whether a tensor whose value is part of the program was written to since."""
+        return any(compat.version(t) != v for t, v in self._baked)
+
+    def hidden(self) -> list[list[torch.Tensor]]:
+        """Parts of the captured tensors that are inputs, placed at the first call and again if they were written to."""
+        versions = [compat.version(t) for t in self.low.hidden]
+        if self._hidden is None or self._hidden[0] != versions:
+            if self.watch is not None:
+                new = [t for t in self.low.hidden if SHELF.layout(t, self.low.mesh) is None]
+                equal_leaves(self.watch, ["(captured)"] * len(new), new)
+            self._hidden = versions, self.low.hidden_parts(self.backend)
+        return self._hidden[1]
 
     @cached_property
     def backend(self) -> Backend:
@@ -73,7 +90,9 @@ class StepCompiler:
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree)
         ready.compare("call", leaves)
-        return run(ready, leaves, getattr(staged.fn, "__name__", "step"))
+        name = getattr(staged.fn, "__name__", "step")
+        with nullcontext() if ready.watch is None else ready.watch.step(name):
+            return run(ready, leaves, name)
 
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
@@ -81,8 +100,12 @@ class StepCompiler:
         ready = self._get(staged, args, leaves, tree)
         first, first_tree = flatten(args[0])
         ready.compare("init", first)
-        placed = [_placed(leaf, layout, ready, copy=True) for leaf, layout in zip(first, ready.low.input_layouts, strict=False)]
-        return unflatten(first_tree, [_owned(shards, lay, ready) for shards, lay in zip(placed, ready.low.input_layouts, strict=False)])
+        names, layouts = ready.low.traced.names, ready.low.input_layouts
+        ready.hidden()
+        placed = []
+        for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
+            placed.append(_owned(place(leaf, layout, ready.low.mesh, ready.backend, True, name), layout, ready))
+        return unflatten(first_tree, placed)
 
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
         leaves, tree = flatten(args)
@@ -95,6 +118,9 @@ class StepCompiler:
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
         key = (tree.key(), types, torch.get_default_dtype(), training_flags(staged.fn))
         known = self._ready.setdefault(key, [])
+        if any(r.is_stale() for r in known):
+            say(f"{getattr(staged.fn, '__name__', 'step')} is traced again: a tensor that it captured was written to")
+            known[:] = [r for r in known if not r.is_stale()]
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
             if len(self._ready) > 1 and not known:
@@ -161,10 +187,12 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     donated = set(low.donated)
     inputs = []
     for i, leaf in enumerate(leaves):
-        inputs.append(_placed(leaf, low.input_layouts[i], ready, copy=i in donated and not _is_owned(leaf)))
+        copy = i in donated and not _is_owned(leaf)
+        inputs.append(place(leaf, low.input_layouts[i], low.mesh, ready.backend, copy, low.traced.names[i]))
     if low.traced.uses_seed:
         seed = main_seed(ready.watch, draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
+    inputs += ready.hidden()
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
     try:
@@ -186,28 +214,3 @@ def _is_owned(leaf: Leaf) -> bool:
 
 def _owned(shards: list[torch.Tensor], layout: Layout, ready: Ready) -> DTensor:
     return DTensor(shards, layout, ready.low.mesh, ready.backend, owned=True)
-
-
-def _placed(leaf: Leaf, layout: Layout, ready: Ready, copy: bool) -> list[torch.Tensor]:
-    """The owned ranks' parts of an argument. `copy`: they may be written to, so they must not be the caller's memory."""
-    mesh, backend = ready.low.mesh, ready.backend
-    if isinstance(leaf, DTensor):
-        if leaf.mesh != mesh:
-            raise InputError(
-                f"an argument lies on {leaf.mesh}, the step runs on {mesh}; bring it over with cf.distribute(x.full(), spec, mesh)"
-            )
-        shards = convert_shards(leaf.parts, leaf.sharding, layout, mesh, backend)
-        return [s.clone() for s in shards] if copy and leaf.sharding is layout else shards
-    if leaf.is_meta:
-        raise InputError(f"an argument of shape {tuple(leaf.shape)} has no data (meta tensor); give real values to run, or use step.lower")
-    plain = leaf.detach()
-    done: dict[tuple[int, ...], torch.Tensor] = {}
-    out = []
-    for rank in backend.ranks(mesh):
-        where = mesh.coordinates(rank)
-        key = tuple(where[a] for a in layout.axes)
-        if key not in done or layout.pending:
-            piece = part(plain, layout, mesh, rank)
-            done[key] = piece.clone() if copy or not piece.is_contiguous() else piece
-        out.append(done[key])
-    return out

@@ -11,8 +11,11 @@ from math import prod
 from typing import Any
 
 import attrs
+import torch
 
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.placed import SHELF
+from colofunc.executors.backend import Backend
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
@@ -59,6 +62,14 @@ class Lowered:
     output_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]  # positions of input leaves that the call consumes
     executor: str | None = None  # as `step.on` said
+    hidden: tuple[torch.Tensor, ...] = ()  # captured tensors that are inputs behind the caller's and the seed
+
+    def hidden_parts(self, backend: Backend) -> list[list[torch.Tensor]]:
+        """Per hidden input, the parts of the ranks in this process."""
+        at = len(self.input_layouts) - len(self.program.constants) - len(self.hidden)
+        names = [self.program.values[i].name for i in self.program.inputs[at:]]
+        places = zip(self.hidden, self.input_layouts[at:], names, strict=False)
+        return [SHELF.parts(x, layout, self.mesh, backend, name) for x, layout, name in places]
 
     def text(self) -> str:
         """The local program, one line per node."""

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from colofunc.dtensor.eager import convert_shards
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import part
+from colofunc.dtensor.lazy import make
+from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.distributed import broadcast_object
-from colofunc.mesh import Mesh
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Builder, lower
@@ -77,6 +74,7 @@ class Arguments:
     leaves: Sequence[torch.Tensor]
     shards: list[Shards]  # per input of the program without its constants: the owned ranks' parts
     seed: torch.Tensor | None
+    hidden: Sequence[torch.Tensor] = ()  # what the step captured
 
     def copies(self, positions: Sequence[int]) -> list[Shards]:
         """The parts, with those of `positions` in memory of their own; ranks that share a tensor still do."""
@@ -88,42 +86,27 @@ class Arguments:
 
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
-        found = [(x.full() if isinstance(x, DTensor) else x).detach().cpu().clone() for x in self.leaves]
-        return found if self.seed is None else [*found, self.seed]
+        found = [_global_value(x) for x in self.leaves]
+        return [*found, *([] if self.seed is None else [self.seed]), *(_global_value(x) for x in self.hidden)]
 
 
 def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     """Place `args` as the step wants them. The seed is the one that the next call would draw; it is not used up."""
     leaves = low.traced.pack(args)
     backend = backend_for(low.mesh, low.executor)
-    shards = [_placed(x, lay, low.mesh, backend) for x, lay in zip(leaves, low.input_layouts, strict=False)]
+    shards = [place(x, lay, low.mesh, backend, name=n) for x, lay, n in zip(leaves, low.input_layouts, low.traced.names, strict=False)]
     seed = None
     if low.traced.uses_seed:
         before = random_state()
         seed = main_seed(backend.watch, draw_seed())
         set_random_state(before)
         shards.append([seed] * len(backend.ranks(low.mesh)))
-    return Arguments(backend, leaves, shards, seed)
+    shards += low.hidden_parts(backend)
+    return Arguments(backend, leaves, shards, seed, low.hidden)
 
 
-def _placed(leaf: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend) -> Shards:
-    if isinstance(leaf, DTensor):
-        if leaf.mesh != mesh:
-            raise InputError(
-                f"an argument lies on {leaf.mesh}, the step runs on {mesh}; bring it over with cf.distribute(x.full(), spec, mesh)"
-            )
-        return convert_shards(leaf.parts, leaf.sharding, layout, mesh, backend)
-    if leaf.is_meta:
-        raise InputError(f"an argument of shape {tuple(leaf.shape)} has no data (meta tensor); give real values to run the step on")
-    made: dict[tuple[int, ...], torch.Tensor] = {}
-    out = []
-    for rank in backend.ranks(mesh):
-        where = mesh.coordinates(rank)
-        key = tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
-        if key not in made:
-            made[key] = part(leaf.detach(), layout, mesh, rank).contiguous()
-        out.append(made[key])
-    return out
+def _global_value(x: torch.Tensor) -> torch.Tensor:
+    return make(x.full() if isinstance(x, DTensor) else x).detach().cpu().clone()
 
 
 # ---- words ----

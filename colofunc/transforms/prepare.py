@@ -18,18 +18,20 @@ import torch
 
 from colofunc import env
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import Constraints
+from colofunc.planner.constraints import Constraint, Constraints
 from colofunc.plugins import build_registry
 from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
 from colofunc.program.coalesce import reduces_early, views_late
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
+from colofunc.program.lift import lift
 from colofunc.program.lower import lower
 from colofunc.program.memory import memory
 from colofunc.program.simplify import simplify
@@ -39,7 +41,7 @@ from colofunc.transforms.agree import from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
-from colofunc.transforms.wanted import wanted, wished_axes
+from colofunc.transforms.wanted import pin, wanted, wished_axes
 
 
 def say(text: str) -> None:
@@ -65,11 +67,12 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
     seen = partial(_seen, staged.reference, args, options.get("donate", "auto"))
-    traced, program, donated = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
+    traced, program, donated, hidden = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
+    constraints = _as_placed(program, traced, hidden, mesh, constraints)
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
     budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
@@ -82,7 +85,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
-    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor)
+    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor, hidden)
 
 
 def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:
@@ -101,12 +104,26 @@ def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], 
     return tuple(pairs)
 
 
-def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> tuple[Traced, Program, tuple[int, ...]]:
-    """The step as it was traced, its program, and which input leaves it consumes."""
+def _as_placed(
+    program: Program, traced: Traced, hidden: Sequence[torch.Tensor], mesh: Mesh, constraints: Constraints
+) -> Constraints:
+    """Frozen weights that another step has placed stay where they are, unless the user says otherwise."""
+    items: dict[int, tuple[Constraint, ...]] = {}
+    for position, tensor in enumerate(hidden, len(traced.names) + traced.uses_seed):
+        layout = SHELF.layout(tensor, mesh)
+        if layout is not None and position not in constraints.items:
+            items[position] = (pin(layout, f"{program.values[program.inputs[position]].name} already lies as {layout.text()!r}"),)
+    return constraints | Constraints(items)
+
+
+def _seen(
+    fn: Callable[..., Any], args: tuple[Any, ...], donate: Any
+) -> tuple[Traced, Program, tuple[int, ...], tuple[torch.Tensor, ...]]:
+    """The step as it was traced, its program, which input leaves it consumes, and its hidden inputs."""
     traced = trace(fn, args)
-    program = simplify(traced.program)
+    program, hidden = lift(simplify(traced.program), traced.captured)
     donated, aliases = donation(traced, program, donate)
-    return traced, attrs.evolve(program, aliases=aliases), donated
+    return traced, attrs.evolve(program, aliases=aliases), donated, hidden
 
 
 def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:

@@ -1,0 +1,104 @@
+"""Placing: from a tensor of any kind to the parts of the ranks in this process.
+
+Problem: a step is given DTensors, plain tensors, which are global values, and lazy ones, which have no value yet; and
+frozen weights are used by several steps and must lie in one place once. Idea: `place` knows the three kinds; `Shelf`
+keeps the parts of captured tensors as long as the tensors live.
+
+    shelf.parts(weight, layout, mesh, backend)        # placed at the first call, by whichever step comes first
+    shelf.layout(weight, mesh)                        # where it lies, which the next step takes as given
+
+A captured tensor that was written to since it was placed (torch counts writes) is placed again.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from colofunc import compat
+from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.lazy import LazyTensor, make_parts, part_key
+from colofunc.dtensor.parts import part
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError
+from colofunc.executors.backend import Backend
+from colofunc.mesh import Mesh
+
+Shards = list[torch.Tensor]
+
+
+def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "") -> Shards:
+    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
+
+    `copy`: they may be written to, so they must not be the caller's memory.
+    """
+    what = f"argument {name!r}" if name else "an argument"
+    if isinstance(x, DTensor):
+        if x.mesh != mesh:
+            raise InputError(f"{what} lies on {x.mesh}, the step runs on {mesh}; bring it over with cf.distribute(x.full(), spec, mesh)")
+        shards = convert_shards(x.parts, x.sharding, layout, mesh, backend)
+        return [s.clone() for s in shards] if copy and x.sharding is layout else shards
+    if x.is_meta:
+        raise InputError(
+            f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, "
+            f"or use step.lower"
+        )
+    if isinstance(x, LazyTensor):
+        return make_parts(x, layout, mesh, backend.ranks(mesh))
+    plain = x.detach()
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank in backend.ranks(mesh):
+        key = part_key(layout, mesh, rank)
+        if key not in done:
+            piece = part(plain, layout, mesh, rank)
+            done[key] = piece.clone() if copy or not piece.is_contiguous() else piece
+    return [done[part_key(layout, mesh, rank)] for rank in backend.ranks(mesh)]
+
+
+@attrs.frozen(eq=False)
+class Placed:
+    """The parts of one tensor in one layout, and how often the tensor had been written to."""
+
+    version: int
+    layout: Layout
+    shards: Shards
+
+
+class Shelf:
+    """Where captured tensors lie. An entry lives as long as its tensor."""
+
+    def __init__(self) -> None:
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def layout(self, x: torch.Tensor, mesh: Mesh) -> Layout | None:
+        """Where the tensor was placed last on this mesh; None if nowhere."""
+        if isinstance(x, DTensor):
+            return x.sharding if x.mesh == mesh else None
+        found = [some[-1] for (on, _), some in self._kept.get(x, {}).items() if on == mesh and some]
+        return found[-1].layout if found else None
+
+    def parts(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, name: str = "") -> Shards:
+        """The tensor's parts; placed now if it is not there in this layout, or was written to since."""
+        if isinstance(x, DTensor):
+            return place(x, layout, mesh, backend, name=name)
+        found = self._of(x, mesh, backend)
+        version = compat.version(x)
+        for one in found:
+            if one.layout is layout and one.version == version:
+                return one.shards
+        shards = place(x, layout, mesh, backend, name=name)
+        if len(shards) < mesh.size:  # a real rank keeps only its part
+            shards = [s.clone() if s.untyped_storage().nbytes() > s.numel() * s.itemsize else s for s in shards]
+        found[:] = [*(one for one in found if one.layout is not layout and one.version == version), Placed(version, layout, shards)]
+        return shards
+
+    def _of(self, x: torch.Tensor, mesh: Mesh, backend: Backend) -> list[Placed]:
+        by_mesh = self._kept.setdefault(x, {})
+        found: list[Placed] = by_mesh.setdefault((mesh, backend.ranks(mesh)), [])
+        return found
+
+
+SHELF = Shelf()
+"""One for the process, as tensors are: steps that share a model share its frozen weights' parts."""
