@@ -7,8 +7,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
+from colofunc.errors import CollectiveError
+from colofunc.executors.backend import backend_for
 from colofunc.executors.faults import FaultError
 from colofunc.executors.launch import launch
+from colofunc.executors.watch import meet
 from colofunc.testing.numerics import float64
 
 pytestmark = pytest.mark.dist
@@ -125,3 +128,66 @@ def test_a_failing_rank_ends_the_step_on_all():
     with pytest.raises(FaultError) as caught_here:
         launch(fails_in_a_step, 2, timeout_s=200)
     assert "on rank 1" in caught_here.value.__notes__[-1]
+
+
+def stepping(x):
+    return x @ x.T
+
+
+def step_of_two():
+    mesh = cf.Mesh(dp=2)
+    step = cf.shard(stepping, mesh, in_specs=("(dp a) b",), out_specs="a b")
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    step(x)
+    return mesh, step, x
+
+
+def full_on_rank_0_only():
+    mesh, step, x = step_of_two()
+    y = cf.distribute(x, "(dp a) b", mesh)
+    y.full()
+    backend_for(mesh).watch.deadline_s = 2.0
+    if mesh.rank == 0:
+        y.full()
+    time.sleep(40)  # ended by the watch
+
+
+def test_full_on_one_rank_ends_and_names_both_lines():
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught_here:
+        launch(full_on_rank_0_only, 2, timeout_s=100)
+    text = str(caught_here.value)
+    assert "full() of a DTensor (4, 4) '(dp a) b' at test_real_ranks.py" in text and "in full_on_rank_0_only" in text
+    assert "rank 0 waited 2 s for ranks [1]" in text
+    assert "rank 1: after step 1 (stepping) at test_real_ranks.py" in text and "in step_of_two" in text
+    assert time.monotonic() - began < 35
+
+
+def one_step_more_on_rank_0():
+    mesh, step, x = step_of_two()
+    if mesh.rank == 0:
+        step(x)
+
+
+def test_a_step_too_many_is_our_error():
+    with pytest.raises(CollectiveError) as caught_here:
+        launch(one_step_more_on_rank_0, 2, timeout_s=100)
+    text = str(caught_here.value)
+    assert "rank 0, in step 2 (stepping) at test_real_ranks.py" in text and "in one_step_more_on_rank_0" in text
+    assert "rank 1: after step 1 (stepping) at test_real_ranks.py" in text and "gloo" not in text
+
+
+def different_histories():
+    mesh, step, x = step_of_two()
+    y = cf.distribute(x, "(dp a) b", mesh)
+    y.full()
+    if mesh.rank == 0:  # as if rank 0 had run one collective more that happened to find a partner
+        backend_for(mesh).watch.advance("another program")
+    return caught(y.full), caught(meet, backend_for(mesh).watch, f"a checkpoint of rank {mesh.rank}")
+
+
+def test_points_where_ranks_meet_compare_what_they_ran():
+    for rank, (unequal, elsewhere) in enumerate(launch(different_histories, 2, timeout_s=100)):
+        assert "the ranks have not run the same steps before it" in unequal and "full()" in unequal
+        assert f"rank {rank} has come to a checkpoint of rank {rank} at test_real_ranks.py" in elsewhere
+        assert f"rank {1 - rank} to a checkpoint of rank {1 - rank} at" in elsewhere

@@ -21,8 +21,10 @@ from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_strategies, follow, replicated_strategy
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
+from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.ops.targets import target_of
+from colofunc.program.facts import is_wire
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
 from colofunc.program.trace import record_local
@@ -41,11 +43,14 @@ def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype
     return Program((0,), tuple(nodes), (len(values) - 1,), values, stage="local")
 
 
-def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend) -> Shards:
-    """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective."""
+def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend, what: str = "redistribute") -> Shards:
+    """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective. `what` was called, for errors."""
     if src is dst:
         return list(shards)
-    return backend.run(_conversion_program(src, dst, mesh, shards[0].dtype), mesh, [shards])[0]
+    program = _conversion_program(src, dst, mesh, shards[0].dtype)
+    if backend.watch is not None and any(is_wire(node) for node in program.nodes):
+        meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
+    return backend.run(program, mesh, [shards])[0]
 
 
 @attrs.frozen
@@ -67,6 +72,8 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
     eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh)
+    if backend.watch is not None and any(is_wire(node) for node in eager.program.nodes):
+        meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
     outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
     results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
     return results, eager.tree

@@ -32,6 +32,7 @@ from colofunc.dtensor.spec import Spec, bind, parse, spec_of
 from colofunc.errors import ConsumedError, InputError, MeshError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
+from colofunc.ops.debug import show
 
 SpecLike = str | Spec | Layout
 
@@ -320,7 +321,7 @@ class _Full(torch.autograd.Function):
         ctx.layout, ctx.mesh = x.sharding, x.mesh
         if len(x.parts) == x.mesh.size:
             return join(x.parts, x.sharding, x.mesh).clone()
-        whole = convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend)[0]
+        whole = convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend, "full()")[0]
         return whole.clone() if whole is x.parts[0] else whole
 
     @staticmethod
@@ -348,6 +349,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _item(args[0])
     if func is torch.ops.aten.detach.default:
         return _detached(args[0])
+    if func is torch.ops.colofunc.debug.default:
+        return _shown(*args)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     written = written_argument(func)
     if written and not isinstance(leaves[0], DTensor):
@@ -363,6 +366,15 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
     return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _shown(values: Sequence[torch.Tensor], text: str, key: str, ranks: bool) -> None:
+    """`cf.debug` outside of a step: the global values on the main rank, or every rank's parts."""
+    found = [x for x in values if isinstance(x, DTensor)]
+    whole = [x.full() if isinstance(x, DTensor) and not ranks else x for x in values]
+    for k, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
+        if ranks or rank == 0:
+            show([x.parts[k] if isinstance(x, DTensor) else x for x in whole], text, key, ranks, rank)
 
 
 def _detached(x: DTensor) -> DTensor:
@@ -399,7 +411,7 @@ def _write(func: Any, target: DTensor, shards: list[torch.Tensor], layout: Layou
 def _item(x: DTensor) -> Any:
     """The number of a one-element tensor: local where every rank has it."""
     layout = x.sharding
-    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend)
+    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
     return whole[0].item()
 
 

@@ -51,6 +51,7 @@ class RankProgram:
         self._groups = groups
         self._watch = watch
         self._function: StepFunction | None = None
+        self._hash = ""  # of a program that communicates, from the first call on
         positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
         self._expected = len(positions)
         self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
@@ -68,11 +69,14 @@ class RankProgram:
             own_memory(flat, partition, self._written)
         if self._function is None:
             if self._watch is not None and has_wires(self.program):
-                self._watch.agree("the lowered program", program_hash(self.program, self._groups.mesh), DEADLINE_S)
+                self._hash = program_hash(self.program, self._groups.mesh)
+                self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
             device = flat[0].device if flat else torch.device("cpu")
             writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap)
             writer.write()
             self._function = writer.function()
+        if self._watch is not None and self._hash:
+            self._watch.advance(self._hash)
         outs = self._function(flat)
         return [[outs[k] for k in slots] for slots in self._function.slots]
 
@@ -82,6 +86,7 @@ class RankWires:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
+        self.ranks: Sequence[int] = (groups.rank,)
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         out = only(node)

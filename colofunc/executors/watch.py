@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 import traceback
+import zlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +49,11 @@ def meet(watch: Watch | None, what: str, deadline_s: float | None = None) -> Non
         watch.meet(what, deadline_s)
 
 
+def _of_transport(error: BaseException) -> bool:
+    """Whether an error is torch.distributed's own: a peer that is gone, or a wait that was too long."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
 class LateError(CollectiveError):
     """Some ranks did not come to a point that all ranks must come to."""
 
@@ -69,6 +76,9 @@ class Watch:
         self._rounds = 0
         self._failed = False
         self.deadline_s = DEADLINE_S
+        self._steps = 0
+        self._run = 0  # collective programs that this rank has run, and a checksum of which
+        self._history = 0
         threading.Thread(target=self._look, name="colofunc-watch", daemon=True).start()
 
     def __enter__(self) -> Watch:
@@ -77,8 +87,13 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._running -= 1
-        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.publish(error)
+        if error is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        if _of_transport(error):
+            told = CollectiveError(self._lost_peer())
+            self.publish(told)
+            raise told from error
+        self.publish(error)
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the first failure counts."""
@@ -104,10 +119,15 @@ class Watch:
     def meet(self, what: str, deadline_s: float | None = None) -> None:
         """All ranks come to this point with the same `what`. A rank that waits in vain tells the others before it raises."""
         try:
-            self.exchange(what, "", self.deadline_s if deadline_s is None else deadline_s)
+            said = self.exchange(what, f"{self._run} {self._history}", self.deadline_s if deadline_s is None else deadline_s)
         except LateError as late:
             self.publish(late)
             raise
+        if len(set(said)) > 1:
+            raise CollectiveError(
+                f"{_at(what, user_line())}: the ranks have not run the same steps before it ({self.whereabouts(range(self.size))}), "
+                "so numbers since then cannot be trusted; all ranks must call the same steps in the same order"
+            )
 
     def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:
         """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error."""
@@ -142,8 +162,11 @@ class Watch:
             texts = [text.decode() for text in self._store.multi_get(keys)]
         except Exception as error:
             raise LateError(self._late(_at(what, line), keys, timeout_s)) from error
-        self._leave(prefix, any(text.startswith('["failed"') for text in texts))
-        return [json.loads(text) for text in texts]
+        said = [json.loads(text) for text in texts]
+        # All ranks have come to this round, so all have read what was said in the one before.
+        self._store.delete_key(f"colofunc/agree/{self._rounds - 1}/{self.rank}")
+        self._leave(prefix, len({(state, there, text) for state, there, text, _ in said}) > 1)
+        return said
 
     def _late(self, here: str, keys: list[str], timeout_s: float) -> str:
         try:
@@ -157,12 +180,37 @@ class Watch:
 
     # ---- where each rank is ----
 
-    def announce(self, what: str) -> None:
-        """Write down, without waiting, where this rank is. Costs one message."""
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Inside, this rank is in its next step; others read it when they wait in vain. Costs two messages, no waiting."""
+        self._steps += 1
+        self._announce(f"in step {self._steps} ({name})")
+        try:
+            yield
+        finally:
+            self._announce(f"after step {self._steps} ({name})")
+
+    def advance(self, program: str) -> None:
+        """This rank runs a collective program with this hash."""
+        self._run += 1
+        self._history = zlib.crc32(program.encode(), self._history)
+
+    def _announce(self, what: str) -> None:
         with contextlib.suppress(Exception):  # a lost store is the thread's business
             self._store.set(f"{AT}/{self.rank}", _at(what, user_line()))
 
-    def whereabouts(self, ranks: list[int]) -> str:
+    def _lost_peer(self) -> str:
+        """What to say in place of the transport's own words when a collective fails."""
+        with contextlib.suppress(Exception):
+            if self._store.check([FAILED]):
+                return self._store.get(FAILED).decode()
+        others = [r for r in range(self.size) if r != self.rank]
+        return (
+            f"rank {self.rank}, {self.whereabouts([self.rank])[len(f'rank {self.rank}: '):]}, lost or waited in vain for its peers "
+            f"({self.whereabouts(others)}); all ranks must call the same steps in the same order, and as often"
+        )
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
         """Where `ranks` were last, in words."""
         words = []
         for r in ranks:
@@ -174,12 +222,12 @@ class Watch:
             words.append(f"rank {r}: {there}")
         return "; ".join(words)
 
-    def _leave(self, prefix: str, failed: bool) -> None:
+    def _leave(self, prefix: str, odd: bool) -> None:
         """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
-        read = self._store.add(f"{prefix}/read", 1) if failed else 0
+        read = self._store.add(f"{prefix}/read", 1) if odd else 0
         until = time.monotonic() + 5.0
-        while failed and self.rank == 0 and read < self.size and time.monotonic() < until:
-            time.sleep(0.05)
+        while odd and self.rank == 0 and read < self.size and time.monotonic() < until:
+            time.sleep(0.002)
             read = self._store.add(f"{prefix}/read", 0)
 
     # ---- the thread ----
