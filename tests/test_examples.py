@@ -1,11 +1,13 @@
 """The scripts of examples/ do what they say, run as their users run them."""
 
 import importlib.util
+import json
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -24,3 +26,17 @@ def test_a_vision_transformer_learns_to_read_digits(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("sklearn")
     assert script("train_vit", monkeypatch).main(["--dp", "2", "--tp", "1"]) > 0.95
     assert capsys.readouterr().out.count("right on unseen digits") == 20
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "simulated_ranks.ipynb").read_text())["cells"]
+    module = types.ModuleType("simulated_ranks")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    threads = torch.get_num_threads()
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {n}", "exec"), module.__dict__)
+    torch.set_num_threads(threads)
+    assert "Megatron column/row" in capsys.readouterr().out
+    assert module.checked.leaves > 10 and module.checked.worst < 1e-10
+    assert abs(float(module.sharded_loss) - float(module.loss)) < 1e-5
