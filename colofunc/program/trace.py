@@ -31,6 +31,7 @@ from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.trace_function import TraceFunctions
 from colofunc.program.trace_infer import contiguous
+from colofunc.program.trace_leaks import refuse_leaks
 from colofunc.program.trace_meta import activate, module_path, phase, watch_modules
 from colofunc.program.trace_ops import handler_of
 from colofunc.program.trace_record import Recorder, Storage
@@ -94,7 +95,26 @@ def trace(
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
     rec = Recorder(handler_of)
+    differentiated, out_ids, out_tree = _observe(rec, fn, tree, leaves, modes)
+    refuse_leaks(rec)
+    found = {name: "param" for name in tree.names() if name in differentiated or name in set(params)}
+    values = _with_roles(rec, tree, {**found, **(roles or {})})
+    program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
+    static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
+    captured = {cell.vid: real for real, cell in rec.captured.values()}
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured)
+
+
+def _observe(
+    rec: Recorder, fn: Callable[..., Any], tree: Tree, leaves: Sequence[torch.Tensor], modes: Modes
+) -> tuple[set[str], list[int], Tree]:
+    """Run the function: names of differentiated inputs, value ids of the outputs, their tree.
+
+    Every traced tensor that we hold is a local of this function, so that what lives on is held by the user's code.
+    """
     fakes, storages = _make_inputs(rec, leaves, tree.names())
+    for storage, leaf in zip(storages, tree.leaves(), strict=True):
+        storage.number = leaf.type is float
     seed = _make_input(rec, torch.empty((), dtype=torch.int64, device="meta"), "seed", role="seed")[0]
     host_state = _host_random_state()
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
@@ -106,17 +126,10 @@ def trace(
             "draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
-    _check_leaks(rec)
-    found = {
-        name: "param"
-        for name, fake, storage in zip(tree.names(), fakes, storages, strict=True)
-        if storage.differentiated or fake.grad is not None or name in set(params)
-    }
-    values = _with_roles(rec, tree, {**found, **(roles or {})})
-    program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
-    static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
-    captured = {cell.vid: real for real, cell in rec.captured.values()}
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured)
+    _check_gradients(rec)
+    triples = zip(tree.names(), fakes, storages, strict=True)
+    differentiated = {name for name, fake, storage in triples if storage.differentiated or fake.grad is not None}
+    return differentiated, out_ids, out_tree
 
 
 def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program:
@@ -231,7 +244,7 @@ def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:
         return [rec.read(rec.cell(leaf)) for leaf in leaves], tree
 
 
-def _check_leaks(rec: Recorder) -> None:
+def _check_gradients(rec: Recorder) -> None:
     for real, _ in rec.captured.values():
         if real.is_leaf and isinstance(real.grad, compat.FakeTensor):
             real.grad = None
