@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> float:
         timm.create_model(
             "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4,
             global_pool="avg", class_token=False, weight_init="jax",
-        )  # fmt: skip
+        )
     )
     warm = steps // 10
     opt = cf.adapt(
