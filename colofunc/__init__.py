@@ -34,12 +34,16 @@ from colofunc.errors import (
     TraceError,
 )
 from colofunc.executors.launch import launch
+from colofunc.functional import Batches as Batches
 from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.functional import batches as batches
 from colofunc.functional import lazy as lazy
+from colofunc.functional import pad as pad
+from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
-from colofunc.ops import collectives
+from colofunc.ops import collectives, debug
 from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.plan import Plan
@@ -52,6 +56,7 @@ from colofunc.transforms.staged import Staged
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batches",
     "CapacityError",
     "CheckError",
     "CollectiveError",
@@ -84,19 +89,23 @@ __all__ = [
     "abstract",
     "accumulate",
     "adapt",
+    "batches",
     "clip_by_global_norm",
     "collectives",
     "configure",
+    "debug",
     "distribute",
     "from_local",
     "functional",
     "hookimpl",
     "launch",
     "lazy",
+    "pad",
     "pattern",
     "precision",
     "random",
     "random_state",
+    "schedule",
     "set_random_state",
     "shard",
     "testing",

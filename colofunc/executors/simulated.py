@@ -124,6 +124,7 @@ class SimulatedWires:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.ranks: Sequence[int] = range(mesh.size)
         self._hidden: dict[int, tuple[str, ...]] = {}  # started value -> per lane, the variable that has the result
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:

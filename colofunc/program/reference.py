@@ -27,7 +27,8 @@ def run_reference(program: Program, inputs: Sequence[torch.Tensor]) -> list[torc
         for index, node in enumerate(program.nodes):
             args = map_refs(node.args, env.__getitem__)
             kwargs = {k: map_refs(v, env.__getitem__) for k, v in node.kwargs}
-            results = flat_results(resolve(node.target)(*args, **kwargs))
+            result = resolve(node.target)(*args, **kwargs)
+            results = flat_results(result) if node.outs else []
             for ref in {r for r in node.refs if last[r] == index}:
                 del env[ref]
             for out, result in zip(node.outs, results, strict=True):

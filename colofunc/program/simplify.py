@@ -37,11 +37,11 @@ def simplify(program: Program) -> Program:
 
 
 def drop_dead(program: Program) -> Program:
-    """Without nodes and constants that no output needs. The user's inputs stay."""
+    """Without nodes and constants that no output needs. The user's inputs stay; a node without results is there for its effect."""
     alive = set(program.outputs)
     kept: list[Node] = []
     for node in reversed(program.nodes):
-        if any(o in alive for o in node.outs) or overload(node.target)._schema.is_mutable:
+        if not node.outs or any(o in alive for o in node.outs) or overload(node.target)._schema.is_mutable:
             kept.append(node)
             alive.update(node.refs)
     constants = {vid: t for vid, t in program.constants.items() if vid in alive}
@@ -91,7 +91,7 @@ def tidy(program: Program) -> Program:
         node = found or node
         key = call_key(node)
         twin = seen.get(key)
-        if twin is not None and not overload(node.target)._schema.is_mutable:
+        if twin is not None and node.outs and not overload(node.target)._schema.is_mutable:
             same.update({o: t for o, t in zip(node.outs, twin.outs, strict=True) if o is not None and t is not None})
             continue
         seen[key] = node

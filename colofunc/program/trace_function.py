@@ -36,7 +36,7 @@ class TraceFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FORMATS:
-            return f"<traced {tuple(args[0].shape)}>" if isinstance(args[0], Tensor) else func(*args, **kwargs)
+            return repr(compat.unwrap_functorch(args[0])) if isinstance(args[0], Tensor) else func(*args, **kwargs)
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to:

@@ -68,7 +68,15 @@ class TraceTensor(compat.FakeTensor):
     def __init__(self, meta: Meta, fake_mode: Any) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<traced {str(self.dtype).removeprefix('torch.')} {list(self.shape)}>"
+        """All that is known about a traced value, and how it can be seen."""
+        text = f"traced {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+        cell = self.__dict__.get("_colofunc_cell")
+        if cell is not None:
+            rec = cell.storage.owner
+            name, maker = rec.values[cell.vid].name or cell.storage.name, rec.producer.get(cell.vid)
+            text += f" {name!r}" if name else ""
+            text += f" at {maker.line}" if maker is not None and maker.line else ""
+        return f"<{text}; its value is not known while tracing, use cf.debug.print>"
 
     __str__ = __repr__
 

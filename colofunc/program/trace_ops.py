@@ -250,6 +250,11 @@ def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def effect(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator without results: a node that nothing reads and nothing may drop."""
+    rec.emit(target_of(func), tuple([rec.encode(a) for a in args]), (), [])
+
+
 def passthrough(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Profiler marks and the like: they compute nothing."""
     return func(*args, **kwargs)
@@ -275,6 +280,7 @@ def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 
 SPECIAL: dict[Any, Handler] = {
+    torch.ops.colofunc.debug.default: effect,
     torch.ops.prim.device.default: device,
     aten.detach.default: alias,
     aten.alias.default: alias,

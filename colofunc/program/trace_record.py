@@ -15,6 +15,7 @@ What each kind of operator does is in `trace_ops`; how a view is written through
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,12 @@ SMALL = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, 
 
 
 class Storage:
-    """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf."""
+    """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf.
 
-    __slots__ = ("differentiated", "kind", "name", "owner", "root", "version")
+    `number`: it stands for a Python float, and takes part in type promotion like one (see `trace_numbers`).
+    """
+
+    __slots__ = ("differentiated", "kind", "name", "number", "owner", "root", "version")
 
     def __init__(self, owner: Recorder, kind: str, name: str = "") -> None:
         self.owner = owner
@@ -45,6 +49,7 @@ class Storage:
         self.name = name
         self.version = 0
         self.differentiated = False
+        self.number = False
         self.root: Cell
 
 
@@ -86,6 +91,7 @@ class Recorder(compat.TorchDispatchMode):
         self.real: dict[int, torch.Tensor] = {}  # values known for real: captured tensors, evaluated constants
         self.captured: dict[int, tuple[torch.Tensor, Cell]] = {}  # id(real) -> (real, cell), keeps it alive
         self.constants: dict[int, torch.Tensor] = {}
+        self.made: list[weakref.ref[torch.Tensor]] = []  # every traced tensor: what outlives the trace has leaked
         self._handler_of = handler_of
         self._handlers: dict[Any, Callable[..., Any]] = {}
         self._key: list[Any] = []
@@ -174,6 +180,7 @@ class Recorder(compat.TorchDispatchMode):
         """A new tensor that stands for a cell."""
         tensor = TraceTensor(cell.meta, self.fake)
         self.attach(tensor, cell)
+        self.made.append(weakref.ref(tensor))
         return tensor
 
     def attach(self, tensor: torch.Tensor, cell: Cell) -> None:

@@ -51,7 +51,8 @@ def data_dependent(what: str) -> TraceError:
         )
     return TraceError(
         f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. "
-        "Choose with torch.where, return the tensor from the step, or make the argument a static one (int, bool or str)"
+        "Choose with torch.where, return the tensor from the step, or make the argument a static one (int, bool or str); "
+        "to see it, cf.debug.print(\"{}\", x)"
     )
 
 

@@ -28,6 +28,7 @@ from colofunc.dtensor.parts import join
 from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
+from colofunc.ops.debug import quiet
 from colofunc.program.closeness import TOLERANCE, scaled_difference
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace_record import run_node
@@ -106,7 +107,7 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     whole = arguments.whole()
     reference = Reference(low.global_program, whole, Counter(plain.owners.values()))
     look = _Look(low, plain, reference, tolerance)
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         look.inputs(arguments)
         run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
         run(arguments.copies(()))
@@ -213,7 +214,7 @@ class _Look:
 
     def function(self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None) -> None:
         """The mesh computes the global program: does that compute the function?"""
-        with canonical.single_device(seed):
+        with canonical.single_device(seed), quiet():
             leaves, _ = flatten(fn(*args))
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
             worst = scaled_difference(want, got.detach().cpu())

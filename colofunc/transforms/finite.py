@@ -26,6 +26,7 @@ from colofunc.dtensor.parts import part
 from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
+from colofunc.ops.debug import quiet
 from colofunc.transforms.observe import Plain, arguments_of, history, name_of, plain_program, table_text
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def check_finite(low: Lowered, args: tuple[Any, ...]) -> Finite:
     plain = plain_program(low, arguments.backend)
     look = _Look(low.mesh, plain, arguments.backend)
     ids = [i for i in plain.program.inputs if i not in plain.program.constants]
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         for mine, shards in zip(ids, arguments.shards, strict=True):
             look.one(mine, shards)
         arguments.backend.observe(plain.program, low.mesh, values_tap(look))(arguments.copies(()))

@@ -15,6 +15,7 @@ from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.rules import (
     attention,
     conv,
+    debug,
     embedding,
     factories,
     fft,
@@ -62,6 +63,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     linalg,
     random,
     attention,
+    debug,
 )
 
 
