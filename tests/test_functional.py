@@ -1,7 +1,6 @@
 """Modules, gradients and optimizers as functions, against torch's own objects in float64."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,17 +9,8 @@ from torch import nn
 from colofunc.errors import InputError
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.ops import canonical
-from colofunc.program.trace import trace
 
 D = torch.float64
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """Some optimizers of torch keep their own scalars (NAdam's product of momenta) in the default dtype."""
-    torch.set_default_dtype(D)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def norm_net() -> nn.Module:
@@ -182,116 +172,9 @@ def test_clip_is_torchs(max_norm: float) -> None:
     torch.testing.assert_close(clipped["b"]["c"], leaves[1].grad)
 
 
-# ---- optimizers and the step ----
+# ---- the step ----
 
 O = torch.optim
-OPTIMIZERS = [
-    (O.SGD, {}), (O.SGD, dict(momentum=0.9, dampening=0.2)), (O.SGD, dict(momentum=0.9, nesterov=True)),
-    (O.Adam, {}), (O.AdamW, dict(amsgrad=True)), (O.RMSprop, {}), (O.RMSprop, dict(momentum=0.9, centered=True,
-    weight_decay=0.1)),
-    (O.Adagrad, dict(lr_decay=0.1, initial_accumulator_value=0.1)), (O.NAdam, {}), (O.NAdam,
-    dict(decoupled_weight_decay=True, weight_decay=0.1)),
-    (O.Adamax, {}), (O.Adadelta, {}), (O.RAdam, {}), (O.RAdam, dict(weight_decay=0.1, decoupled_weight_decay=True)),
-    (O.Rprop, {}), (O.ASGD, dict(t0=3)), (O.Muon, {}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v)
-)
-def test_a_training_step_is_torchs(cls, options, double) -> None:
-    """Nine steps with clipping: long enough for RAdam to leave its warm-up."""
-    net = bias_free_net() if cls is O.Muon else norm_net()
-    ref = copy.deepcopy(net)
-    opt = cls(ref.parameters(), lr=1e-2, **options)
-    step, state = train_step(
-        functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean(), clip=0.5
-    )
-    for _ in range(9):
-        x = torch.randn(8, 3, dtype=D)
-        loss = (ref(x) ** 2).mean()
-        opt.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(ref.parameters(), 0.5)
-        opt.step()
-        state, metrics = step(state, x)
-        torch.testing.assert_close(metrics, {"loss": loss.detach(), "grad_norm": norm}, rtol=1e-12, atol=1e-12)
-    same(state["params"], dict(ref.named_parameters()))
-    same(state["buffers"], dict(ref.named_buffers()))
-    assert state["opt"]["step"] == 9
-
-
-@pytest.mark.parametrize(
-    ("cls", "options"), OPTIMIZERS, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v)
-)
-def test_every_optimizer_traces(cls, options) -> None:
-    net = bias_free_net() if cls is O.Muon else norm_net()
-    step, state = train_step(functional(net), adapt(cls, lr=1e-2, **options), loss=lambda out: (out**2).mean())
-    program = trace(step, (state, torch.randn(8, 3, dtype=D))).program
-    updates = [n.target for n in program.nodes if n.target.split(".")[1] in ("adamw", "sgd")]
-    n_params = len(state["params"])
-    assert len(updates) == (n_params if cls in (O.SGD, O.Adam, O.AdamW) else 0)
-    assert {n.phase for n in program.nodes} == {"forward", "backward", "update"}
-
-
-def test_groups_and_schedules_are_torchs() -> None:
-    net = norm_net()
-    ref = copy.deepcopy(net)
-    rate = lambda step: 1e-2 / (1 + step)  # noqa: E731
-    decayed, plain = ([p for n, p in ref.named_parameters() if n.endswith("bias") is flag] for flag in (False, True))
-    opt = O.AdamW([dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr=1e-2, weight_decay=0.3)
-    schedule = O.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
-    ours = adapt(O.AdamW, lr=rate, weight_decay=0.3, groups={"*.bias": dict(weight_decay=0)})
-    step, state = train_step(functional(net), ours, loss=lambda out: (out**2).mean())
-    for _ in range(4):
-        x = torch.randn(8, 3, dtype=D)
-        opt.zero_grad()
-        (ref(x) ** 2).mean().backward()
-        opt.step()
-        schedule.step()
-        state, _ = step(state, x)
-    same(state["params"], dict(ref.named_parameters()))
-
-
-def test_missing_gradients_count_as_zeros() -> None:
-    params = {"w": torch.randn(3, dtype=D)}
-    opt = adapt(O.AdamW, lr=0.1, weight_decay=0.5)
-    state = opt.init(params)
-    with_none, _ = opt.update({"w": None}, state, params)
-    torch.testing.assert_close(with_none["w"], params["w"] * (1 - 0.1 * 0.5))
-    with pytest.raises(InputError, match=r"no gradient for \['w'\], no parameter for \['v'\]"):
-        opt.update({"v": params["w"]}, state, params)
-
-
-def test_update_changes_nothing_that_is_passed_in() -> None:
-    for cls in (O.AdamW, O.SGD, O.RMSprop, O.NAdam):
-        params = {"w": torch.randn(3, dtype=D)}
-        opt = adapt(cls, lr=0.1)
-        state = opt.init(params)
-        grads = {"w": torch.randn(3, dtype=D)}
-        before = copy.deepcopy((grads, state, params))
-        opt.update(grads, state, params)
-        torch.testing.assert_close((grads, state, params), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
-        (O.LBFGS, {}, "LBFGS cannot be adapted: it evaluates the loss"),
-        (O.Adafactor, {}, "Adafactor cannot be adapted: its step size"),
-        (O.AdamW, dict(betaz=1), "AdamW has no option 'betaz'; did you mean 'betas'"),
-        (O.AdamW, dict(lr=-1.0), "AdamW refuses its options: Invalid learning rate"),
-        (O.AdamW, dict(groups={"*": dict(weight_deca=1)}), "no option 'weight_deca'; did you mean 'weight_decay'"),
-    ],
-)
-def test_refused(cls, options, message) -> None:
-    with pytest.raises(InputError, match=message):
-        adapt(cls, **{"lr": 0.1, **options})
-
-
-def test_a_group_that_matches_nothing() -> None:
-    with pytest.raises(InputError, match=r"groups: '\*.bais' matches no parameter"):
-        adapt(O.AdamW, lr=0.1, groups={"*.bais": {}}).init({"a.bias": torch.ones(1)})
 
 
 def test_gpt2_trains_as_in_torch() -> None:

@@ -13,6 +13,7 @@ from colofunc.ops.attention import attention, attention_backward, merge
 from colofunc.ops.define import KERNELS
 from colofunc.ops.linear import linear, linear_dw, linear_dx
 from colofunc.ops.update import IN_PLACE, adamw, adamw_, sgd, sgd_
+from colofunc.ops.update_rules import options_of, update, update_
 
 D = torch.float64
 
@@ -283,6 +284,8 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     t = [rand(4), rand(4), rand(4), rand(4).abs(), torch.tensor(1.0), torch.tensor(0.1, dtype=D)]
     options = (0.9, 0.99, 1e-8, 0.1, True, True, rand(4).abs())
     cases = {"colofunc.adamw": (*t, *options), "colofunc.sgd": (t[0], t[1], t[2], t[4], t[5], 0.9, 0.0, 0.1, True)}
+    rms = options_of("RMSprop", dict(alpha=0.9, eps=1e-8, momentum=0.5, centered=True, weight_decay=0.1, maximize=False))
+    cases["colofunc.update"] = ("RMSprop", t[0], t[1], t[3] + 2, t[2], t[3] / 9, *t[4:], rms)
     assert cases.keys() == IN_PLACE.keys()
     for target, args in cases.items():
         twin, places = IN_PLACE[target]
@@ -290,7 +293,7 @@ def test_twins_write_the_same_numbers_in_place() -> None:
         written = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         KERNELS[twin](*written)
         assert all(torch.equal(results[out], written[arg]) for out, arg in places)
-        assert not torch.equal(results[0], args[0])
+        assert not torch.equal(results[0], args[places[0][1]])
 
 
 @pytest.mark.parametrize("op", [adamw, adamw_])
@@ -311,6 +314,13 @@ def test_opcheck_adamw(op) -> None:
 def test_opcheck_sgd(op) -> None:
     t = (torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4), torch.tensor(1.0), torch.tensor(0.1, dtype=D))
     torch.library.opcheck(op.op, (*t, 0.9, 0.0, 0.1, True))
+
+
+@pytest.mark.parametrize("op", [update, update_])
+def test_opcheck_update(op) -> None:
+    t = (torch.randn(3, 4), torch.randn(3, 4), torch.tensor(0.9), torch.randn(3, 4), torch.rand(3, 4), torch.tensor(1.0))
+    options = [0.9, 0.99, 1e-8, 0.1, 0.0, 0.01, 0.0]
+    torch.library.opcheck(op.op, ("NAdam", *t, torch.tensor(0.1, dtype=D), options))
 
 
 # ---- the modes ----

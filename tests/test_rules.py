@@ -132,6 +132,9 @@ def test_optimizer_updates_split_like_the_parameter() -> None:
     adamw = ("colofunc.adamw", p, r(4, 6), r(4, 6), r(4, 6).abs(), step, scalar, 0.9, 0.99, 1e-8, 0.01, True)
     assert {"d0", "d1"} <= check_op(*adamw)
     assert {"d0", "d1"} <= check_op("colofunc.sgd", p, r(4, 6), r(4, 6), step, scalar, 0.9, 0.0, 0.01, False)
+    nadam = (0.9, 0.99, 1e-8, 0.1, 0.0, 0.01, 0.0)  # keeps a number beside its tensors
+    product = torch.tensor(0.9, dtype=f64)
+    assert {"d0", "d1"} <= check_op("colofunc.update", "NAdam", p, r(4, 6), product, r(4, 6), r(4, 6).abs(), step, scalar, nadam)
 
 
 def test_a_pending_sum_does_not_pass_a_constant() -> None:

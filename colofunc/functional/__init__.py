@@ -4,16 +4,19 @@ from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.lazy import lazy
 from colofunc.functional.modules import Model, abstract, functional
 from colofunc.functional.optimizers import Optimizer, adapt
+from colofunc.functional.schedule import Table, schedule
 from colofunc.functional.train import train_step
 
 __all__ = [
     "Model",
     "Optimizer",
+    "Table",
     "abstract",
     "adapt",
     "clip_by_global_norm",
     "functional",
     "lazy",
+    "schedule",
     "train_step",
     "value_and_grad",
 ]

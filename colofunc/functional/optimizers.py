@@ -4,15 +4,18 @@ Problem: `torch.optim` classes hold state in attributes and change parameters in
 
     {"step": 0-dim, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}
 
-and `update(grads, state, params)` returns new params and new state. Adam, AdamW and SGD are one operator per
-parameter (`colofunc.ops.update`); other classes run torch's own code on copies (`colofunc.functional.torch_optim`).
+and `update(grads, state, params)` returns new params and new state. Elementwise classes are one operator per parameter
+(`colofunc.ops.update`, `update_rules`); Muon, which looks at whole matrices, runs torch's own code on copies
+(`colofunc.functional.torch_optim`).
 
-`groups` maps globs over parameter names to options that differ there; later entries win. `lr` is a number or a function
-of the number of updates already done, a 0-dim tensor (so write it with torch operators: `torch.cos`, not `math.cos`).
+`groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match; later
+entries win. `lr` is a number, a function of the number of updates already done (a 0-dim tensor, so write it with torch
+operators: `torch.cos`, not `math.cos`), or a torch scheduler (`cf.schedule`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +27,7 @@ from torch import Tensor
 from colofunc.errors import InputError, near
 from colofunc.functional import torch_optim
 from colofunc.ops import update as ops
+from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.trace_meta import phase
 
 Schedule = Callable[[Tensor], Any]
@@ -39,52 +43,116 @@ class Optimizer:
     cls: type[torch.optim.Optimizer]
     lr: float | Schedule
     options: Mapping[str, Any]  # the class's defaults and what was given
-    groups: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         """The state before the first update; made where and as the parameters are."""
         self._check(params)
-        kind = OPERATORS.get(self.cls)
         state: State = {"step": torch.zeros((), dtype=torch.float32)}
-        if kind == "adamw":
-            state["exp_avg"] = {n: torch.zeros_like(p) for n, p in params.items()}
-            state["exp_avg_sq"] = {n: torch.zeros_like(p) for n, p in params.items()}
-            largest = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
-            return state | ({"max_exp_avg_sq": largest} if largest else {})
-        if kind == "sgd":
-            buffers = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
-            return state | ({"momentum_buffer": buffers} if buffers else {})
-        return state | torch_optim.init(self.cls, self._grouped(params), params)
+        for part, names in self._parts(params):
+            for key, made in part._init({n: params[n] for n in names}).items():
+                state.setdefault(key, {}).update(made)
+        return state
 
     def update(
-        self, grads: Mapping[str, Tensor | None], opt_state: State, params: Mapping[str, Tensor]
+        self,
+        grads: Mapping[str, Tensor | None],
+        opt_state: State,
+        params: Mapping[str, Tensor],
+        lr: float | Tensor | None = None,
     ) -> tuple[Tensors, State]:
-        """(params, state) after one update. A gradient of None counts as zeros, so weight decay still acts."""
+        """(params, state) after one update. A gradient of None counts as zeros, so weight decay still acts.
+
+        `lr` stands in for the optimizer's own rate in this update (not for those of groups).
+        """
         self._check_names(grads, params)
+        self._warn_without_masters(params)
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
-            full = {n: torch.zeros_like(p) if (g := grads[n]) is None else g for n, p in params.items()}
-            kind = OPERATORS.get(self.cls)
-            if kind is None:
-                grouped = self._grouped(params)
-                new, rest = torch_optim.update(self.cls, grouped, self._rates(params, step), full, opt_state, params)
-                return new, {"step": step, **rest}
-            run = self._adamw if kind == "adamw" else self._sgd
-            return run(full, opt_state, params, step, self._rates(params, step))
+            new: Tensors = {}
+            state: dict[str, Tensors] = {key: {} for key in opt_state if key != "step"}
+            for part, names in self._parts(params):
+                mine = {n: params[n] for n in names}
+                full = {n: torch.zeros_like(p) if (g := grads[n]) is None else g for n, p in mine.items()}
+                rates = part._rates(mine, step, lr if part is self else None)
+                held = {k: {n: v[n] for n in names if n in v} for k, v in opt_state.items() if k != "step"}
+                moved, kept = part._update(full, held, mine, step, rates)
+                new |= moved
+                for key, values in kept.items():
+                    state[key] |= values
+            ordered = {key: {n: state[key][n] for n in values} for key, values in opt_state.items() if key != "step"}
+            return {n: new[n] for n in params}, {key: step if key == "step" else ordered[key] for key in opt_state}
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
         found = dict(self.options)
         for glob, changed in self.groups.items():
-            if fnmatchcase(name, glob):
+            if fnmatchcase(name, glob) and not isinstance(changed, Optimizer):
                 found |= changed
         return found
 
+    def _parts(self, params: Mapping[str, Tensor]) -> list[tuple[Optimizer, list[str]]]:
+        """Who updates which parameters: this optimizer, and those that groups name."""
+        found: dict[int, tuple[Optimizer, list[str]]] = {id(self): (self, [])}
+        for n in params:
+            named = [g for glob, g in self.groups.items() if isinstance(g, Optimizer) and fnmatchcase(n, glob)]
+            owner = named[-1] if named else self
+            found.setdefault(id(owner), (owner, []))[1].append(n)
+        return [(part, names) for part, names in found.values() if names]
+
+    def _init(self, params: Tensors) -> dict[str, Tensors]:
+        """{key: {name: tensor}} without the step count."""
+        kind = OPERATORS.get(self.cls)
+        if kind == "adamw":
+            zeros = {key: {n: torch.zeros_like(p) for n, p in params.items()} for key in ("exp_avg", "exp_avg_sq")}
+            largest = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
+            return zeros | ({"max_exp_avg_sq": largest} if largest else {})
+        if kind == "sgd":
+            buffers = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
+            return {"momentum_buffer": buffers} if buffers else {}
+        return torch_optim.init(self.cls, self._grouped(params), params)
+
+    def _update(
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        kind = OPERATORS.get(self.cls)
+        if kind == "adamw":
+            return self._adamw(grads, state, params, step, rates)
+        if kind == "sgd":
+            return self._sgd(grads, state, params, step, rates)
+        if self.cls.__name__ in KINDS:
+            return self._elementwise(grads, state, params, step, rates)
+        return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
+
+    def _warn_without_masters(self, params: Mapping[str, Tensor]) -> None:
+        narrow = next((n for n, p in params.items() if p.is_floating_point() and p.dtype.itemsize < 4), None)
+        if narrow is not None and self.cls is not torch.optim.SGD:
+            warnings.warn(
+                f"{self.cls.__name__} updates parameters in {params[narrow].dtype} ({narrow!r} and others) without float32 masters, so "
+                'small updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32',
+                stacklevel=3,
+            )
+
     # ---- one operator per parameter ----
 
+    def _elementwise(
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        name = self.cls.__name__
+        new: Tensors = {}
+        kept: dict[str, Tensors] = {key: {} for key in state}
+        for n, p in params.items():
+            held = [state[key].get(n) if key in state else None for key in KINDS[name].states]
+            held += [None] * (3 - len(held))
+            new[n], *found = update(name, p, grads[n], *held, step, rates[n], options_of(name, self.of(n)))
+            for key, before, after in zip(KINDS[name].states, held, found, strict=False):
+                if before is not None:
+                    kept[key][n] = after
+        return new, kept
+
     def _adamw(
-        self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors
-    ) -> tuple[Tensors, State]:
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, dict[str, Tensors]]:
         new: Tensors = {}
         first: Tensors = {}
         second: Tensors = {}
@@ -100,13 +168,11 @@ class Optimizer:
             )  # fmt: skip
             if top is not None:
                 largest[n] = maximum
-        return new, {"step": step, "exp_avg": first, "exp_avg_sq": second} | (
-            {"max_exp_avg_sq": largest} if largest else {}
-        )
+        return new, {"exp_avg": first, "exp_avg_sq": second} | ({"max_exp_avg_sq": largest} if largest else {})
 
     def _sgd(
-        self, grads: Tensors, state: State, params: Mapping[str, Tensor], step: Tensor, rates: Tensors
-    ) -> tuple[Tensors, State]:
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+    ) -> tuple[Tensors, dict[str, Tensors]]:
         new: Tensors = {}
         buffers: Tensors = {}
         for n, p in params.items():
@@ -126,15 +192,15 @@ class Optimizer:
             )
             if buffer is not None:
                 buffers[n] = kept
-        return new, {"step": step} | ({"momentum_buffer": buffers} if buffers else {})
+        return new, {"momentum_buffer": buffers} if buffers else {}
 
     # ---- options ----
 
-    def _rates(self, params: Mapping[str, Tensor], step: Tensor) -> Tensors:
+    def _rates(self, params: Mapping[str, Tensor], step: Tensor, lr: float | Tensor | None = None) -> Tensors:
         """Name -> learning rate, a 0-dim float64 tensor; equal rates are one tensor."""
         made: dict[Any, Tensor] = {}
 
-        def rate(lr: float | Schedule) -> Tensor:
+        def rate(lr: float | Schedule | Tensor) -> Tensor:
             if lr not in made:
                 value = lr((step - 1).to(torch.float64)) if callable(lr) else lr
                 made[lr] = (
@@ -144,7 +210,8 @@ class Optimizer:
                 )
             return made[lr]
 
-        return {n: rate(self.of(n).get("lr", self.lr)) for n in params}
+        own = self.lr if lr is None else lr
+        return {n: rate(self.of(n).get("lr", own)) for n in params}
 
     def _grouped(self, params: Mapping[str, Tensor]) -> list[tuple[list[str], dict[str, Any]]]:
         """Parameters with equal options together: (names, options)."""
@@ -163,6 +230,13 @@ class Optimizer:
         for glob in self.groups:
             if not any(fnmatchcase(n, glob) for n in params):
                 raise InputError(f"groups: {glob!r} matches no parameter{near(glob, params)}")
+        for part, names in self._parts(params):
+            flat = next((n for n in names if params[n].dim() != 2), None)
+            if part.cls.__name__ == "Muon" and flat is not None:
+                raise InputError(
+                    f"Muon updates matrices only, and {flat!r} has shape {tuple(params[flat].shape)}. Try: another optimizer for such "
+                    f"parameters, adapt(torch.optim.Muon, groups={{{flat!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
+                )
 
     def _check_names(self, grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> None:
         missing = [n for n in params if n not in grads]
@@ -177,19 +251,22 @@ class Optimizer:
 def adapt(
     cls: type[torch.optim.Optimizer],
     lr: float | Schedule | None = None,
-    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    groups: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
     **options: Any,
 ) -> Optimizer:
     """The functional form of a `torch.optim` class.
 
-    Raises InputError for a class that cannot be traced, an option the class does not have, or a value it refuses.
+    `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. Raises InputError for a
+    class that cannot be traced, an option the class does not have, or a value it refuses.
     """
     if cls not in OPERATORS:
         torch_optim.check(cls)
     defaults = torch_optim.defaults(cls, lr, options)
     rate = defaults.pop("lr") if lr is None else lr
-    chosen = {glob: dict(changed) for glob, changed in (groups or {}).items()}
+    chosen = {g: changed if isinstance(changed, Optimizer) else dict(changed) for g, changed in (groups or {}).items()}
     for glob, changed in chosen.items():
+        if isinstance(changed, Optimizer):
+            continue
         unknown = [k for k in changed if k != "lr" and k not in defaults]
         if unknown:
             raise InputError(

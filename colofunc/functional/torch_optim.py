@@ -1,9 +1,9 @@
-"""torch's own optimizers on functional values.
+"""torch's own optimizers on functional values: their options, the state they begin with, and Muon's update.
 
-Problem: RMSprop, Adagrad, NAdam and others are code that writes to `param`, `param.grad` and `state[param]`, and turns
-the step count into a Python number, which a trace cannot follow. Idea: build the class on copies, hand it the state,
-run its single-tensor code once, and read the copies back. While it runs, a function mode keeps the step count a 0-dim
-tensor, and rewrites the few calls that take a number only (`alpha=`, `value=`).
+Problem: what a class of `torch.optim` accepts and starts from is decided by its constructor, and Muon, which multiplies
+whole matrices, has no short rule. Idea: build the class on copies and ask it; for an update, hand it the state, run its
+single-tensor code once, and read the copies back. While it runs, a function mode rewrites the few calls that take a
+Python number only (`alpha=`), so that the rate stays a 0-dim tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
 from colofunc.errors import InputError, near
+from colofunc.ops.update_rules import KINDS
 
 Groups = Sequence[tuple[list[str], dict[str, Any]]]  # (names, options)
-TRACEABLE = ("ASGD", "Adadelta", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop")
+TRACEABLE = (*sorted(KINDS), "Muon")
 REFUSED = {
     "LBFGS": "it evaluates the loss an unknown number of times",
     "SparseAdam": "it takes sparse gradients only",
@@ -87,16 +88,13 @@ def update(
     cls: type[torch.optim.Optimizer], groups: Groups, rates: Mapping[str, Tensor], grads: Mapping[str, Tensor],
     state: Mapping[str, Any], params: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
-    """(params, state without the step count) after torch's own update on copies."""
+    """(params, state) after torch's own update on copies; for a class that counts no steps."""
     tensors = {n: p.clone().requires_grad_() for n, p in params.items()}
     numbers = [(names, {**o, "lr": rates[names[0]] if callable(o["lr"]) else o["lr"]}) for names, o in groups]
     optimizer = _build(cls, numbers, tensors)
-    counted = cls is not torch.optim.Muon
     for n, t in tensors.items():
         t.grad = grads[n].detach()
-        held = {key: part[n].clone() for key, part in state.items() if key != "step" and n in part}
-        # In float64, so that powers of the count are as exact as those of a Python number.
-        optimizer.state[t] = {**({"step": state["step"].to(torch.float64, copy=True)} if counted else {}), **held}
+        optimizer.state[t] = {key: part[n].clone() for key, part in state.items() if n in part}
     with TensorNumbers():
         # Without the profiler's hooks, which are nothing to record.
         step: Callable[..., Any] = inspect.unwrap(cls.step)
@@ -121,40 +119,11 @@ def _read(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> di
 # ---- numbers that stay tensors ----
 
 
-class _Accelerator:
-    """What `tensor.device` says here: capturable code asserts on an accelerator, although it runs anywhere."""
-
-    type = "cuda"
-
-
 class TensorNumbers(TorchFunctionMode):
-    """Python numbers of optimizer code stay 0-dim tensors."""
+    """Where torch takes a Python number only, a 0-dim tensor does as well."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.item and args[0].dim() == 0:
-            # float64, so that arithmetic with it is as exact as with the Python number it stands for.
-            return args[0].to(torch.float64)
-        if func == Tensor.device.__get__:
-            return _Accelerator()
-        number = kwargs.get("alpha", kwargs.get("value"))
-        if isinstance(number, Tensor) and func in SCALED:
-            return SCALED[func](number, *args)
-        if func in PLAIN and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 0 and args[0].dim() > 0:
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        if func is Tensor.add_ and isinstance(kwargs.get("alpha"), Tensor):
+            return args[0].add_(kwargs["alpha"].to(args[0].dtype) * args[1])
         return func(*args, **kwargs)
-
-
-def _cast(number: Tensor, like: Tensor) -> Tensor:
-    return number.to(like.dtype)
-
-
-SCALED: dict[Any, Callable[..., Tensor]] = {
-    Tensor.add: lambda a, x, y: x + _cast(a, x) * y,
-    Tensor.add_: lambda a, x, y: x.add_(_cast(a, x) * y),
-    Tensor.sub_: lambda a, x, y: x.sub_(_cast(a, x) * y),
-    Tensor.addcmul_: lambda a, x, y, z: x.add_(_cast(a, x) * y * z),
-    Tensor.addcdiv_: lambda a, x, y, z: x.add_(_cast(a, x) * (y / z)),
-    Tensor.addcdiv: lambda a, x, y, z: x + _cast(a, x) * (y / z),
-}
-PLAIN = {Tensor.mul_, Tensor.div_, Tensor.add_, Tensor.sub_}

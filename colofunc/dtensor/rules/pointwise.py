@@ -110,7 +110,7 @@ _UNTAGGED = (
 UNTAGGED = frozenset(_UNTAGGED.split())
 
 # Our own elementwise operators (optimizer updates: every state tensor has the parameter's factors).
-OURS = ("colofunc.adamw", "colofunc.sgd", "colofunc.adam", "colofunc.lion", "colofunc.rmsprop", "colofunc.where_mask")
+OURS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update")
 
 
 def pointwise(call: Call) -> Rule | None:
@@ -129,6 +129,9 @@ def pointwise(call: Call) -> Rule | None:
         elif typ.shape == (0,):  # a result that is not asked for (a maximum without amsgrad)
             copied |= {(n, f) for f in sizes}
             outs.append((("none",),))
+        elif typ.shape == () and call.target in OURS:  # a number that an optimizer keeps beside its tensors
+            copied |= {(n, f) for f in sizes}
+            outs.append(())
         else:
             return None
     if (("none",),) in outs:

@@ -1,0 +1,210 @@
+"""The elementwise optimizers beside Adam and SGD as one operator, `colofunc.update`, and its in-place twin.
+
+Problem: RMSprop or NAdam in aten is a dozen nodes per parameter, which cannot be grouped by chunk nor run in place.
+Idea: one operator `update(kind, param, grad, a, b, c, step, lr, options)` whose body is a pure rule per kind, chosen by
+name; at most three states, of the parameter's shape or 0-dim (NAdam's product of momenta), None where a kind has fewer.
+
+    new, square_avg, _, _ = update("RMSprop", param, grad, square_avg, None, None, step, lr, options_of("RMSprop", {...}))
+
+A rule sees float64 0-dim counts and rates, so schedules need no retrace, and the parameter in at least float32. Adafactor
+and Muon look at whole rows or matrices and are not here.
+Source: Zeiler, ADADELTA (2012), algorithm 1; Duchi et al., AdaGrad (2011); Kingma and Ba (2015), algorithm 2 (AdaMax);
+Dozat, NAdam (2016); Liu et al., RAdam (2020), algorithm 2; Tieleman and Hinton, RMSProp (2012); Riedmiller and Braun,
+Rprop (1993); Polyak and Juditsky (1992) for averaged SGD. Details (where eps stands, what is damped) as in `torch.optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc.ops.define import define
+from colofunc.ops.update import IN_PLACE
+
+States = tuple[Tensor, ...]
+Options = Mapping[str, float]
+Rule = Callable[[Tensor, Tensor, States, Tensor, Tensor, Options], tuple[Tensor, States]]
+
+
+@attrs.frozen
+class Kind:
+    """`states` and `options` are the class's own names, in the order in which the operator takes them."""
+
+    rule: Rule
+    states: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+def options_of(kind: str, options: Mapping[str, Any]) -> list[float]:
+    """The options of a `torch.optim` class as the operator takes them: pairs are spread, truth values are 0 or 1."""
+    found: list[float] = []
+    for name in KINDS[kind].options:
+        value = options[name]
+        found += [float(v) for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    return found
+
+
+# ---- rules: (param, grad, states, count, rate, options) -> (param, states) ----
+
+
+def _adadelta(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    square, moved = s
+    square = o["rho"] * square + (1 - o["rho"]) * g * g
+    delta = (moved + o["eps"]).sqrt() / (square + o["eps"]).sqrt() * g
+    return p - lr * delta, (square, o["rho"] * moved + (1 - o["rho"]) * delta * delta)
+
+
+def _adagrad(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    total = s[0] + g * g
+    return p - lr / (1 + (t - 1) * o["lr_decay"]) * (g / (total.sqrt() + o["eps"])), (total,)
+
+
+def _adamax(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    mean = s[0].lerp(g, 1 - o["betas"])
+    largest = torch.maximum(s[1] * o["betas.1"], g.abs() + o["eps"])
+    return p - lr / (1 - o["betas"] ** t) * (mean / largest), (mean, largest)
+
+
+def _asgd(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    eta, mu, average = s
+    p = p * (1 - o["lambd"] * eta) - eta * g
+    average = average + (p - average) * mu
+    return p, (lr / (1 + o["lambd"] * lr * t) ** o["alpha"], 1 / (t - o["t0"]).clamp(min=1.0), average)
+
+
+def _nadam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    product, mean, square = s
+    here, there = (o["betas"] * (1 - 0.5 * 0.96 ** ((t + k) * o["momentum_decay"])) for k in (0, 1))
+    product = (product.to(torch.float64) * here).to(product.dtype)
+    mean = mean.lerp(g, 1 - o["betas"])
+    square = o["betas.1"] * square + (1 - o["betas.1"]) * g * g
+    root = (square / (1 - o["betas.1"] ** t)).sqrt() + o["eps"]
+    passed = product.to(torch.float64)
+    p = p - lr * (1 - here) / (1 - passed) * (g / root) - lr * there / (1 - passed * there) * (mean / root)
+    return p, (product, mean, square)
+
+
+def _radam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    mean, square = s[0].lerp(g, 1 - o["betas"]), o["betas.1"] * s[1] + (1 - o["betas.1"]) * g * g
+    power = o["betas.1"] ** t
+    most = 2 / (1 - o["betas.1"]) - 1
+    length = most - 2 * t * power / (1 - power)  # of the moving average
+    rectified = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
+    tractable = length > 5
+    scale = rectified.clamp(min=0).sqrt() * (1 - power).sqrt()
+    step = torch.where(tractable, scale / (square.sqrt() + o["eps"]), torch.ones_like(square))
+    return p - lr / (1 - o["betas"] ** t) * mean * step, (mean, square)
+
+
+def _rmsprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    square, buffer, mean = s
+    square = o["alpha"] * square + (1 - o["alpha"]) * g * g
+    variance = square
+    if o["centered"]:
+        mean = mean.lerp(g, 1 - o["alpha"])
+        variance = square - mean * mean
+    step = g / (variance.sqrt() + o["eps"])
+    if o["momentum"]:
+        step = buffer = o["momentum"] * buffer + step
+    return p - lr * step, (square, buffer, mean)
+
+
+def _rprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+    sign = (g * s[0]).sign()
+    factor = torch.where(sign > 0, o["etas.1"], torch.where(sign < 0, o["etas"], 1.0))
+    size = (s[1] * factor.to(s[1].dtype)).clamp(o["step_sizes"], o["step_sizes.1"])
+    g = torch.where(sign < 0, torch.zeros_like(g), g)
+    return p - g.sign() * size, (g, size)
+
+
+_ADAMS = ("betas", "eps", "weight_decay", "maximize")
+KINDS: dict[str, Kind] = {
+    "Adadelta": Kind(_adadelta, ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay", "maximize")),
+    "Adagrad": Kind(_adagrad, ("sum",), ("lr_decay", "eps", "weight_decay", "maximize")),
+    "Adamax": Kind(_adamax, ("exp_avg", "exp_inf"), _ADAMS),
+    "ASGD": Kind(_asgd, ("eta", "mu", "ax"), ("lambd", "alpha", "t0", "weight_decay", "maximize")),
+    "NAdam": Kind(_nadam, ("mu_product", "exp_avg", "exp_avg_sq"), (*_ADAMS, "momentum_decay", "decoupled_weight_decay")),
+    "RAdam": Kind(_radam, ("exp_avg", "exp_avg_sq"), (*_ADAMS, "decoupled_weight_decay")),
+    "RMSprop": Kind(
+        _rmsprop,
+        ("square_avg", "momentum_buffer", "grad_avg"),
+        ("alpha", "eps", "momentum", "centered", "weight_decay", "maximize"),
+    ),
+    "Rprop": Kind(_rprop, ("prev", "step_size"), ("etas", "step_sizes", "maximize")),
+}
+_PAIRS = ("betas", "etas", "step_sizes")
+
+
+# ---- the operator ----
+
+
+def _named(kind: Kind, options: Sequence[float]) -> dict[str, float]:
+    names = [n for o in kind.options for n in ((o, f"{o}.1") if o in _PAIRS else (o,))]
+    return dict(zip(names, options, strict=True))
+
+
+def _next(
+    name: str, param: Tensor, grad: Tensor, states: Sequence[Tensor | None], step: Tensor, lr: Tensor, options: Sequence[float]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(new parameter, new states), each in the dtype of the old one."""
+    kind = KINDS[name]
+    o = _named(kind, options)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    p, g = param.to(wide), grad.to(wide)
+    count, rate = step.to(torch.float64), lr.to(torch.float64)
+    g = -g if o["maximize"] else g
+    if o.get("weight_decay", 0.0):
+        p, g = (p * (1 - rate * o["weight_decay"]), g) if o.get("decoupled_weight_decay") else (p, g + o["weight_decay"] * p)
+    # A state that these options do not use stands in as it would be if it had never been written.
+    held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states[: len(kind.states)]]
+    new, made = kind.rule(p, g, tuple(held), count, rate, o)
+    kept = [None if s is None else m.to(s.dtype) for s, m in zip(states, made, strict=False)]
+    return new.to(param.dtype), kept + [None] * (len(states) - len(kept))
+
+
+def _update(
+    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
+    options: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    new, (x, y, z) = _next(kind, param, grad, (a, b, c), step, lr, options)
+    none = param.new_empty(0)
+    # A state may come back as it was (RMSprop's unused ones): an operator's result is never its operand.
+    x, y, z = (none if t is None else t.clone() if t is s else t for t, s in ((x, a), (y, b), (z, c)))
+    return new, x, y if y is not none else param.new_empty(0), z if z is not none else param.new_empty(0)
+
+
+def _update_(
+    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
+    options: Sequence[float],
+) -> None:  # fmt: skip
+    new, states = _next(kind, param, grad, (a, b, c), step, lr, options)
+    param.copy_(new)
+    for old, state in zip((a, b, c), states, strict=True):
+        if old is not None and state is not None:
+            old.copy_(state)
+
+
+def _fake(
+    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
+    options: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x, y, z = (param.new_empty(0) if s is None else torch.empty_like(s) for s in (a, b, c))
+    return torch.empty_like(param), x, y, z
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
+    states = f"Tensor{a}? a, Tensor{b}? b, Tensor{c}? c"
+    return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options)"
+
+
+update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake)
+update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, _nothing)
+IN_PLACE["colofunc.update"] = ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5)))
