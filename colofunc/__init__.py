@@ -18,6 +18,7 @@ from colofunc.dtensor.tensor import DTensor, distribute, from_local
 from colofunc.errors import (
     CapacityError,
     CheckError,
+    CheckpointError,
     CollectiveError,
     ColofuncError,
     ConfigError,
@@ -40,7 +41,10 @@ from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.functional import batches as batches
 from colofunc.functional import lazy as lazy
+from colofunc.functional import load as load
 from colofunc.functional import pad as pad
+from colofunc.functional import save as save
+from colofunc.functional import save_pretrained as save_pretrained
 from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
@@ -59,6 +63,7 @@ __all__ = [
     "Batches",
     "CapacityError",
     "CheckError",
+    "CheckpointError",
     "CollectiveError",
     "ColofuncError",
     "ConfigError",
@@ -100,11 +105,14 @@ __all__ = [
     "hookimpl",
     "launch",
     "lazy",
+    "load",
     "pad",
     "pattern",
     "precision",
     "random",
     "random_state",
+    "save",
+    "save_pretrained",
     "schedule",
     "set_random_state",
     "shard",

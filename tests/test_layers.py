@@ -47,7 +47,10 @@ OPTIONAL_EXTRAS = {
 }  # fmt: skip
 
 # Parts of torch that take half a second to import and that few programs need, and our module on top of them.
-SLOW_TO_IMPORT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.dtensor.placements")
+SLOW_TO_IMPORT = (
+    "torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.dtensor.placements",
+    "torch.distributed.checkpoint", "colofunc.functional.checkpoint.dcp_planner",
+)  # fmt: skip
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.
 ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._functional_collectives")

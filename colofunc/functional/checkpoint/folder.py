@@ -174,6 +174,11 @@ class Writing:
             raise
         return self.folder
 
+    def rename(self, token: str) -> None:
+        """Another rank has made the folder, with this token."""
+        self.token = token
+        self.folder = self.path.with_name(f"{self.path.name}.tmp-{token}")
+
     def commit(self) -> None:
         """Everything is written: make it durable and put it in the place of what was there."""
         _sync(self.folder)

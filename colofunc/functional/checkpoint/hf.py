@@ -1,0 +1,232 @@
+"""What transformers knows about its own files: names, conversions, ties, configuration. Nothing here for other modules.
+
+transformers 5 keeps a conversion mapping per model type (`transformers.conversion_mapping`); its renamings and
+converters are used as they are, and their inverse (`revert_weight_conversion`) when saving.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from colofunc.dtensor.lazy import LazyTensor, without_data
+from colofunc.functional.checkpoint.place import Entry
+from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
+
+
+def is_transformers(module: nn.Module) -> bool:
+    """Whether this is a model of transformers, without importing it."""
+    return any(cls.__module__ == "transformers.modeling_utils" and cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def is_peft(module: nn.Module) -> bool:
+    return any(cls.__module__ == "peft.peft_model" and cls.__name__ == "PeftModel" for cls in type(module).__mro__)
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor, which is how `cf.functional` calls it."""
+    first: dict[int, str] = {}
+    found = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        found[name] = first.setdefault(id(tensor), name)
+    return found
+
+
+def pick(value: Tensor, picks: Sequence[Pick]) -> Tensor:
+    return take(value, picks)
+
+
+def cast(entry: Entry, dtype: torch.dtype) -> Entry:
+    """The entry with its values in another dtype."""
+    if entry.dtype == dtype:
+        return entry
+    read = entry.read
+    return attrs.evolve(entry, dtype=dtype, read=lambda piece, picks: read(piece, picks).to(dtype))
+
+
+# ---- loading ----
+
+
+def entries_for(module: nn.Module, stored: dict[str, Entry]) -> dict[str, Entry]:
+    """Stored entries under the module's names, converted where the library's mapping says so."""
+    if not is_transformers(module):
+        return stored
+    from transformers import conversion_mapping, core_model_loading
+
+    mapping = conversion_mapping.get_model_conversion_mapping(module)
+    renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = dict(module.state_dict())
+    rename = partial(core_model_loading.rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=known)
+    found: dict[str, Entry] = {}
+    groups: dict[str, _Group] = {}
+    for key in sorted(stored, key=core_model_loading.dot_natural_key):
+        name, pattern = rename(key, renamings, converters)
+        if name not in known and key in known:
+            name, pattern = rename(key, [], [])
+        if pattern is None:
+            found[name] = stored[key]
+        else:
+            groups.setdefault(name, _Group(name, by_pattern[pattern], module)).sources.setdefault(pattern, []).append(stored[key])
+    for group in groups.values():
+        found |= group.entries()
+    return found
+
+
+@attrs.define
+class _Group:
+    """Stored tensors that one converter turns into parameters."""
+
+    name: str
+    converter: Any
+    module: Any
+    sources: dict[str, list[Entry]] = attrs.field(factory=dict)
+
+    def entries(self) -> dict[str, Entry]:
+        """What comes out, found out on tensors without data."""
+        empty = {p: [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in some] for p, some in self.sources.items()}
+        made = self._convert(empty)
+        return {
+            name: Entry(name, tuple(x.shape), x.dtype, ((Region.whole(x.shape), name),), partial(self._read, len(x)))
+            for name, x in made.items()
+        }
+
+    def _convert(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        fresh = self.converter.copy(
+            list(self.converter._original_source_patterns), list(self.converter._original_target_patterns), operations=self.converter.operations
+        )
+        for pattern, some in tensors.items():
+            for x in some:
+                fresh.add_tensor(self.name, self.name, pattern, x)
+        made = fresh.convert(self.name, model=self.module, config=self.module.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+    def _read(self, rows: int, name: str, picks: Sequence[Pick]) -> Tensor:
+        """The converted tensor at these positions; of experts that are stacked, only those that are asked for are read."""
+        low, high = extent(picks[0])
+        stacked = self._stacks() and all(len(some) == rows for some in self.sources.values())
+        if not stacked:
+            low, high = 0, rows
+        chosen = {p: some[low:high] if stacked else some for p, some in self.sources.items()}
+        whole = {p: [e.region(Region.whole(e.shape)) for e in some] for p, some in chosen.items()}
+        first = picks[0]
+        shifted = slice(first.start - low, first.stop - low, first.step) if isinstance(first, slice) else first - low
+        return take(self._convert(whole)[name], [shifted, *picks[1:]])
+
+    def _stacks(self) -> bool:
+        """Whether row k of the result comes from stored tensor k alone."""
+        first, *rest = self.converter.operations
+        kinds = {"Concatenate", "Chunk", "Interleave"}
+        return type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(
+            type(op).__name__ in kinds and op.dim not in (0, None) for op in rest
+        )
+
+
+def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """The names without those that the library itself does not report."""
+    if not is_transformers(module):
+        return missing, unexpected
+    library: Any = module
+    absent = list(library._keys_to_ignore_on_load_missing or ())
+    extra = [*(library._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return (
+        [name for name in missing if not any(re.search(p, name) for p in absent)],
+        [name for name in unexpected if not any(re.search(p, name) for p in extra)],
+    )
+
+
+# ---- saving ----
+
+
+def stored_groups(module: nn.Module, values: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names to be written, those together that one conversion needs together."""
+    if is_peft(module):
+        return [list(values)]
+    names = canonical_names(module)
+    persistent = [name for name in module.state_dict() if name in names]
+    if not is_transformers(module):
+        return [[name] for name in dict.fromkeys(names[n] for n in persistent) if name in values]
+    wanted = [name for name in dict.fromkeys(names[n] for n in persistent) if name in values]
+    ignored = list(module._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
+    return _joined(module, {name: _empty(values[name]) for name in wanted if name not in ignored})
+
+
+def _empty(x: Tensor) -> Tensor:
+    return without_data(x) if isinstance(x, LazyTensor) else torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _joined(module: Any, empty: dict[str, Tensor]) -> list[list[str]]:
+    """Groups whose separate conversion gives what the conversion of all gives, tried on tensors without data."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def shapes(some: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(x.shape) for name, x in revert_weight_conversion(module, some).items()}
+
+    whole = shapes(dict(empty))
+    if whole == {name: tuple(x.shape) for name, x in empty.items()}:
+        return [[name] for name in empty]
+    singles, rest, said = [], [], {}
+    for name, x in empty.items():
+        made = shapes({name: x})
+        if made and all(whole.get(k) == shape and k not in said for k, shape in made.items()):
+            singles.append([name])
+            said |= made
+        else:
+            rest.append(name)
+    if rest and shapes({n: empty[n] for n in rest}) | said != whole:
+        return [list(empty)]
+    return singles + ([rest] if rest else [])
+
+
+def to_stored(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of one group as they are written: the inverse of the conversions, ties once under the name that is loaded."""
+    if is_peft(module):
+        from peft import get_peft_model_state_dict
+
+        return dict(get_peft_model_state_dict(module, state_dict=tensors))
+    names = canonical_names(module)
+    if not is_transformers(module):
+        aliases: dict[str, Tensor] = {}
+        for name in module.state_dict():
+            if names.get(name) in tensors:
+                aliases[name] = tensors[names[name]] if name == names[name] else tensors[names[name]].clone()
+        return aliases
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(module, dict(tensors))
+    return found
+
+
+def config_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that the module's configuration names, None where it names none."""
+    config = getattr(module, "config", None)
+    said = getattr(config, "dtype", None)
+    found = getattr(torch, said, None) if isinstance(said, str) else said
+    return found if isinstance(found, torch.dtype) else None
+
+
+def save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """The configuration beside the weights, as the library's own save writes it."""
+    if is_peft(module):
+        for config in module.peft_config.values():
+            config.save_pretrained(folder)
+        (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+        return
+    if not is_transformers(module):
+        return
+    # A copy: the module is the user's.
+    config = type(module.config).from_dict(module.config.to_dict())
+    config.architectures = [type(module).__name__]
+    config.dtype = str(dtype or module.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)

@@ -1,0 +1,132 @@
+"""Who writes what: the leaves of a state as pieces, each stored once, balanced over the ranks.
+
+Problem: replicas of a part lie on many ranks and must be written by one. Idea: every rank walks the same leaves in the
+same order and gives each distinct part to that holder which has the fewest bytes so far; no message is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from colofunc import compat
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.lazy import make
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError, MeshError
+from colofunc.executors.backend import backend_for
+from colofunc.executors.watch import Watch
+from colofunc.functional.checkpoint.files import Item, dtype_name
+from colofunc.functional.checkpoint.regions import Region, owners, unpadded
+from colofunc.mesh import Mesh
+
+
+@attrs.frozen
+class Ranks:
+    """The processes that save together: this one's number, how many there are, and the tie between them."""
+
+    rank: int
+    size: int
+    watch: Watch | None
+
+    @staticmethod
+    def of(meshes: set[Mesh]) -> Ranks:
+        """The processes of these meshes; without any, those of the process group."""
+        sizes = {mesh.size for mesh in meshes}
+        real = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        mesh = next(iter(meshes), Mesh(ranks=dist.get_world_size()) if real else Mesh())
+        backend = backend_for(mesh)
+        if backend.watch is None:
+            return Ranks(0, 1, None)
+        if sizes - {dist.get_world_size()}:
+            raise MeshError(f"a state on meshes of {sorted(sizes)} ranks cannot be saved by {dist.get_world_size()} processes")
+        return Ranks(dist.get_rank(), dist.get_world_size(), backend.watch)
+
+
+@attrs.frozen
+class Leaf:
+    """One tensor of the state, and which rank writes which part of it."""
+
+    name: str
+    tensor: torch.Tensor
+    writers: tuple[tuple[Region, int, int], ...]  # (what, the rank that writes it, the mesh rank whose part it is)
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.tensor.sharding if isinstance(self.tensor, DTensor) else None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"shape": list(self.tensor.shape), "dtype": dtype_name(self.tensor.dtype)}
+        if self.layout is not None:
+            found["dims"] = [[list(atom) for atom in dim] for dim in self.layout.dims]
+            found["tier"] = self.layout.tier
+        return found
+
+    def items(self, rank: int) -> list[Item]:
+        """What `rank` writes of it."""
+        whole = len(self.writers) == 1
+        return [
+            Item(self.name if whole else f"{self.name}{region.text()}", self.tensor.dtype, region, partial(self._value, held))
+            for region, writer, held in self.writers
+            if writer == rank
+        ]
+
+    def _value(self, held: int) -> torch.Tensor:
+        x = self.tensor
+        if not isinstance(x, DTensor):
+            return make(x)
+        part = x.parts[held] if len(x.parts) == x.mesh.size else x.local
+        return unpadded(part, x.sharding, x.mesh, held)
+
+
+def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
+    """Leaves with their writers; equal on all ranks."""
+    load = [0] * ranks.size
+
+    def writer(holders: list[int], nbytes: int) -> int:
+        chosen = min(holders, key=lambda r: load[r]) if ranks.size > 1 else 0
+        load[chosen] += nbytes
+        return chosen
+
+    leaves = []
+    for name, x in tensors.items():
+        check(name, x)
+        if isinstance(x, DTensor):
+            parts = owners(x.sharding, x.mesh)
+        else:
+            parts = {Region.whole(x.shape): list(range(ranks.size))}
+        writers = []
+        for region, holders in parts.items():
+            chosen = writer(holders, region.numel * x.dtype.itemsize)
+            writers.append((region, chosen, chosen if ranks.size > 1 else holders[0]))
+        leaves.append(Leaf(name, x, tuple(writers)))
+    return leaves
+
+
+def check(name: str, x: torch.Tensor) -> None:
+    """Raise InputError for a leaf that has no elements to write."""
+    if isinstance(x, DTensor) and x.sharding.pending:
+        raise InputError(
+            f"{name} {tuple(x.shape)} {x.sharding.text()!r} is a pending sum, of which no rank holds the value; save "
+            f"x.redistribute({x.sharding.with_pending(()).text()!r}) instead"
+        )
+    if x.layout != torch.strided or x.is_quantized:
+        raise InputError(f"{name} is {x.layout}, which safetensors cannot hold; save x.to_dense()")
+    if x.is_meta or isinstance(x, compat.FakeTensor):
+        raise InputError(f"{name} {tuple(x.shape)} has no data yet; save what step.init or step returned")
+
+
+def snapshot(items: list[Item]) -> list[Item]:
+    """The items with copies of their values in host memory."""
+
+    def copy(item: Item) -> Callable[[], torch.Tensor]:
+        value = item.value().detach()
+        held = value.to("cpu") if value.device.type != "cpu" else value.clone(memory_format=torch.contiguous_format)
+        return lambda: held
+
+    return [attrs.evolve(item, value=copy(item)) for item in items]

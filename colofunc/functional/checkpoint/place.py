@@ -1,0 +1,177 @@
+"""Putting stored pieces where they are wanted: which layout each tensor gets, and its parts from the pieces.
+
+Problem: the pieces of a tensor were cut for other ranks than those that load it. Idea: for each part that this process
+needs, take the overlap with every piece, and read no more; a part that all ranks of a simulated mesh share is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Atom, Layout, make_layout, replicated
+from colofunc.dtensor.spec import Spec, bind
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import CheckpointError, InputError, SpecError, near
+from colofunc.executors.backend import backend_for
+from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
+from colofunc.functional.checkpoint.tree import names
+from colofunc.mesh import Mesh
+from colofunc.planner.plan import matches
+
+SpecLike = str | Spec | Layout
+Read = Callable[[Any, Sequence[Pick]], torch.Tensor]
+
+
+@attrs.frozen
+class Entry:
+    """A stored tensor: what it is, its pieces with their regions, and how to read from one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[Region, Any], ...]
+    read: Read
+    dims: tuple[tuple[Atom, ...], ...] | None = None  # of the layout it was saved in
+    tier: str = "device"
+
+    def region(self, wanted: Region) -> torch.Tensor:
+        """These elements, in order. Raises CheckpointError where the pieces do not hold all of them."""
+        target: torch.Tensor | None = None
+        left = wanted.numel
+        for have, piece in self.pieces:
+            picks = common(have, wanted)
+            if picks is None:
+                continue
+            value = self.read(piece, picks[0])
+            if value.numel() == left and target is None and value.numel() == wanted.numel and _in_order(picks[1]):
+                return _own(value.reshape(wanted.shape))
+            if target is None:
+                target = torch.empty(wanted.shape, dtype=self.dtype)
+            put(_carrier(target), picks[1], _carrier(value))
+            left -= value.numel()
+        if left:
+            raise CheckpointError(f"{self.name!r}: {left} of {wanted.numel} elements {wanted.text()} are in no file; it is incomplete")
+        return target if target is not None else torch.empty(wanted.shape, dtype=self.dtype)
+
+
+def _in_order(picks: Sequence[Pick]) -> bool:
+    return all(isinstance(pick, slice) and pick.step == 1 for pick in picks)
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """In memory of its own size: a slice of what was read would keep all of it."""
+    return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+
+
+def _carrier(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: not every dtype can be indexed."""
+    size = x.dtype.itemsize
+    return x if size > 8 else x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
+def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
+    """The whole tensor."""
+    value = entry.region(Region.whole(entry.shape))
+    return value if device is None else value.to(device)
+
+
+def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device | str | None = None) -> DTensor:
+    """The tensor in a layout: only what this process's ranks hold is read."""
+    backend = backend_for(mesh)
+    done: dict[Region, torch.Tensor] = {}
+    parts = []
+    where = _device(mesh, device) if layout.tier == "device" else torch.device("cpu")
+    for rank in backend.ranks(mesh):
+        region = region_of(layout, mesh, rank)
+        if region not in done:
+            done[region] = _padded(entry.region(region), layout, mesh, rank).to(where)
+        parts.append(done[region])
+    return DTensor(parts, layout, mesh, backend, owned=True)
+
+
+def _device(mesh: Mesh, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    real = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+    if real:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda" if mesh.device == "cuda" else "cpu")
+
+
+def _padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    if tuple(value.shape) == layout.local_shape:
+        return value
+    out = torch.zeros(layout.local_shape, dtype=value.dtype)
+    if value.numel():
+        put(_carrier(out), positions(layout, mesh, rank), _carrier(value))
+    return out
+
+
+# ---- which layout ----
+
+
+def layout_for(entry: Entry, mesh: Mesh, spec: SpecLike | None) -> Layout:
+    """The asked layout; without one, the layout it was saved in as far as this mesh has its axes."""
+    if spec is not None:
+        try:
+            layout = bind(spec, mesh, entry.shape)
+        except SpecError as error:
+            error.add_note(f"for {entry.name!r} of the checkpoint")
+            raise
+        if layout.pending:
+            raise InputError(f"{entry.name}: {str(spec)!r} is a pending sum, and a checkpoint holds values; leave out the '+'")
+        return layout
+    if entry.dims is None:
+        return replicated(entry.shape, entry.tier)
+    return make_layout(tuple(_dim(dim, n, mesh) for dim, n in zip(entry.dims, entry.shape)), entry.shape, (), entry.tier)
+
+
+def _dim(dim: tuple[Atom, ...], size: int, mesh: Mesh) -> tuple[Atom, ...]:
+    """A dim with the sizes that its axes have on this mesh; axes that it lacks, or that do not divide, hold copies."""
+    sizes = {axis: mesh.shape.get(axis, 1) for _, axis in dim if axis is not None}
+    if all(axis is None or sizes[axis] == n for n, axis in dim):
+        return dim
+    axes = [(sizes[axis], axis) for _, axis in dim if axis is not None and sizes[axis] > 1]
+    while axes and size % prod(n for n, _ in axes):
+        axes.pop()
+    return (*axes, (size // prod(n for n, _ in axes), None))
+
+
+def specs_by_name(specs: Any, tree: Any, entries: Mapping[str, Entry]) -> dict[str, SpecLike]:
+    """Name -> spec from one spec, a prefix of the state's tree, or globs over names. Scalars are whole everywhere."""
+    found: dict[str, SpecLike] = {}
+    _spread(specs, tree, "specs", entries, found)
+    return found
+
+
+def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], found: dict[str, SpecLike]) -> None:
+    if specs is None:
+        return
+    if isinstance(specs, (str, Spec, Layout)):
+        found |= {name: specs for name in names(tree) if entries[name].shape}
+        return
+    sequence = tree.get("list", tree.get("tuple"))
+    if isinstance(specs, (list, tuple)) and sequence is not None and len(specs) == len(sequence):
+        for k, (spec, child) in enumerate(zip(specs, sequence)):
+            _spread(spec, child, f"{path}.{k}", entries, found)
+        return
+    if not isinstance(specs, Mapping):
+        raise InputError(f"{path}: {specs!r} is no spec of what was saved there; write a string such as '(dp b) ...' or a dict")
+    said = tree.get("dict", tree.get("record", {}))
+    children = said if isinstance(said, dict) else {str(key.get("value", key)): child for key, child in said}
+    if all(str(key) in children for key in specs):
+        for key, spec in specs.items():
+            _spread(spec, children[str(key)], f"{path}.{key}", entries, found)
+        return
+    below = list(names(tree))
+    for glob, spec in specs.items():
+        hit = [name for name in below if matches(name, str(glob))]
+        if not hit:
+            raise InputError(f"{path}: {glob!r} matches no tensor of the checkpoint{near(str(glob), below, 'tensor')}")
+        if spec is not None:
+            found |= {name: spec for name in hit if entries[name].shape}

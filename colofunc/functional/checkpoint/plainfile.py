@@ -1,0 +1,98 @@
+"""Folders and files of plain safetensors, as Hugging Face libraries write them: names, shapes and where the bytes are.
+
+    entries(folder)["model.norm.weight"].shape          # from model.safetensors, or the files that an index names
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colofunc.errors import CheckpointError
+from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
+from colofunc.functional.checkpoint.place import Entry
+from colofunc.functional.checkpoint.regions import Region
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """Name -> tensor of a folder. Raises CheckpointError where there are no safetensors, and says why pickles are not read."""
+    found: dict[str, Entry] = {}
+    for path in files(folder):
+        found |= header(path)
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    if (folder / INDEX).exists():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} is no index of safetensors: {error!r}") from error
+        return [_inside(folder, name) for name in names]
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    some = sorted(folder.glob("*.safetensors"))
+    if not some:
+        raise CheckpointError(_nothing(folder))
+    return some
+
+
+def _inside(folder: Path, name: Any) -> Path:
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"{folder / INDEX} names the file {name!r}, which is not one of its folder")
+    return folder / name
+
+
+def _nothing(folder: Path) -> str:
+    pickles = sorted(p.name for end in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(end))
+    if pickles:
+        return (
+            f"{folder} holds its weights as a pickle, {pickles[0]!r}, which may run code when it is read; where you trust it, convert it "
+            "once: Model.from_pretrained(folder).save_pretrained(other_folder)"
+        )
+    return f"{folder} holds no checkpoint: no colofunc.json, no .metadata of torch.distributed.checkpoint, no *.safetensors"
+
+
+def header(path: Path) -> dict[str, Entry]:
+    """Name -> tensor of one safetensors file."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            data = json.loads(file.read(length))
+            size = file.seek(0, 2)
+        data.pop("__metadata__", None)
+        return {name: _entry(path, name, said, 8 + length, size) for name, said in data.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
+
+
+def _entry(path: Path, name: str, said: dict[str, Any], base: int, size: int) -> Entry:
+    shape = tuple(int(n) for n in said["shape"])
+    if said["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has dtype {said['dtype']!r}, which torch cannot hold")
+    dtype, (begin, end) = _DTYPES[said["dtype"]], said["data_offsets"]
+    region = Region.whole(shape)
+    if region.numel * dtype.itemsize != end - begin:
+        raise CheckpointError(f"{path}: {name!r} {shape} {said['dtype']} does not have {end - begin} bytes")
+    if base + end > size:
+        raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {base + end}, the file has {size}")
+    piece = Piece(path.name, base + begin, end - begin, region, b"")
+    return Entry(name, shape, dtype, ((region, piece),), partial(_read, path.parent, name, dtype))
+
+
+def _read(folder: Path, name: str, dtype: torch.dtype, piece: Piece, picks: Any) -> torch.Tensor:
+    return read_piece(folder, name, dtype, piece, picks, verify=False)

@@ -1,0 +1,243 @@
+"""Loading: `cf.load(path)` gives a saved state back, bit for bit, on whatever mesh it is wanted now.
+
+    state = cf.load("run/step-200")                                    # plain tensors
+    state = cf.load("run/step-*", mesh=mesh)                           # the last one; as it was split, as far as it goes
+    state = cf.load(path, mesh=mesh, specs={"*.weight": "(dp o) ..."}) # one spec, a prefix of the tree, or globs
+    state = cf.load(path, like=step.init(state, batch))                # where and as the example is
+    model = cf.load("meta-llama/", model=cf.functional(cf.lazy(build)))  # a folder of transformers
+
+Each process reads the bytes that its ranks hold and no others, and checks them. Nothing in the folder is run: record
+types are rebuilt from `like` or come back as dicts. Folders of `torch.distributed.checkpoint` and plain safetensors
+folders are read as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import CheckpointError, InputError
+from colofunc.executors.backend import backend_for
+from colofunc.executors.watch import Watch
+from colofunc.functional import pretrained
+from colofunc.functional.checkpoint import dcp, plainfile
+from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
+from colofunc.functional.checkpoint.folder import INDEX, read_index, resolve
+from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
+from colofunc.functional.checkpoint.regions import Region
+from colofunc.functional.checkpoint.tree import Matched, names, unpack
+from colofunc.functional.save import Resumable
+from colofunc.mesh import Mesh
+from colofunc.ops.seeds import set_random_state
+
+READERS = min(4, os.cpu_count() or 1)
+DEADLINE_S = 300.0
+
+
+@attrs.frozen
+class _Found:
+    """What a folder holds: the tree of the state, tensors by name, objects by name, random state and position."""
+
+    tree: Any
+    entries: dict[str, Entry]
+    content: dict[str, Any]
+    token: str = ""
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    like: Any = None,
+    model: Any = None,
+    strict: bool = True,
+    verify: bool = True,
+    random: bool = True,
+    batches: Resumable | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """The state that was saved at `path`. Collective on real ranks, where a mesh says so.
+
+    mesh: place every tensor on it; without a mesh tensors are plain. specs: one spec, a prefix of the tree, or globs
+    over names; what they do not name keeps the spec it was saved in as far as the mesh has its axes. like: an example
+    with the same tree, whose types, shapes and dtypes must agree and whose layouts are used; strict=False keeps its
+    values for what the folder lacks. model: fill a model from a folder of transformers. random: go on with the random
+    numbers where the save left them. batches: a loader to be set to its saved position. verify: compare checksums.
+    Raises CheckpointError that names the file and tensor of what is missing, changed or does not fit.
+    """
+    folder = resolve(path)
+    if model is not None:
+        if like is not None or batches is not None:
+            raise InputError("load: model= fills a model from a folder of transformers; like= and batches= belong to saved states")
+        return pretrained.load_model(folder, model, mesh, specs, strict, device)
+    watch = backend_for(mesh).watch if mesh is not None else None
+    return together(watch, f"load of {str(path)!r}", lambda: _load(folder, mesh, specs, like, strict, verify, random, batches, device))
+
+
+def together(watch: Watch | None, what: str, work: Callable[[], tuple[Any, str]]) -> Any:
+    """Run the work on all ranks; where one fails or reads another version, all raise."""
+    try:
+        result, token = work()
+    except Exception as error:
+        if watch is not None:
+            watch.give_up(what, error, DEADLINE_S)
+        raise
+    if watch is not None:
+        watch.agree(what, token, DEADLINE_S)
+    return result
+
+
+def _load(
+    folder: Path, mesh: Mesh | None, specs: Any, like: Any, strict: bool, verify: bool, random: bool,
+    batches: Resumable | None, device: torch.device | str | None,
+) -> tuple[Any, str]:  # fmt: skip
+    found = _open(folder, verify)
+    build, examples = _matched(found, like, str(folder), strict)
+    if mesh is None:
+        mesh = next((x.mesh for x in examples.values() if isinstance(x, DTensor)), None)
+    if mesh is None and specs is not None:
+        raise InputError("load: specs= say how tensors lie on a mesh; give mesh= too")
+    chosen = specs_by_name(specs, found.tree, found.entries)
+
+    def one(name: str) -> Any:
+        entry, example = found.entries[name], examples.get(name)
+        at = device
+        if isinstance(example, torch.Tensor) and not isinstance(example, DTensor) and not example.is_meta and at is None:
+            at = example.device
+        if mesh is None:
+            return plain(entry, at)
+        spec = chosen.get(name)
+        if spec is None and isinstance(example, DTensor) and example.mesh == mesh:
+            spec = example.sharding.with_pending(())
+        return placed(entry, layout_for(entry, mesh, spec), mesh, device)
+
+    wanted = list(names(found.tree)) if like is None else list(examples)
+    state = build(_read_all(wanted, one))
+    # Only now, when everything could be read.
+    if batches is not None:
+        batches.load_state_dict(_aside(found, "batches", folder))
+    if random and "random" in found.content:
+        set_random_state(_aside(found, "random", folder))
+    return state, found.token
+
+
+def _read_all(wanted: list[str], one: Callable[[str], Any]) -> dict[str, Any]:
+    """Reading and summing release the interpreter lock."""
+    if len(wanted) < 2 or READERS < 2:
+        return {name: one(name) for name in wanted}
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(wanted, pool.map(one, wanted), strict=True))
+
+
+def _matched(found: _Found, like: Any, where: str, strict: bool) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """(values -> state, name -> example)."""
+    if like is None:
+        return partial(unpack, found.tree), {}
+
+    def accept(name: str, example: torch.Tensor, path: str) -> str | None:
+        entry = found.entries[name]
+        if tuple(example.shape) == entry.shape and example.dtype == entry.dtype:
+            return None
+        return (
+            f"{path} is {tuple(entry.shape)} {dtype_name(entry.dtype)} in the folder and {tuple(example.shape)} "
+            f"{dtype_name(example.dtype)} in the example"
+        )
+
+    matched = Matched(accept)
+    build = matched.walk(found.tree, like)
+    matched.check(where, strict)
+    return build, matched.examples
+
+
+def _aside(found: _Found, what: str, folder: Path) -> Any:
+    """What was saved beside the state."""
+    if what not in found.content:
+        raise CheckpointError(f"{folder} was saved without {what}; give {what}= when saving")
+    tree = found.content[what]
+    return unpack(tree, {name: plain(found.entries[name]) for name in names(tree)})
+
+
+# ---- opening a folder ----
+
+
+def _open(folder: Path, verify: bool) -> _Found:
+    if (folder / INDEX).exists():
+        content = read_index(folder)
+        entries = _dcp_entries(folder)[0] if content.get("format") == "dcp" else _own_entries(folder, content, verify)
+        return _Found(content["state"], entries, content, content["token"])
+    if (folder / dcp.METADATA).exists():
+        return _torch_folder(folder)
+    entries = plainfile.entries(folder)
+    return _Found({"dict": {name: {"tensor": name} for name in entries}}, entries, {})
+
+
+def _own_entries(folder: Path, content: Mapping[str, Any], verify: bool) -> dict[str, Entry]:
+    found = {}
+    for name, data in content["tensors"].items():
+        dtype = dtype_of(data["dtype"])
+        pieces = [Piece.from_json(piece) for piece in data["pieces"]]
+        dims = None
+        if "dims" in data:
+            dims = tuple(tuple((size, axis) for size, axis in dim) for dim in data["dims"])
+        read = partial(_read_own, folder, name, dtype, verify)
+        regions = tuple((piece.region, piece) for piece in pieces)
+        found[name] = Entry(name, tuple(data["shape"]), dtype, regions, read, dims, data.get("tier", "device"))
+    return found
+
+
+def _read_own(folder: Path, name: str, dtype: torch.dtype, verify: bool, piece: Piece, picks: Any) -> torch.Tensor:
+    return read_piece(folder, name, dtype, piece, picks, verify)
+
+
+def _dcp_entries(folder: Path) -> tuple[dict[str, Entry], dict[str, dcp.Chunk], dict[str, tuple[Any, ...]]]:
+    """(tensors, objects, keys)."""
+    stored, paths = dcp.read_metadata(folder)
+    entries, objects = {}, {}
+    for name, entry in stored.items():
+        if entry.dtype is None:
+            objects[name] = entry.chunks[0]
+            continue
+        read = partial(dcp.read_chunk, folder, name)
+        chunks: tuple[tuple[Region, Any], ...] = tuple((chunk.region, chunk) for chunk in entry.chunks)
+        entries[name] = Entry(name, entry.shape, entry.dtype, chunks, read)
+    return entries, objects, paths
+
+
+def _torch_folder(folder: Path) -> _Found:
+    """A DCP folder that torch wrote: nested as its metadata says, else by its flat names."""
+    entries, objects, paths = _dcp_entries(folder)
+    root: dict[str, Any] = {}
+    for name in [*entries, *objects]:
+        leaf: Any = {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name])}
+        at, *rest = paths.get(name, (name,))
+        here = root
+        for key in rest:
+            here = here.setdefault(at, {})
+            at = key
+        here[at] = _Leaf(leaf)
+    return _Found(_nested(root), entries, {})
+
+
+@attrs.frozen
+class _Leaf:
+    tree: Any
+
+
+def _nested(node: Any) -> Any:
+    if isinstance(node, _Leaf):
+        return node.tree
+    if node and all(isinstance(key, int) for key in node):
+        return {"list": [_nested(node[key]) for key in sorted(node)]}
+    return {"dict": {str(key): _nested(child) for key, child in node.items()}}
+
+
+__all__ = ["load"]

@@ -1,0 +1,348 @@
+"""Saving: `cf.save(path, state)` writes the state once, whole or not at all.
+
+Problem: a training state is spread over ranks, is too large for one of them, changes in place at the next step, and the
+job may die at any moment. Idea: each rank writes the parts that it holds into one folder (safetensors and a JSON index,
+no pickle), replicas are written by one rank, and the folder gets its name at the end, when everything is on disk.
+
+    cf.save("run/step-100", state)                                  # returns when it is done
+    saving = cf.save("run/step-200", state, wait=False, keep=3)     # returns when the state has been copied
+    saving.wait()                                                   # raises what went wrong
+
+The position of random numbers is saved too, and with `batches=` that of the loader. Where the ranks are processes,
+saving is collective: all call it, and the folder is on a file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import CheckpointError, InputError, near
+from colofunc.functional.checkpoint import dcp
+from colofunc.functional.checkpoint.files import Item, Piece, write_file
+from colofunc.functional.checkpoint.folder import INDEX, Writing, keep_newest, read_index, write_durably, write_index
+from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
+from colofunc.functional.checkpoint.tree import pack
+from colofunc.ops.seeds import random_state
+
+FORMATS = ("safetensors", "dcp")
+FILE_BYTES = 4 << 30  # a file is closed when it holds this much
+DEADLINE_S = 1800.0
+POLL_S = 0.02
+
+
+class Resumable(Protocol):
+    """What has a position that can be saved: the result of `cf.batches`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Saving:
+    """A save that is done or on its way."""
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        self._future = future
+        self._reported = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it has ended. Raises the error of the save; TimeoutError where it has not ended by then."""
+        try:
+            self._future.result(timeout_s)
+        finally:
+            self._reported = self._reported or self._future.done()
+
+    @property
+    def unreported(self) -> BaseException | None:
+        """Its error, if nobody has seen it."""
+        return self._future.exception() if self._future.done() and not self._reported else None
+
+    def __repr__(self) -> str:
+        error = self._future.exception() if self._future.done() else None
+        return f"Saving({str(self.path)!r}, {'failed' if error else 'done' if self.done else 'running'})"
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    format: str = "safetensors",
+    wait: bool = True,
+    batches: Resumable | None = None,
+    random: bool = True,
+    keep: int | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Saving:
+    """Write `state`, any tree that a step takes, to folder `path`. Collective on real ranks.
+
+    format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been
+    copied; the rest happens in a thread, which ends before the interpreter does, and what goes wrong is raised by
+    `wait()` or the next save. keep: of the folders beside `path` whose names differ in numbers only, this many newest
+    stay. deadline_s: how long ranks wait for each other. Raises CheckpointError where another process saves to the
+    same folder or the disk is full; the folder is then as it was before.
+    """
+    if format not in FORMATS:
+        raise InputError(f"save: no format {format!r}{near(format, FORMATS)}")
+    if keep is not None and keep < 1:
+        raise InputError(f"save: keep={keep}; keep at least 1, the one that is saved")
+    saver = _saver()
+    failed = saver.settle()
+    job = _Job.make(path, state, batches, random, keep, deadline_s)
+    if format == "dcp" and not wait and job.ranks.size > 1:
+        raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
+    writing = _begin(job, failed)
+    run: Callable[[], None] = job.run_dcp if format == "dcp" else job.run
+    if wait:
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        run_now(future, lambda: _attempt(job, writing, run))
+        saving = Saving(job.path, future)
+        saving.wait()
+        return saving
+    job.copy(format)
+    return saver.start(job.path, lambda: _attempt(job, writing, job.run_dcp if format == "dcp" else job.run))
+
+
+def run_now(future: Future[None], work: Callable[[], None]) -> None:
+    """Run the work here; the future has its outcome."""
+    try:
+        work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+@attrs.define
+class _Job:
+    """What one save has to do on this rank."""
+
+    path: Path
+    content: dict[str, Any]
+    leaves: list[Leaf]
+    ranks: Ranks
+    items: list[Item]
+    keep: int | None
+    deadline_s: float
+    writing: Writing | None = None
+
+    @staticmethod
+    def make(path: Any, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
+        tree, tensors = pack(state)
+        content: dict[str, Any] = {"state": tree}
+        extra = {"random": random_state() if random else None, "batches": None if batches is None else batches.state_dict()}
+        for key, value in extra.items():
+            if value is not None:
+                content[key], more = pack(value, f"~{key}")
+                tensors |= more
+        meshes = {x.mesh for x in tensors.values() if isinstance(x, DTensor)}
+        ranks = Ranks.of(meshes)
+        leaves = assign(tensors, ranks)
+        content["mesh"] = [list(axis) for axis in next(iter(meshes)).axes] if meshes else None
+        content["torch"] = str(torch.__version__)
+        items = [item for leaf in leaves for item in leaf.items(ranks.rank)]
+        return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
+
+    def copy(self, format: str) -> None:
+        """Copies of everything, so that the next step may write in place."""
+        if format == "dcp":
+            plain = {leaf.name: leaf.tensor.full() if isinstance(leaf.tensor, DTensor) else leaf.tensor.clone() for leaf in self.leaves}
+            self.leaves = assign(plain, self.ranks)
+        self.items = snapshot(self.items)
+
+    # ---- safetensors ----
+
+    def run(self) -> None:
+        """Write this rank's files; rank 0 writes the index when all have done so."""
+        assert self.writing is not None
+        folder = self.writing.folder
+        mine = [[item.name, piece.to_json()] for item, piece in self._write(folder)]
+        if self.ranks.rank != 0:
+            _drop(folder / f"rank-{self.ranks.rank:05d}.json", json.dumps(mine).encode())
+            self._outcome()
+            return
+        pieces = {name: piece for part in [mine, *self._others(folder)] for name, piece in part}
+        tensors = {}
+        for leaf in self.leaves:
+            names = [item.name for rank in range(self.ranks.size) for item in leaf.items(rank)]
+            tensors[leaf.name] = {**leaf.to_json(), "pieces": [pieces[name] for name in names]}
+        write_index(folder, {**self.content, "token": self.writing.token, "tensors": tensors})
+        self.writing.commit()
+        if self.keep is not None:
+            keep_newest(self.path, self.keep)
+
+    def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
+        files: list[list[Item]] = []
+        held = FILE_BYTES
+        for item in self.items:
+            if held >= FILE_BYTES:
+                files.append([])
+                held = 0
+            files[-1].append(item)
+            held += item.nbytes
+        written: list[tuple[Item, Piece]] = []
+        for k, items in enumerate(files):
+            pieces = write_file(folder / f"rank-{self.ranks.rank:05d}-{k:05d}.safetensors", items)
+            written += zip(items, pieces, strict=True)
+        return written
+
+    def _others(self, folder: Path) -> list[Sequence[Any]]:
+        """What the other ranks have written, in rank order."""
+        until = time.monotonic() + self.deadline_s
+        found = []
+        for rank in range(1, self.ranks.size):
+            path = folder / f"rank-{rank:05d}.json"
+            while not path.exists():
+                failed = next(iter(sorted(folder.glob("*.failed"))), None)
+                if failed is not None:
+                    raise CheckpointError(f"save to {str(self.path)!r}: {failed.read_text() or failed.name}")
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"save to {str(self.path)!r}: rank {rank} had not written its part after {self.deadline_s:g} s; is the "
+                        "folder on a file system that all ranks see?"
+                    )
+                time.sleep(POLL_S)
+            found.append(json.loads(path.read_bytes()))
+            path.unlink()
+        return found
+
+    def _outcome(self) -> None:
+        """Wait until rank 0 has given the folder its name, or has given up."""
+        assert self.writing is not None
+        until = time.monotonic() + self.deadline_s
+        while self.writing.folder.exists() and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if self.writing.folder.exists():
+            raise CheckpointError(f"save to {str(self.path)!r}: rank 0 had not finished it after {self.deadline_s:g} s")
+        if read_index(self.path).get("token") != self.writing.token:
+            raise CheckpointError(f"save to {str(self.path)!r} was given up on another rank, whose error says why")
+
+    # ---- torch.distributed.checkpoint ----
+
+    def run_dcp(self) -> None:
+        assert self.writing is not None
+        dcp.write(self.writing.folder, self.leaves, self.content, self.ranks)
+        if self.ranks.rank == 0:
+            write_index(self.writing.folder, {**self.content, "token": self.writing.token, "format": "dcp"})
+            self.writing.commit()
+        else:
+            self._outcome()
+
+
+def _drop(path: Path, data: bytes) -> None:
+    """A file that appears with all its bytes."""
+    temporary = path.with_suffix(".part")
+    write_durably(temporary, data)
+    os.rename(temporary, path)
+
+
+def _begin(job: _Job, failed: BaseException | None) -> Writing:
+    """Rank 0 takes the lock and makes the folder; all learn its name, or why there is none."""
+    job.writing = writing = Writing(job.path)
+    problem = failed
+    if job.ranks.rank == 0 and problem is None:
+        try:
+            writing.begin()
+        except (OSError, CheckpointError) as error:
+            problem = error
+    watch = job.ranks.watch
+    if watch is not None:
+        said = [json.loads(text) for text in watch.exchange(
+            f"save to {str(job.path)!r}", json.dumps([writing.token, None if problem is None else str(problem)]), job.deadline_s
+        )]  # fmt: skip
+        bad = [text for _, text in said if text is not None]
+        if bad and problem is None:
+            problem = CheckpointError(bad[0])
+            if job.ranks.rank == 0:
+                writing.abandon()
+        if job.ranks.rank != 0:
+            writing.rename(said[0][0])
+    if problem is not None:
+        if isinstance(problem, CheckpointError):
+            raise problem
+        raise CheckpointError(f"save to {str(job.path)!r}: {problem}") from problem
+    return writing
+
+
+def _attempt(job: _Job, writing: Writing, run: Callable[[], None]) -> None:
+    """Run a save; where it fails, remove what it wrote."""
+    try:
+        run()
+    except BaseException as error:
+        if job.ranks.rank == 0:
+            writing.abandon()
+        else:
+            _give_up(job, writing, error)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"save to {str(job.path)!r} failed: {error}; what was written is removed and "
+                f"{'the last checkpoint there is intact' if job.path.exists() else 'nothing is there'}"
+            ) from error
+        raise
+
+
+def _give_up(job: _Job, writing: Writing, error: BaseException) -> None:
+    """Make room first: the disk may be full."""
+    for mine in writing.folder.glob(f"rank-{job.ranks.rank:05d}*"):
+        mine.unlink(missing_ok=True)
+    if writing.folder.exists():
+        (writing.folder / f"{job.ranks.rank}.failed").write_text(f"rank {job.ranks.rank} failed: {error}")
+
+
+# ---- in the background ----
+
+
+class _Saver:
+    """This process's background thread, and the save that it works on."""
+
+    def __init__(self) -> None:
+        # One thread: saves end in the order in which they began. The interpreter waits for it before it ends.
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colofunc-save")
+        self._last: Saving | None = None
+        atexit.register(self._report)
+
+    def start(self, path: Path, work: Callable[[], None]) -> Saving:
+        self._last = Saving(path, self._pool.submit(work))
+        return self._last
+
+    def settle(self) -> BaseException | None:
+        """Wait for the last save; its error, if nobody has seen it."""
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        failed = last.unreported if last.done else last._future.exception()
+        if failed is not None:
+            last._reported = True
+            failed.add_note(f"this was an earlier save, to {str(last.path)!r}, in the background; the new one has not begun")
+        return failed
+
+    def _report(self) -> None:
+        if self._last is not None and self._last.unreported is not None:
+            print(f"cf.save to {str(self._last.path)!r} failed: {self._last.unreported}", file=sys.stderr)
+
+
+@lru_cache(maxsize=1)
+def _saver() -> _Saver:
+    return _Saver()
+
+
+__all__ = ["INDEX", "Saving", "save"]
