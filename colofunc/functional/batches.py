@@ -1,0 +1,264 @@
+"""Batches: a loader of one device feeds a step on a mesh.
+
+Problem: on a mesh each data-parallel coordinate wants rows of its own, tensor-parallel peers want the same ones, the last
+batch does not divide, and a run that was interrupted wants to go on where it stood. Idea: the loader stays the one of a
+single device and says what the global batches are; `batches` reads this process's rows of each and yields trees of
+DTensors, so that the numbers are those of one device over the same loader.
+
+    data = cf.batches(DataLoader(dataset, 32, shuffle=True, collate_fn=collate), mesh, "(dp b) ...")
+    for batch in data:                        # one epoch
+        state, metrics = step(state, batch)
+    data.state_dict()                         # saved with the state: epoch, batch, generators
+
+A short last batch is filled up with rows that count for nothing; see `colofunc.functional.padding` and docs/data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colofunc.dtensor.spec import Spec
+from colofunc.errors import InputError, near
+from colofunc.executors.backend import backend_for
+from colofunc.functional import reading
+from colofunc.functional.ahead import Ahead
+from colofunc.functional.padding import Fill
+from colofunc.functional.placing import Placer, RowSpec, row_spec
+from colofunc.functional.reading import Item
+from colofunc.functional.together import Said, Together
+from colofunc.mesh import Mesh
+
+Specs = str | Spec | Mapping[str, Any] | tuple[Any, ...] | list[Any]
+SHORT = ("pad", "keep", "drop")
+READ = ("own", "all", "local")
+
+
+def batches(
+    loader: Iterable[Any],
+    mesh: Mesh,
+    spec: Specs = "(dp b) ...",
+    *,
+    short: str = "pad",
+    weights: str | None = None,
+    multiple: int | None = None,
+    fill: Fill | None = None,
+    read: str | None = None,
+    prefetch: int | None = None,
+) -> Batches:
+    """The loader's batches as trees of DTensors on `mesh`; iterate once per epoch.
+
+    `spec`: one spec for all tensors, or a tree of them (a prefix speaks for what is below, None: whole on every rank).
+    `short`: a batch with fewer rows than the first is filled with rows without weight ("pad"), keeps its size, which is
+    another trace ("keep"), or is left out ("drop"). Rows never fail to divide: where they would, some are added.
+    `weights`: name of a leaf to add, 1 for real rows and 0 for added ones; needed where nothing named labels tells.
+    `multiple`: lengthen sequences as `cf.pad` does. `fill`: what added positions and rows hold, by name or glob.
+    `read`: "own" reads only this rank's rows (a DataLoader over a map-style data set can), "all" reads every row on every
+    rank, "local" takes what the loader yields as this rank's rows; by default "own" where it can be, else "all".
+    `prefetch`: batches read ahead by a thread; by default 2 where the loader has worker processes, else 0, because
+    reading in this process may draw from the generators that steps draw from.
+    """
+    if not isinstance(mesh, Mesh):
+        raise InputError(f"cf.batches takes a cf.Mesh as its second argument, not {mesh!r}; write cf.batches(loader, cf.Mesh(dp=2))")
+    if not isinstance(loader, Iterable):
+        raise InputError(f"cf.batches reads a DataLoader or another iterable of batches, not {type(loader).__name__}")
+    for name, value, known in (("short", short, SHORT), ("read", read or "own", READ)):
+        if value not in known:
+            raise InputError(f"cf.batches: {name}={value!r}{near(str(value), known, 'ways')}")
+    return Batches(loader, mesh, spec, short, weights, multiple, fill, read, prefetch)
+
+
+class Batches:
+    """An iterable over epochs of batches on a mesh, with a position that can be saved. Made by `batches`."""
+
+    def __init__(
+        self, loader: Any, mesh: Mesh, spec: Specs, short: str, weights: str | None, multiple: int | None, fill: Fill | None,
+        read: str | None, prefetch: int | None,
+    ) -> None:  # fmt: skip
+        backend = backend_for(mesh)
+        self.loader = loader
+        self.mesh = mesh
+        self._rows: RowSpec = row_spec(spec, mesh)
+        self._together = Together(backend.watch)
+        self._read = self._how(read)
+        self._regular = reading.regular_rows(loader)
+        self._placer = Placer(mesh, backend, spec, self._rows, self._read, short, weights, multiple, fill)
+        self._sampler: reading.RowSampler | None = None
+        self._source: Any = loader
+        if reading.can_rebuild(loader):
+            self._sampler = reading.RowSampler(loader.batch_sampler, self._cut if self._read == "own" else None)
+            self._source = reading.rebuilt(loader, self._sampler)
+        cuda = mesh.device == "cuda" or (backend.watch is not None and "nccl" in dist.get_backend())
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+        workers = int(getattr(loader, "num_workers", 0) or 0)
+        self._prefetch = prefetch if prefetch is not None else 2 if workers else 0
+        self._epoch, self._batch, self._fresh = 0, 0, True
+        self._start: dict[str, torch.Tensor] = {}  # generators at the start of the epoch
+        self._position: Any = None  # of a loader that keeps its own
+        self._pending: Mapping[str, Any] | None = None  # a loaded state whose epoch has not begun
+        self._ahead: Ahead | None = None
+        short_rows = reading.short_rows(loader)
+        self._expected = (short_rows,) if short_rows else ()
+
+    # ---- where it stands ----
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or that is read next."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """How many batches of this epoch have been yielded."""
+        return self._batch
+
+    def __len__(self) -> int:
+        """Batches of an epoch, where the loader has a length."""
+        return len(self.loader) - int(self._placer.short == "drop" and reading.short_rows(self.loader) > 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """What is iterated next is this epoch from its start (or from where it was loaded, if it is that epoch)."""
+        if epoch != self._epoch or not self._fresh:
+            self._go_to(int(epoch))
+        self._fresh = True
+        for place in (self.loader, *reading.samplers(self.loader), getattr(self.loader, "dataset", None)):
+            if callable(getattr(place, "set_epoch", None)):
+                place.set_epoch(int(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: plain numbers and tensors (and the loader's own state, if it keeps one).
+
+        The batch yielded last counts as used. What data sets draw in this process is `cf.random_state`'s.
+        """
+        states = dict(self._start) or self._states()
+        if self._pending is not None:
+            states = dict(self._pending["generators"])
+        state: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "rows": self._regular or 0, "generators": states}
+        if reading.keeps_position(self.loader):
+            state["loader"] = self._position if self._position is not None else self.loader.state_dict()
+        return state
+
+    state = state_dict
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; the next iteration continues there."""
+        for name in ("epoch", "batch", "rows", "generators"):
+            if name not in state:
+                raise InputError(f"the state of cf.batches has epoch, batch, rows and generators; {name!r} is missing")
+        self.close()
+        known = self._states()
+        for name in state["generators"]:
+            if name not in known:
+                raise InputError(
+                    f"the saved position has the state of a generator {name!r}, the loader has {sorted(known)}; build the loader "
+                    "as it was when it was saved"
+                )
+        self._go_to(int(state["epoch"]))
+        self._batch, self._fresh = int(state["batch"]), True
+        self._regular = reading.regular_rows(self.loader) or int(state["rows"]) or None
+        self._pending = dict(state)
+        for name, generator in reading.generators(self.loader).items():
+            if name in state["generators"]:
+                generator.set_state(_bytes(state["generators"][name]))
+        if reading.keeps_position(self.loader) and "loader" in state:
+            self.loader.load_state_dict(state["loader"])
+
+    # ---- reading ----
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        if not self._fresh:  # the last epoch was left in the middle
+            self._go_to(self._epoch + 1)
+        self._fresh = False
+        items: Iterator[Item] = self._begin()
+        if self._prefetch:
+            items = self._ahead = Ahead(items, self._prefetch)
+        try:
+            while (found := self._next(items)) is not None:
+                self._batch += 1
+                yield found[0]
+            self._go_to(self._epoch + 1)
+            self._fresh = True
+        finally:
+            if isinstance(items, Ahead):
+                items.close()
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one. Leaving the loop does so too."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _go_to(self, epoch: int) -> None:
+        self._epoch, self._batch, self._start, self._pending, self._position = epoch, 0, {}, None, None
+
+    def _begin(self) -> Iterator[Item]:
+        """Items of the epoch from the current batch on, shuffled as when it was first begun."""
+        pending, self._pending = self._pending, None
+        resumed = pending is not None and self._batch > 0 and not reading.keeps_position(self.loader)
+        now = torch.get_rng_state()
+        if pending is not None and resumed:
+            torch.set_rng_state(_bytes(pending["generators"]["torch"]))
+        elif self._read != "local":
+            self._together.same_generators({"torch": torch.default_generator, **reading.generators(self.loader)})
+        self._start = self._states()
+
+        def on_first() -> None:  # shuffled again: what the data set draws goes on from where it was
+            if resumed:
+                torch.set_rng_state(now)
+
+        items = reading.read(self._source, self._sampler, self._batch, on_first)
+        return items if self._device is None else reading.on_device(items, self._device)
+
+    def _next(self, items: Iterator[Item]) -> tuple[Any] | None:
+        """The next batch, or None on every rank."""
+        while True:
+            held = None
+            with self._together.guard():
+                item = next(items, None)
+                if item is not None:
+                    held = self._placer.hold(reading.arrived(item), self._regular, self._expected)
+                    self._position = item.position
+            if item is not None and held is None:
+                continue
+            mine = Said(True) if held is None else held.said(self._read == "all", self._batch == 0)
+            said = self._together.meet(mine, self._epoch, self._batch)
+            if held is None:
+                return None
+            self._regular = self._regular or held.samples
+            placed = self._placer.place(held, said, self._regular)
+            if placed is not None:
+                return (placed,)
+
+    def _states(self) -> dict[str, torch.Tensor]:
+        own = {name: g.get_state() for name, g in reading.generators(self.loader).items()}
+        return {"torch": torch.get_rng_state(), **own}
+
+    def _how(self, read: str | None) -> str:
+        """How this process reads: own rows only where it is one of several and the loader can."""
+        alone = self._together.watch is None
+        if not alone and read != "local":
+            reading.refuse_sharded(self.loader)
+        can = reading.can_rebuild(self.loader) and self._rows.one
+        if read == "own" and not can:
+            raise InputError(
+                f'cf.batches: read="own" needs a torch DataLoader over a map-style data set, and one spec of dim 0 for all tensors, '
+                f'not {type(self.loader).__name__}; leave read= out, or write read="all"'
+            )
+        if alone:
+            return "all"
+        return read or ("own" if can else "all")
+
+    def _cut(self, n: int) -> tuple[list[int], int] | None:
+        """This rank's rows of a global batch of n."""
+        self._regular = self._regular or n
+        rows = self._placer.target(n, self._regular)
+        return None if rows is None else (self._rows.of_rank(rows, self.mesh.rank), rows)
+
+
+def _bytes(x: Any) -> torch.Tensor:
+    """A generator's state as saved: a byte tensor, whatever kind of tensor it was loaded as."""
+    return torch.tensor(torch.as_tensor(x).tolist(), dtype=torch.uint8)

@@ -1,0 +1,202 @@
+"""What a process reads of a loader: whole batches, or only the rows of its own mesh coordinate.
+
+Problem: on real ranks each process should read a part of every batch, yet the batches must be those of one device: same
+order, same numbers. Idea: a DataLoader over a map-style data set is built again with a batch sampler that walks the
+same global batches and hands on this coordinate's indices; where reading goes on in the middle of an epoch, it walks
+past the first batches without reading them.
+
+    rows = RowSampler(loader.batch_sampler, Cut(rows_of_rank))
+    again = rebuilt(loader, rows)          # yields this rank's rows of each global batch
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from colofunc.errors import InputError
+from colofunc.program.trace_tree import flatten, unflatten
+
+# How a rank cuts a batch of n rows: (positions of its rows among the padded batch's, rows of that); None drops the batch.
+Cut = Callable[[int], tuple[Sequence[int], int] | None]
+
+
+@attrs.frozen
+class Item:
+    """What was read for one global batch."""
+
+    data: Any
+    rows: int | None = None  # of the global batch before padding; None: to be seen from its tensors
+    padded: int | None = None  # rows of the padded global batch, where only own rows were read
+    dead: tuple[bool, ...] = ()  # own rows that are padding
+    ids: int = 0  # a checksum of the global batch's indices
+    position: Any = None  # the loader's own state after this batch
+    ready: torch.cuda.Event | None = None  # after which its tensors are on their device
+
+
+class RowSampler:
+    """A batch sampler: for each global batch of `inner` the indices that this rank reads."""
+
+    def __init__(self, inner: Any, cut: Cut | None) -> None:
+        self.inner = inner
+        self.cut = cut
+        self.skip = 0
+        self.on_first: Callable[[], None] = lambda: None  # called once `skip` batches have been walked past
+        self.told: deque[Item] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = iter(self.inner)
+        deque(islice(batches, self.skip), maxlen=0)
+        for k, batch in enumerate(batches):
+            if k == 0:
+                self.on_first()
+            indices = list(batch)
+            n = len(indices)
+            cut = (range(n), n) if self.cut is None else self.cut(n)
+            if cut is None:
+                continue
+            rows, padded = cut
+            ids = zlib.crc32(repr(indices).encode())
+            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(r >= n for r in rows), ids))
+            yield [indices[r % n] for r in rows]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def can_rebuild(loader: Any) -> bool:
+    """Whether `loader` is torch's own DataLoader over a map-style data set, with batches made by a batch sampler."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and not keeps_position(loader)
+    )
+
+
+def keeps_position(loader: Any) -> bool:
+    """Whether the loader saves its own position (the protocol of torchdata's StatefulDataLoader)."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def rebuilt(loader: DataLoader[Any], sampler: RowSampler) -> DataLoader[Any]:
+    """The same loader over other batches of indices."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def refuse_sharded(loader: Any) -> None:
+    """A sampler that cuts by rank itself would cut twice."""
+    for sampler in samplers(loader):
+        for rank, size in (("rank", "num_replicas"), ("process_index", "num_processes")):
+            if getattr(sampler, size, 1) > 1 and hasattr(sampler, rank):
+                raise InputError(
+                    f"the loader's {type(sampler).__name__} gives each rank rows of its own already; give cf.batches the loader "
+                    'without it (cf.batches reads rank-disjoint rows itself), or write read="local"'
+                )
+
+
+def samplers(loader: Any) -> list[Any]:
+    """The batch sampler and the sampler of a loader, as far as it has them."""
+    batch = getattr(loader, "batch_sampler", None)
+    found = [batch, getattr(batch, "sampler", None), getattr(loader, "sampler", None)]
+    return [s for k, s in enumerate(found) if s is not None and all(s is not other for other in found[:k])]
+
+
+def generators(loader: Any) -> dict[str, torch.Generator]:
+    """Generators of the loader's own, by where they are."""
+    places = {"loader": loader, **{f"sampler{k}": s for k, s in enumerate(samplers(loader))}}
+    found: dict[str, torch.Generator] = {}
+    for name, place in places.items():
+        generator = getattr(place, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found.values()):
+            found[name] = generator
+    return found
+
+
+def regular_rows(loader: Any) -> int | None:
+    """How many rows a whole batch has, where the loader says so."""
+    for place in (getattr(loader, "batch_sampler", None), loader):
+        size = getattr(place, "batch_size", None)
+        if isinstance(size, int) and not isinstance(size, bool):
+            return size
+    return None
+
+
+def short_rows(loader: Any) -> int:
+    """Rows of the last batch where it is known to be short; 0 where it is whole or unknown."""
+    batch = getattr(loader, "batch_sampler", None)
+    size, sampler = getattr(batch, "batch_size", None), getattr(batch, "sampler", None)
+    if not isinstance(size, int) or sampler is None or getattr(batch, "drop_last", True):
+        return 0
+    try:
+        return len(sampler) % size
+    except TypeError:
+        return 0
+
+
+def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[Item]:
+    """Items of one epoch from batch `skip` on; `on_first` is called when those before it have been passed.
+
+    Making the iterator shuffles, or the first item does; nothing is drawn before.
+    """
+    if sampler is None:
+        keeps = loader if keeps_position(loader) else None
+        return _read_all(iter(loader), 0 if keeps is not None else skip, keeps, on_first)
+    sampler.skip, sampler.on_first = skip, on_first
+    sampler.told.clear()
+    return _read_rows(iter(loader), sampler)
+
+
+def _read_rows(batches: Iterator[Any], sampler: RowSampler) -> Iterator[Item]:
+    for data in batches:
+        yield attrs.evolve(sampler.told.popleft(), data=data)
+
+
+def _read_all(batches: Iterator[Any], skip: int, loader: Any, on_first: Callable[[], None]) -> Iterator[Item]:
+    deque(islice(batches, skip), maxlen=0)
+    on_first()
+    for data in batches:
+        yield Item(data, position=None if loader is None else loader.state_dict())
+
+
+# ---- to a CUDA device ----
+
+
+def on_device(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+    """The items with their tensors pinned and on their way to the device, on a stream of their own."""
+    stream = torch.cuda.Stream(device)
+    for item in items:
+        leaves, tree = flatten(item.data)
+        with torch.cuda.stream(stream):
+            moved = [x.pin_memory().to(device, non_blocking=True) for x in leaves]
+        yield attrs.evolve(item, data=unflatten(tree, moved), ready=stream.record_event())
+
+
+def arrived(item: Item) -> Item:
+    """The item, to be used on the current stream."""
+    if item.ready is not None:
+        current = torch.cuda.current_stream()
+        current.wait_event(item.ready)
+        for x in flatten(item.data)[0]:
+            x.record_stream(current)
+    return item
