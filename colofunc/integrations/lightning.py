@@ -1,0 +1,295 @@
+"""Lightning: `Trainer(strategy=ColofuncStrategy(mesh=cf.Mesh(dp=2, tp=2)))` trains an unmodified LightningModule.
+
+Problem: Lightning calls forward, backward and the optimizer one by one. Idea: `training_step` is traced as a function of
+parameters and batch, and the whole update happens where Lightning asks for the loss; the calls after it find nothing to
+do. Values go back to the module when Lightning reads it (validation, checkpoints, the end). What `self.log` is given
+inside `training_step` comes out of the step as values and is logged then. `self.current_epoch`, `self.global_step` and
+`batch_idx` are tensors there, for Python runs only once.
+
+Every process reads the same batches: a batch is the global one, and the plan splits it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colofunc.errors import InputError
+from colofunc.integrations.loop import Clip, Loop, staging
+from colofunc.mesh import Mesh
+
+
+def _import_lightning() -> Any:
+    """`lightning.pytorch`, or `pytorch_lightning` where that is what the program uses (they are different classes)."""
+    both = ["lightning.pytorch", "pytorch_lightning"]
+    names = both[::-1] if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules else both
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError('colofunc.integrations.lightning needs Lightning, which is not installed. Try: pip install "colofunc[lightning]"')
+
+
+pl = _import_lightning()
+
+# Hooks between the gradients and the update, which are one program here.
+HOOKS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "on_before_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+)  # fmt: skip
+# Callbacks that read or write weights between steps.
+CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning", "BaseFinetuning")
+PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+# What of a trainer differs from call to call, and what it gives instead while a step is traced.
+COUNTERS = ("current_epoch", "global_step")
+VARIES = (
+    "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch", "fit_loop", "optimizers", "strategy",
+    "lr_scheduler_configs", "should_stop", "model", "loggers", "logger",
+)  # fmt: skip
+
+
+class TracedTrainer:
+    """What `self.trainer` is while `training_step` is traced: the counters are tensors, what varies is refused."""
+
+    def __init__(self, trainer: Any, numbers: Mapping[str, Any]) -> None:
+        self._trainer, self._numbers = trainer, numbers
+
+    def __getattr__(self, name: str) -> Any:
+        if name in COUNTERS:
+            return self._numbers[name]
+        if name in VARIES:
+            raise InputError(
+                f"training_step reads trainer.{name}, which changes from call to call, but Python runs only once. Try: do that "
+                "in on_train_batch_end"
+            )
+        return getattr(self._trainer, name)
+
+
+class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
+    """Lightning's loop on a staged step.
+
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. Refused with a reason:
+    manual optimization, hooks and callbacks that want gradients or change weights, fp16, several optimizers.
+    """
+
+    strategy_name = "colofunc"
+
+    def __init__(self, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, **kwargs: Any) -> None:
+        staging(mesh, plans, chain, Clip(), "ColofuncStrategy")  # wrong arguments are told here
+        super().__init__(**kwargs)
+        self._given = (mesh, plans, chain)
+        self._loop: Loop | None = None
+        self.local_rank = 0
+        self.world_size = 1  # to Lightning this is one process: nothing is to be split or averaged
+
+    # ---- what Lightning asks every strategy ----
+
+    @property
+    def mesh(self) -> Mesh:
+        return staging(*self._given, Clip(), "ColofuncStrategy")[0]
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.mesh.is_main
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module and the batches are; the state is where the mesh is."""
+        return torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        """Nothing: whatever the accelerator, its device is not where the module is."""
+
+    def model_to_device(self) -> None:
+        assert self.model is not None, "Lightning connects the module before it sets up"
+        self.model.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        carried = [obj]
+        dist.broadcast_object_list(carried, src=src)
+        return carried[0]
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Values are global already."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    # ---- training ----
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self._loop = None
+        if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
+            return
+        module = self.lightning_module
+        _refuse(module, trainer)
+        if len(self.optimizers) != 1:
+            raise InputError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a step has one. Try: parameter groups")
+        clip = _clip(trainer)
+        _, stage, clip = staging(*self._given, clip, "ColofuncStrategy")
+        self._loop = Loop(module, self.optimizers[0], self._run, stage, clip)
+
+    @property
+    def loop(self) -> Loop:
+        if self._loop is None:
+            raise InputError("there is nothing that trains. Try: trainer.fit(module)")
+        return self._loop
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch: the loss, and with it (unless Lightning accumulates) the update."""
+        module = self.lightning_module
+        batch = args[0]
+        # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace each.
+        rest = [float(a) if isinstance(a, int) else a for a in args[1:]]
+        trainer = module.trainer
+        numbers = {"args": rest, **{name: float(getattr(trainer, name)) for name in COUNTERS}}
+        update = not trainer.fit_loop._should_accumulate()
+        found = self.loop.step(batch, numbers, divisor=trainer.accumulate_grad_batches, update=update)
+        for name, value, options in found["seen"]["logs"]:
+            module.log(name, value, **options)
+        out = found["seen"]["out"]
+        return {**out, "loss": found["loss"]} if isinstance(out, Mapping) else found["loss"]
+
+    def _run(self, module: nn.Module, batch: Any, numbers: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """`training_step` as it is traced: (loss, {"out": the rest of what it returns, "logs": what it logs})."""
+        with _traced(module, numbers) as logs, self.precision_plugin.train_step_context():
+            out = module.training_step(batch, *numbers["args"])  # type: ignore[operator]
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if not isinstance(loss, Tensor):
+            raise InputError(f"training_step returns {type(out).__name__} without a loss. Try: a 0-dim tensor, or a dict with 'loss'")
+        rest = {name: value for name, value in out.items() if name != "loss"} if isinstance(out, Mapping) else None
+        return loss, {"out": rest, "logs": logs}
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing: the step has done it."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """The closure runs the step; the optimizer finds no gradients, and its schedulers see that it was called."""
+        result = closure()
+        optimizer.step()
+        return result
+
+    # ---- where Lightning reads the module ----
+
+    def sync(self) -> None:
+        """The module holds the current values. Collective."""
+        if self._loop is not None:
+            self._loop.write()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.sync()
+        return super().validation_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self.sync()
+
+    def on_train_end(self) -> None:
+        self.sync()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.sync()
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        return found
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._loop is not None:
+            self._loop.write_optimizer()
+        found: dict[str, Any] = super().optimizer_state(optimizer)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        self._forget()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._loop is not None:
+            self._loop.forget()
+
+
+def _clip(trainer: Any) -> Clip:
+    if not trainer.gradient_clip_val:
+        return Clip()
+    return Clip(str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"), float(trainer.gradient_clip_val))
+
+
+def _refuse(module: Any, trainer: Any) -> None:
+    """Raise InputError for what one program per step cannot do, naming it."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise InputError(f"{name} sets automatic_optimization=False; its step cannot be traced as a whole. Try: automatic optimization")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise InputError(f"{name}.training_step takes dataloader_iter; a traced step takes its batch. Try: training_step(self, batch)")
+    owners = [(name, module, pl.LightningModule)]
+    owners += [(type(c).__name__, c, pl.Callback) for c in trainer.callbacks if not isinstance(c, pl.callbacks.LambdaCallback)]
+    for who, owner, base in owners:
+        for hook in HOOKS:
+            default = getattr(base, hook, None)
+            if default is not None and getattr(type(owner), hook) is not default:
+                raise InputError(
+                    f"{who} overrides {hook}, which runs between the gradients and the update; here both are one program. "
+                    "Try: on_train_batch_end, or a step function of your own with cf.shard"
+                )
+        if {cls.__name__ for cls in type(owner).__mro__} & set(CALLBACKS):
+            raise InputError(
+                f"callback {who} reads or writes weights between steps, where a sharded state is not in the module. Try: drop it, "
+                "or a step function of your own with cf.shard"
+            )
+    if trainer.precision_plugin.precision not in PRECISIONS:
+        raise InputError(
+            f"precision={trainer.precision_plugin.precision!r} scales gradients outside of the step; allowed: "
+            f"{', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy"
+        )
+
+
+@contextmanager
+def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """While the block runs, `log` of the module and of modules inside it writes to the list, and `trainer` is guarded."""
+    logs: list[Any] = []
+    parameters = inspect.signature(pl.LightningModule.log)
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(value, Tensor | float | int):
+            raise InputError(
+                f"training_step logs {name!r} as {type(value).__name__}, which keeps state of its own. Try: log a tensor, or update the "
+                "metric in on_train_batch_end from what training_step returns"
+            )
+        options = dict(parameters.bind(module, name, value, *args, **kwargs).arguments)
+        logs.append((name, value, {k: v for k, v in options.items() if k not in ("self", "name", "value")}))
+
+    inner = [m for m in module.modules() if isinstance(m, pl.LightningModule)]
+    trainer = module.trainer
+    try:
+        module.trainer = TracedTrainer(trainer, numbers)
+        for m in inner:
+            m.log = log
+        yield logs
+    finally:
+        module.trainer = trainer
+        for m in inner:
+            m.__dict__.pop("log", None)

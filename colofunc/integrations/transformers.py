@@ -1,0 +1,202 @@
+"""Hugging Face: `ColofuncTrainer(model, args, ..., mesh=cf.Mesh(dp=2, tp=2))` is a `transformers.Trainer` on a staged step.
+
+Problem: the Trainer calls forward, backward, clip and the optimizer one by one. Idea: `compute_loss` (the Trainer's, yours,
+or the model's own) is traced as a function of parameters and batch; the whole update happens in `training_step` of the
+last batch of an accumulation, and the calls after it find nothing to do. Evaluation runs `prediction_step` on the same
+sharded parameters. Values go back to the model to be saved and at the end.
+
+`per_device_train_batch_size` is the size of the global batch: the plan splits it, not the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colofunc.errors import InputError
+from colofunc.functional.modules import Model
+from colofunc.integrations.loop import Clip, Loop, model_of, plain, staging
+from colofunc.mesh import Mesh
+from colofunc.transforms.shard import shard
+from colofunc.transforms.staged import Staged
+
+try:
+    import accelerate  # noqa: F401
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        'colofunc.integrations.transformers needs transformers and accelerate. Try: pip install "colofunc[hf]"'
+    ) from error
+
+if not hasattr(Trainer, "_clip_grad_norm"):
+    raise ImportError(f"ColofuncTrainer needs transformers 5 or newer, not {transformers.__version__}. Try: pip install -U transformers")
+
+
+class ColofuncTrainer(Trainer):
+    """The Trainer's loop on a staged step.
+
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. Everything else is the
+    Trainer's. Refused with a reason: DeepSpeed, FSDP, fp16, several processes, callbacks that want gradients.
+    """
+
+    def __init__(self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, **kwargs: Any) -> None:
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None:
+            _refuse(given)
+        self._mesh = staging(mesh, plans, chain, Clip(), "ColofuncTrainer")[0]
+        self._staging = (mesh, plans, chain)
+        self._loop: Loop | None = None
+        self._norm: Tensor | None = None
+        self._evaluation: dict[bool, tuple[Model, Staged]] = {}
+        super().__init__(*args, **kwargs)
+
+    # ---- training ----
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """One batch: the loss, and with the last batch of an accumulation the update."""
+        model.train()
+        loop = self._loop if self._loop is not None else self._started()
+        numbers = {} if num_items_in_batch is None else {"num_items": torch.as_tensor(num_items_in_batch)}
+        divisor = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
+        found = loop.step(dict(inputs), numbers, divisor=divisor, update=self.accelerator.sync_gradients)
+        self._norm = found.get("norm")
+        loss: Tensor = found["loss"] / divisor
+        return loss.to(self.args.device)
+
+    def _started(self) -> Loop:
+        most = self.args.max_grad_norm
+        clip = Clip("norm", most) if most is not None and most > 0 else Clip()
+        chain = self._staging[2]
+        _, stage, clip = staging(*self._staging, Clip() if chain is not None and _clips(chain) else clip, "ColofuncTrainer")
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        self._loop = Loop(self.model, optimizer, self._run, stage, clip)
+        return self._loop
+
+    def _run(self, module: nn.Module, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> tuple[Tensor, None]:
+        """`compute_loss` as it is traced."""
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(module, dict(inputs), num_items_in_batch=numbers.get("num_items"))
+        return loss, None
+
+    def _is_scaled(self, num_items: Any) -> bool:
+        """Whether the loss is a part of a mean over the whole accumulation already (the Trainer's own rule)."""
+        said = getattr(self, "loss_is_scaled_for_ga", None)
+        if said is not None:
+            return bool(said)
+        return bool(self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The norm that the step has clipped."""
+        return self._norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._norm if grad_norm is None else grad_norm
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        for callback in self.callback_handler.callbacks:
+            if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                raise InputError(
+                    f"callback {type(callback).__name__} overrides on_pre_optimizer_step, which runs between the gradients and the "
+                    "update; here both are one program. Try: on_step_end"
+                )
+        self._stopped()
+        result = super()._inner_training_loop(*args, **kwargs)
+        self.sync()
+        return result
+
+    def _stopped(self) -> None:
+        """Values go back; the next step reads model and optimizer again."""
+        if self._loop is not None:
+            self._loop.write()
+            self._loop.write_optimizer()
+        self._loop = None
+
+    def sync(self) -> None:
+        """The model holds the current values."""
+        if self._loop is not None:
+            self._loop.write()
+
+    # ---- evaluation ----
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """The Trainer's own `prediction_step`, traced, on the parameters where they lie."""
+        if prediction_loss_only not in self._evaluation:
+            self._evaluation[prediction_loss_only] = self._evaluator(prediction_loss_only, ignore_keys)
+        parts, step = self._evaluation[prediction_loss_only]
+        state = self._loop.state if self._loop is not None and self.is_in_train else None
+        if state is None:
+            return plain(step((parts.params, parts.buffers), dict(inputs)))
+        params, buffers = ({f"module.{name}": value for name, value in state[key].items()} for key in ("params", "buffers"))
+        return plain(step((params, buffers), dict(inputs)))
+
+    def _evaluator(self, loss_only: bool, ignore_keys: list[str] | None) -> tuple[Model, Staged]:
+        trained = {name for names in self._loop.groups for name in names} if self._loop is not None else None
+        model = model_of(self.model, trained)
+        predict: Callable[..., Any] = super().prediction_step
+
+        def run(module: nn.Module, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
+            return predict(module, dict(inputs), loss_only, ignore_keys)
+
+        def prediction_step(state: Any, inputs: Mapping[str, Any]) -> Any:
+            return model.apply(*state, run, inputs, {})[0]
+
+        staged: Staged = shard(prediction_step, self._mesh)
+        return model, staged
+
+    # ---- where the Trainer reads or writes the model ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.sync()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._loop is not None:
+            self._loop.write_optimizer()
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._loop = None
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self._loop is not None:
+            self._loop.forget()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the model keeps the values for reading and writing, the state is where the mesh is."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        """A batch goes to the mesh with the step."""
+        return data
+
+
+def _clips(chain: Any) -> bool:
+    return staging(None, (), chain, Clip(), "ColofuncTrainer")[2].how != "none"
+
+
+def _refuse(args: TrainingArguments) -> None:
+    """Raise InputError for options of the Trainer that clash with a mesh, naming them."""
+    clashes = {
+        "deepspeed": (args.deepspeed, "the mesh and its plans place the parameters. Try: drop it, and plans=zero(...)"),
+        "fsdp": (args.fsdp, "the mesh and its plans place the parameters. Try: drop it, and plans=zero(...)"),
+        "parallelism_config": (getattr(args, "parallelism_config", None), "the mesh says this. Try: drop it"),
+        "fp16": (args.fp16, "its loss scale lies outside of the step. Try: bf16=True, or chain={'precision': 'fp16', ...}"),
+        "torch_compile": (args.torch_compile, "the step is a program already. Try: chain={'executor': 'compiled', ...}"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "its hook draws noise outside of the step. Try: drop it"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "the plan knows the memory that it takes. Try: low.memory()"),
+    }
+    for name, (value, why) in clashes.items():
+        if value:
+            raise InputError(f"TrainingArguments({name}={value!r}) clashes with ColofuncTrainer: {why}")
+    if args.world_size > 1:
+        raise InputError(
+            f"ColofuncTrainer runs in one process, not in {args.world_size}: the Trainer splits batches between processes, and so "
+            "does a mesh. Try: ColofuncStrategy of Lightning, or a loop of your own"
+        )

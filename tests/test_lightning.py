@@ -1,0 +1,206 @@
+"""Lightning's loop on a staged step: the numbers of the plain single-device Trainer, on simulated meshes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import colofunc as cf
+
+pl = pytest.importorskip("lightning.pytorch", reason="needs Lightning")
+from colofunc.integrations.lightning import ColofuncStrategy  # noqa: E402
+
+MESHES = [cf.Mesh(dp=2), cf.Mesh(dp=2, tp=2)]
+
+
+class Tiny(pl.LightningModule):
+    """What people write: it knows nothing of colofunc."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        super().__init__()
+        # No bias before a normalisation: its gradient is rounding noise, which Adam blows up.
+        self.net = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
+        self.choice = optimizer, {"lr": 1e-2, **options}
+        self.seen: list[float] = []
+        self.validated: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        loss = nn.functional.cross_entropy(out, y) * (1 + self.current_epoch * 0.1)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"scale": out.abs().max(), "index": batch_idx * 1.0})
+        return {"loss": loss, "rows": out.sum(1)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [float(outputs["loss"]), float(self.trainer.callback_metrics["train_loss_step"])]
+        assert outputs["rows"].shape == (len(batch[0]),)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.validated.append(float(loss))
+        self.log("val_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        cls, options = self.choice
+        decayed = {"params": [self.net[0].weight, self.net[3].weight], "weight_decay": 0.1}
+        rest = {"params": [*self.net[1].parameters(), self.net[3].bias], "lr": 2e-2}
+        optimizer = cls([decayed, rest], **options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def rows(n: int = 22) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(n, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (n,), generator=generator))
+    return DataLoader(data, batch_size=4)
+
+
+def fit(module: pl.LightningModule, strategy: Any, path: Path, ckpt: Any = None, **options: Any) -> pl.Trainer:
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, default_root_dir=path, **{"max_epochs": 2, **quiet, **options})
+    trainer.fit(module, rows(), rows(8), ckpt_path=ckpt)
+    return trainer
+
+
+def pair(make: Any, mesh: cf.Mesh, path: Path, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    mine, theirs = make(), make()
+    mine.load_state_dict(theirs.state_dict())
+    a = fit(mine, ColofuncStrategy(mesh=mesh), path, **options)
+    b = fit(theirs, "auto", path, **options)
+    assert mine.seen == pytest.approx(theirs.seen, rel=1e-10)
+    assert mine.validated == pytest.approx(theirs.validated, rel=1e-10)
+    assert a.callback_metrics.keys() == b.callback_metrics.keys()
+    for name, value in b.callback_metrics.items():
+        assert float(a.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6), name  # Lightning keeps float32
+    assert a.global_step == b.global_step
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-10, atol=1e-10)
+    return a, b
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+def test_losses_logs_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path: Path) -> None:
+    pair(Tiny, mesh, tmp_path, gradient_clip_val=0.5)
+
+
+def test_accumulated_gradients(tmp_path: Path) -> None:
+    """22 rows in batches of 4, three at a time: the last group of an epoch is not full."""
+    pair(Tiny, cf.Mesh(dp=2), tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+def test_sgd_with_momentum(tmp_path: Path) -> None:
+    pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), cf.Mesh(dp=2), tmp_path, max_epochs=1)
+
+
+def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole, first, again, plain = (Tiny() for _ in range(4))
+    for module in (first, again, plain):
+        module.load_state_dict(whole.state_dict())
+    fit(whole, "auto", tmp_path, max_epochs=3)
+    fit(first, ColofuncStrategy(mesh=cf.Mesh(dp=2)), tmp_path, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    fit(again, ColofuncStrategy(mesh=cf.Mesh(dp=2, tp=2)), tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
+    fit(plain, "auto", tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
+    for module in (again, plain):
+        assert first.seen + module.seen == pytest.approx(whole.seen, rel=1e-10)
+
+
+# ---- what is refused, and what numbers stand for ----
+
+
+class Manual(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Hooked(Tiny):
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Iterating(Tiny):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Branching(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 == 0 else None
+
+
+class Reading(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.trainer.callback_metrics["val_loss"]
+
+
+class Cycling(Tiny):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Metric(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = pytest.importorskip("torchmetrics").MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("accuracy", self.mean)
+
+
+class Frozen(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pass
+
+
+REFUSED = [
+    (Manual, {}, cf.InputError, "Manual sets automatic_optimization=False"),
+    (Hooked, {}, cf.InputError, "Hooked overrides on_after_backward, which runs between the gradients and the update"),
+    (Iterating, {}, cf.InputError, "Iterating.training_step takes dataloader_iter"),
+    (Branching, {}, cf.TraceError, "test_lightning.py"),
+    (Reading, {}, cf.InputError, "training_step reads trainer.callback_metrics, which changes from call to call"),
+    (Cycling, {}, cf.InputError, r"option 'betas' of parameter group 0 changed .*cycle_momentum=False"),
+    (Metric, {}, cf.InputError, "training_step logs 'accuracy' as MeanMetric"),
+    (Tiny, {"callbacks": [Frozen()]}, cf.InputError, "Frozen overrides on_before_optimizer_step"),
+    (Tiny, {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}, cf.InputError, "StochasticWeightAveraging reads or writes"),
+    (lambda: Tiny(torch.optim.LBFGS), {}, cf.InputError, "optimizer LBFGS cannot be adapted"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "says"), REFUSED)
+def test_refused(make: Any, options: Any, error: type[Exception], says: str, tmp_path: Path) -> None:
+    module = make()
+    if module.choice[0] is torch.optim.LBFGS:
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(error, match=says) as caught:
+        fit(module, ColofuncStrategy(mesh=cf.Mesh(dp=2)), tmp_path, num_sanity_val_steps=0, **options)
+    assert "Try: " in str(caught.value) or error is cf.TraceError
+
+
+def test_arguments_are_told_at_once() -> None:
+    with pytest.raises(cf.InputError, match=r"wants mesh=cf\.Mesh"):
+        ColofuncStrategy()
+    with pytest.raises(cf.InputError, match="drop mesh= and plans="):
+        ColofuncStrategy(mesh=cf.Mesh(dp=2), chain={"mesh": {"dp": 2}})
+
+
+def test_a_configured_chain(tmp_path: Path) -> None:
+    """Its clipping is the step's; clipping in both places is a clash."""
+    torch.manual_seed(0)
+    mine, theirs = Tiny(), Tiny()
+    mine.load_state_dict(theirs.state_dict())
+    fit(mine, ColofuncStrategy(chain={"mesh": {"dp": 2}, "clip": 0.3}), tmp_path, max_epochs=1)
+    fit(theirs, "auto", tmp_path, max_epochs=1, gradient_clip_val=0.3)
+    assert mine.seen == pytest.approx(theirs.seen, rel=1e-10)
+    with pytest.raises(cf.InputError, match=r"the chain clips to 0\.3"):
+        fit(Tiny(), ColofuncStrategy(chain={"mesh": {"dp": 2}, "clip": 0.3}), tmp_path, gradient_clip_val=1.0)

@@ -1,0 +1,161 @@
+"""Hugging Face's Trainer on a staged step: the numbers of the plain Trainer, on simulated meshes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colofunc as cf
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+from colofunc.integrations.transformers import ColofuncTrainer  # noqa: E402
+
+MESHES = [cf.Mesh(dp=2), cf.Mesh(dp=2, tp=2)]
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random tokens; a third of the labels are ignored, so that batches weigh differently."""
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(0, 64, (n, 12), generator=generator)
+        self.labels = self.ids.masked_fill(torch.rand(n, 12, generator=generator) < 0.33, -100)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def arguments(path: Path, **options: Any) -> Any:
+    common = dict(
+        output_dir=str(path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=5, logging_steps=1,
+        learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return transformers.TrainingArguments(**{**common, **options})
+
+
+def trainer(path: Path, mesh: cf.Mesh | None, cls: Any = None, **options: Any) -> Any:
+    keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "optimizers")
+    more = {key: options.pop(key) for key in keys if key in options}
+    more |= {} if mesh is None else {"mesh": mesh}
+    cls = cls or (transformers.Trainer if mesh is None and "chain" not in more else ColofuncTrainer)
+    return cls(gpt2(), arguments(path, **options), train_dataset=Tokens(22), eval_dataset=Tokens(7, seed=1), **more)
+
+
+def history(run: Any, keys: tuple[str, ...] = ("loss", "grad_norm", "learning_rate", "eval_loss")) -> list[float]:
+    return [float(entry[key]) for entry in run.state.log_history for key in keys if key in entry]
+
+
+def same(mine: Any, theirs: Any) -> None:
+    with cf.testing.float64():
+        a, b = mine.train(), theirs.train()
+    assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
+    assert len(history(mine)) >= 12 and a.training_loss == pytest.approx(b.training_loss, rel=1e-9)
+    for (name, p), q in zip(mine.model.named_parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+def test_losses_norms_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path: Path) -> None:
+    options = dict(eval_strategy="steps", eval_steps=2)
+    same(trainer(tmp_path, mesh, **options), trainer(tmp_path, None, **options))
+
+
+def test_accumulation_weighs_tokens(tmp_path: Path) -> None:
+    """Six batches in twos and threes, the last one of two rows: every label that counts weighs the same."""
+    options = dict(gradient_accumulation_steps=4)
+    same(trainer(tmp_path, cf.Mesh(dp=2), **options), trainer(tmp_path, None, **options))
+
+
+def test_without_clipping_the_norm_is_reported(tmp_path: Path) -> None:
+    options = dict(max_grad_norm=0.0, max_steps=3, optim="sgd", lr_scheduler_type="linear", eval_strategy="steps", eval_steps=1)
+    same(trainer(tmp_path, cf.Mesh(dp=2), **options), trainer(tmp_path, None, **options))
+
+
+def mean_of_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return outputs.logits.square().sum() / num_items_in_batch
+
+
+def spread(prediction: Any) -> dict[str, float]:
+    return {"spread": float(prediction.predictions.std()), "labels": float(prediction.label_ids.sum())}
+
+
+def test_losses_and_metrics_of_the_user(tmp_path: Path) -> None:
+    options = dict(compute_loss_func=mean_of_logits, compute_metrics=spread, max_steps=2)
+    mine, theirs = (trainer(tmp_path, mesh, **options) for mesh in (cf.Mesh(dp=2), None))
+    found, want = [], []
+    with cf.testing.float64():
+        for run, seen in ((mine, found), (theirs, want)):
+            for metrics in (run.evaluate(), run.train().metrics, run.evaluate()):
+                seen += [metrics[key] for key in ("eval_loss", "eval_spread", "eval_labels", "train_loss") if key in metrics]
+    assert len(found) == 7 and found == pytest.approx(want, rel=1e-9)
+
+
+def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
+    """Here on another mesh, and in the plain Trainer."""
+    with cf.testing.float64():
+        whole = trainer(tmp_path / "whole", None)
+        whole.train()
+        first = trainer(tmp_path, cf.Mesh(dp=2), save_strategy="steps", save_steps=3)
+        first.train()
+        folder = str(tmp_path / "checkpoint-3")
+        for mesh in (cf.Mesh(tp=2), None):
+            again = trainer(tmp_path / "again", mesh)
+            again.train(resume_from_checkpoint=folder)
+            assert history(again) == pytest.approx(history(whole), rel=1e-9)
+    first.save_model(str(tmp_path / "saved"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8)
+
+
+def test_a_configured_chain(tmp_path: Path) -> None:
+    with cf.testing.float64():
+        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2}, "clip": 0.5}, max_steps=2, max_grad_norm=7.0)
+        theirs = trainer(tmp_path, None, max_steps=2)
+        mine.train(), theirs.train()
+    assert isinstance(mine, ColofuncTrainer) and history(mine) == pytest.approx(history(theirs), rel=1e-9)
+
+
+class Peeking(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fp16": True}, r"TrainingArguments\(fp16=True\) clashes .* Try: bf16=True"),
+        ({"auto_find_batch_size": True}, r"TrainingArguments\(auto_find_batch_size=True\) clashes"),
+        ({"neftune_noise_alpha": 5.0}, r"TrainingArguments\(neftune_noise_alpha=5.0\) clashes"),
+        ({"optim": "adafactor"}, "optimizer Adafactor cannot be adapted"),
+        ({"callbacks": [Peeking()]}, "callback Peeking overrides on_pre_optimizer_step"),
+        ({"chain": {"mesh": {"dp": 2}}}, "the chain says mesh and plans; drop mesh="),
+        ({"chain": {"mesh": {"dq": 2}, "zerro": 3}}, "unknown key 'zerro'"),
+    ],
+)
+def test_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    mesh = None if "zerro" in str(options) else cf.Mesh(dp=2)
+    with pytest.raises(cf.ColofuncError, match=says):
+        trainer(tmp_path, mesh, **options).train()
+
+
+def test_deepspeed_and_fsdp_clash(tmp_path: Path) -> None:
+    for name in ("deepspeed", "fsdp"):
+        args = arguments(tmp_path)
+        setattr(args, name, "on")  # with the packages, their own checks of their options come first
+        with pytest.raises(cf.InputError, match=rf"TrainingArguments\({name}='on'\) clashes .* Try: drop it"):
+            ColofuncTrainer(gpt2(), args, mesh=cf.Mesh(dp=2))
