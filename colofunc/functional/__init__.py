@@ -4,6 +4,7 @@ from colofunc.functional.batches import Batches, batches
 from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.lazy import lazy
 from colofunc.functional.load import load
+from colofunc.functional.lora import lora
 from colofunc.functional.modules import Model, abstract, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.functional.padding import pad
@@ -25,6 +26,7 @@ __all__ = [
     "functional",
     "lazy",
     "load",
+    "lora",
     "pad",
     "save",
     "save_pretrained",

@@ -13,7 +13,7 @@ running statistics and tables. A weight that is used twice has one name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from colofunc.dtensor.lazy import LazyTensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.gradients import warn_of_eval_mode
@@ -39,6 +40,7 @@ class Model:
     params: Tensors
     frozen: Tensors
     buffers: Tensors
+    merge: Callable[[Mapping[str, Tensor]], nn.Module] | None = None  # all values -> what `to_module` returns
 
     @property
     def key(self) -> tuple[bool, ...]:
@@ -81,17 +83,32 @@ class Model:
     def to_module(
         self, params: Mapping[str, Tensor] | None = None, buffers: Mapping[str, Tensor] | None = None
     ) -> nn.Module:
-        """A new module that holds these values (the model's own by default). Collective where they are sharded."""
+        """A new module that holds these values (the model's own by default). Collective where they are sharded.
+
+        What is lazy is made here. Adapters of `cf.lora` are merged into the weights that they adapt.
+        """
         params = self.params if params is None else params
         buffers = self.buffers if buffers is None else buffers
         self._check_names(params, buffers)
-        module = copy.deepcopy(self.module)
-        held = dict(module.named_parameters()) | dict(module.named_buffers())
-        with torch.no_grad():
-            for name, value in {**params, **buffers}.items():
-                full = value.full() if isinstance(value, DTensor) else value
-                held[name].copy_(full)
-        return module
+        values = {**self.frozen, **params, **buffers}
+        return filled(self.module, values) if self.merge is None else self.merge(values)
+
+
+def filled(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the module in which parameters and buffers have these values, in memory of their own."""
+    memo: dict[int, Any] = {}
+    for name, old in [*module.named_parameters(), *module.named_buffers()]:
+        value = values.get(name, old).detach()
+        if value.shape != old.shape:
+            raise InputError(f"to_module: {name!r} has shape {tuple(value.shape)}, the module wants {tuple(old.shape)}")
+        full = value.full() if isinstance(value, DTensor) else make(value)
+        full = full.clone() if full is value else full
+        memo[id(old)] = full.to(old.dtype)
+        if isinstance(old, nn.Parameter):
+            memo[id(old)] = nn.Parameter(memo[id(old)], old.requires_grad)
+    for part in module.modules():
+        memo |= {id(x): make(x) for x in vars(part).values() if isinstance(x, LazyTensor)}
+    return copy.deepcopy(module, memo)
 
 
 def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model:

@@ -24,6 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc.dtensor.lazy import zeros_like
 from colofunc.errors import InputError, near
 from colofunc.functional import torch_optim
 from colofunc.ops import update as ops
@@ -46,7 +47,7 @@ class Optimizer:
     groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        """The state before the first update; made where and as the parameters are."""
+        """The state before the first update; zeros of large, lazy or abstract parameters are lazy, made on their shards by `step.init`."""
         self._check(params)
         state: State = {"step": torch.zeros((), dtype=torch.float32)}
         for part, names in self._parts(params):
@@ -104,11 +105,11 @@ class Optimizer:
         """{key: {name: tensor}} without the step count."""
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            zeros = {key: {n: torch.zeros_like(p) for n, p in params.items()} for key in ("exp_avg", "exp_avg_sq")}
-            largest = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
+            zeros = {key: {n: zeros_like(p) for n, p in params.items()} for key in ("exp_avg", "exp_avg_sq")}
+            largest = {n: zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
             return zeros | ({"max_exp_avg_sq": largest} if largest else {})
         if kind == "sgd":
-            buffers = {n: torch.zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
+            buffers = {n: zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
         return torch_optim.init(self.cls, self._grouped(params), params)
 

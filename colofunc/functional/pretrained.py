@@ -209,14 +209,18 @@ def _split(
     file: list[list[str]] = []
     held = 0
     for group in groups:
-        sizes = [values[n].numel() * (dtype if dtype is not None and values[n].is_floating_point() else values[n].dtype).itemsize for n in group]
-        if file and held + sum(sizes) > shard_bytes:
+        size = sum(_nbytes(values[name], dtype) for name in group)
+        if file and held + size > shard_bytes:
             yield file
             file, held = [], 0
         file.append(group)
-        held += sum(sizes)
+        held += size
     if file:
         yield file
+
+
+def _nbytes(x: Tensor, dtype: torch.dtype | None) -> int:
+    return x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize
 
 
 class _Shards:

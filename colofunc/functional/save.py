@@ -30,7 +30,6 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.functional.checkpoint import dcp
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import INDEX, Writing, keep_newest, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
@@ -239,8 +238,11 @@ class _Job:
     # ---- torch.distributed.checkpoint ----
 
     def run_dcp(self) -> None:
+        # Imported here: it takes a second, and few programs need it.
+        from colofunc.functional.checkpoint.dcp_planner import write
+
         assert self.writing is not None
-        dcp.write(self.writing.folder, self.leaves, self.content, self.ranks)
+        write(self.writing.folder, self.leaves, self.content, self.ranks)
         if self.ranks.rank == 0:
             write_index(self.writing.folder, {**self.content, "token": self.writing.token, "format": "dcp"})
             self.writing.commit()

@@ -4,7 +4,7 @@ Problem: other tools speak DCP, whose metadata is a pickle, and a pickle may run
 tells it which parts there are); the metadata is read by an unpickler that knows torch's own record classes by name and
 refuses everything else, and the data by `torch.load(weights_only=True)`.
 
-    write(folder, leaves, content, ranks)
+    boxes("w", region)                      # the region as slices, for the writer in `dcp_planner`
     found = read_metadata(folder)            # name -> Stored (shape, dtype, chunks)
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import warnings
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,7 +22,6 @@ import torch
 
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint.files import Item
-from colofunc.functional.checkpoint.parts import Leaf, Ranks
 from colofunc.functional.checkpoint.regions import Pick, Region, Span, common, take
 
 METADATA = ".metadata"
@@ -53,26 +50,6 @@ def _runs(span: Span) -> list[Span]:
     return [Span(int(run[0]), ((len(run), 1),)) for run in np.split(at, cuts)]
 
 
-def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Ranks) -> None:
-    """Write this rank's parts, and on rank 0 the metadata. Collective."""
-    # Imported here: it takes a second, and few programs need it.
-    from torch.distributed import checkpoint
-
-    from colofunc.functional.checkpoint.dcp_planner import Planner
-
-    values = {}
-    for leaf in leaves:
-        for item in leaf.items(ranks.rank):
-            for box in boxes(leaf.name, item.region):
-                values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)
-    planner = Planner(values, dict(_simple(content["state"], ())) if ranks.rank == 0 else {}, _paths(content["state"], ()))
-    writer = checkpoint.FileSystemWriter(folder, sync_files=True)
-    with warnings.catch_warnings():
-        # One process is what is meant here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=ranks.size == 1)
-
-
 def value_of(item: Item, box: Region) -> torch.Tensor:
     """The elements of a box of an item, in host memory."""
     value = item.value().detach()
@@ -81,33 +58,6 @@ def value_of(item: Item, box: Region) -> torch.Tensor:
         assert picks is not None, "a box is cut from its item"
         value = take(value, picks[0])
     return value.cpu().contiguous()
-
-
-def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
-    for key in ("list", "tuple"):
-        if key in tree:
-            yield from enumerate(tree[key])
-    said = tree.get("dict", tree.get("record", {}))
-    yield from said.items() if isinstance(said, dict) else ((key.get("value", str(key)), child) for key, child in said)
-
-
-def _simple(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Dotted name -> number, string or None."""
-    if "value" in tree or "float" in tree:
-        yield ".".join(map(str, path)), tree["value"] if "value" in tree else float(tree["float"])
-    for key, child in _children(tree):
-        yield from _simple(child, (*path, key))
-
-
-def _paths(tree: Any, path: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Dotted name -> keys, with which torch's tools rebuild the nesting."""
-    name = tree.get("tensor", tree.get("array"))
-    if name is not None or "value" in tree or "float" in tree:
-        return {name or ".".join(map(str, path)): path}
-    found: dict[str, tuple[Any, ...]] = {}
-    for key, child in _children(tree):
-        found |= _paths(child, (*path, key))
-    return found
 
 
 # ---- reading ----

@@ -1,22 +1,28 @@
-"""The planner that tells `torch.distributed.checkpoint` which parts there are. Imported only where a DCP folder is written:
-torch's package takes a second.
+"""Writing a folder of `torch.distributed.checkpoint`: a planner that tells torch's writer which parts there are.
 
-    checkpoint.save({}, storage_writer=FileSystemWriter(folder), planner=Planner(values, simple, paths))
+Imported only where such a folder is written: torch's package takes a second.
+
+    write(folder, leaves, content, ranks)
 """
 
 from __future__ import annotations
 
 import io
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from colofunc.functional.checkpoint.dcp import value_of
+from colofunc.functional.checkpoint.dcp import boxes, value_of
 from colofunc.functional.checkpoint.files import Item
-from colofunc.functional.checkpoint.parts import Leaf
+from colofunc.functional.checkpoint.parts import Leaf, Ranks
 from colofunc.functional.checkpoint.regions import Region
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[Leaf, Item, Region]]  # (name, offset) -> whose, from where, which
@@ -67,4 +73,43 @@ def _write_item(leaf: Leaf, box: Region) -> WriteItem:
     return WriteItem(MetadataIndex(leaf.name, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-__all__ = ["Planner"]
+def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Ranks) -> None:
+    """Write this rank's parts, and on rank 0 the metadata. Collective."""
+    values: Values = {}
+    for leaf in leaves:
+        for item in leaf.items(ranks.rank):
+            for box in boxes(leaf.name, item.region):
+                values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)
+    planner = Planner(values, dict(_simple(content["state"], ())) if ranks.rank == 0 else {}, _paths(content["state"], ()))
+    writer = FileSystemWriter(folder, sync_files=True)
+    with warnings.catch_warnings():
+        # One process is what is meant here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save({}, storage_writer=writer, planner=planner, no_dist=ranks.size == 1)
+
+
+def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key in ("list", "tuple"):
+        if key in tree:
+            yield from enumerate(tree[key])
+    said = tree.get("dict", tree.get("record", {}))
+    yield from said.items() if isinstance(said, dict) else ((key.get("value", str(key)), child) for key, child in said)
+
+
+def _simple(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Dotted name -> number, string or None."""
+    if "value" in tree or "float" in tree:
+        yield ".".join(map(str, path)), tree["value"] if "value" in tree else float(tree["float"])
+    for key, child in _children(tree):
+        yield from _simple(child, (*path, key))
+
+
+def _paths(tree: Any, path: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Dotted name -> keys, with which torch's tools rebuild the nesting."""
+    name = tree.get("tensor", tree.get("array"))
+    if name is not None or "value" in tree or "float" in tree:
+        return {name or ".".join(map(str, path)): path}
+    found: dict[str, tuple[Any, ...]] = {}
+    for key, child in _children(tree):
+        found |= _paths(child, (*path, key))
+    return found

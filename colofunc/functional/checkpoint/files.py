@@ -90,7 +90,13 @@ def dtype_of(name: str) -> torch.dtype:
 def bytes_of(x: torch.Tensor) -> memoryview:
     """The elements of a tensor as bytes in row-major order; a view where it lies so in host memory."""
     plain = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(plain.view(torch.uint8).numpy())
+    return memory(plain.view(torch.uint8))
+
+
+def memory(x: torch.Tensor) -> memoryview:
+    """The memory of a tensor of bytes."""
+    array: Any = x.numpy()
+    return memoryview(array)
 
 
 def header(items: Sequence[Item]) -> bytes:
@@ -160,7 +166,7 @@ def read_piece(
     stop = min((first + len(needed)) * BLOCK_BYTES, piece.nbytes)
     # Untouched pages of an empty tensor cost no memory, so that blocks which are not read may have their place in it.
     buffer = torch.empty(stop - first * BLOCK_BYTES, dtype=torch.uint8)
-    _read_blocks(folder, name, piece, first, needed, memoryview(buffer.numpy()), verify)
+    _read_blocks(folder, name, piece, first, needed, memory(buffer), verify)
     rows = buffer[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES].view(CARRIERS[dtype.itemsize])
     inner = take(rows.reshape(high - low, *shape[1:]), [_shifted(picks[0], low), *picks[1:]])
     return inner.view(dtype) if piece.region.shape else inner.view(dtype).reshape(())

@@ -6,6 +6,7 @@ converters are used as they are, and their inverse (`revert_weight_conversion`) 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -101,9 +102,7 @@ class _Group:
         }
 
     def _convert(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        fresh = self.converter.copy(
-            list(self.converter._original_source_patterns), list(self.converter._original_target_patterns), operations=self.converter.operations
-        )
+        fresh = copy.deepcopy(self.converter)
         for pattern, some in tensors.items():
             for x in some:
                 fresh.add_tensor(self.name, self.name, pattern, x)
@@ -174,7 +173,9 @@ def _joined(module: Any, empty: dict[str, Tensor]) -> list[list[str]]:
     whole = shapes(dict(empty))
     if whole == {name: tuple(x.shape) for name, x in empty.items()}:
         return [[name] for name in empty]
-    singles, rest, said = [], [], {}
+    singles: list[list[str]] = []
+    rest: list[str] = []
+    said: dict[str, tuple[int, ...]] = {}
     for name, x in empty.items():
         made = shapes({name: x})
         if made and all(whole.get(k) == shape and k not in said for k, shape in made.items()):
