@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import random
+import types
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from colofunc import testing
@@ -306,3 +308,70 @@ def test_strategies_draw_what_they_say() -> None:
 
     holds()
     fits()
+
+
+# ---- check_pure: what the outputs do not show ----
+
+SEEN: list = []
+
+
+def leaves_behind(kind):
+    """A function whose outputs are the same every time, and which leaves something behind."""
+    seen, thing, module, w, bag = [], types.SimpleNamespace(n=0), torch.nn.Linear(2, 2), torch.ones(2), {"a": 1}
+    w.requires_grad_()
+
+    def grows(x):
+        seen.append(1)
+        return x * 2
+
+    def sets(x):
+        thing.n = thing.n + 1
+        return x * 2
+
+    def on_module(x):
+        module.calls = 1
+        return module(x).detach()
+
+    def writes(x):
+        w.data.add_(0)
+        w.detach().mul_(1)
+        return x * 2
+
+    def gradient(x):
+        (w * x).sum().backward()
+        return x * 2
+
+    def in_dict(x):
+        bag["b"] = 2
+        return x * 2
+
+    def in_global(x):
+        SEEN.append(2)
+        return x * 2
+
+    return {f.__name__: f for f in (grows, sets, on_module, writes, gradient, in_dict, in_global)}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("grows", "the list seen has 1 items, before 0"),
+        ("sets", "the SimpleNamespace thing has another 'n'"),
+        ("on_module", "the module module has got 'calls'"),
+        ("writes", "the tensor w was written in place"),
+        ("gradient", "the tensor w has another 'grad'"),
+        ("in_dict", "the dict bag has got 'b'"),
+        ("in_global", "the list SEEN has 1 items, before 0"),
+    ],
+)
+def test_side_effects_that_change_no_output(kind, words) -> None:
+    with pytest.raises(cf.CheckError, match=words):
+        testing.check_pure(leaves_behind(kind), torch.ones(2))
+    SEEN.clear()
+
+
+def test_an_unmodified_model_is_pure() -> None:
+    model = cf.functional(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)))
+    step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3))
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    testing.check_pure(step, state, {"input_ids": ids, "labels": ids})

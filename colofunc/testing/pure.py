@@ -23,19 +23,22 @@ from torch.utils import _pytree as pytree
 from colofunc.errors import CheckError
 from colofunc.testing.check import FIRST_SEED, seeded
 from colofunc.testing.trees import compare, plain_copy
+from colofunc.testing.world import changes, snapshot
 
 
 def check_pure(step_fn: Callable[..., Any], *args: Any) -> None:
     """Run `step_fn(*args)` twice from the same seed. Raises CheckError that lists everything impure about it.
 
-    Impure are: inputs that changed, other outputs the second time, draws from Python's or NumPy's generator, a changed
+    Impure are: something outside that changed (a list grown, an attribute set, a captured tensor written or given a
+    gradient), inputs that changed, other outputs the second time, draws from Python's or NumPy's generator, a changed
     default dtype or grad mode. Draws from torch's own default generator are allowed: a staged step keys them.
     """
     before, kept = _ambient(), plain_copy(args)
     with torch.random.fork_rng(devices=()):
-        mine = plain_copy(args)
+        mine, world = plain_copy(args), snapshot(step_fn)
         first = plain_copy(seeded(FIRST_SEED, step_fn, *mine))
-        found = [f"{what} changed" for what, value in _ambient().items() if value != before[what]]
+        found = changes(world, snapshot(step_fn))
+        found += [f"{what} changed" for what, value in _ambient().items() if value != before[what]]
         found += _differences("input", mine, kept)
         second = seeded(FIRST_SEED, step_fn, *plain_copy(args))
     found += _differences("second call: out", second, first)
