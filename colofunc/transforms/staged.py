@@ -14,8 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
+import torch
 
+from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, near
+from colofunc.ops import canonical
+from colofunc.program.trace_tree import flatten, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
 
@@ -28,6 +32,7 @@ class Intent:
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
     `last`: makes, from the trace and the registry, a rewrite of one rank's program that runs after all others.
+    `constrain`: from the traced program, what the planner may not decide otherwise.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -38,6 +43,7 @@ class Intent:
     clashes: Mapping[str, str] = attrs.field(factory=dict)
     local: Callable[[Any, Any], Any] | None = None
     last: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None
+    constrain: Callable[[Any], Any] | None = None
 
 
 class Compiler(Protocol):
@@ -68,8 +74,13 @@ class Staged:
         return self.compiler.init(self, self.arguments(args, kwargs))
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The original function: breakpoints and prints work."""
-        return self.fn(*args, **kwargs)
+        """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real ranks).
+
+        Random numbers are those of the staged step; what transforms keep in the state is there, as `reference` says.
+        """
+        leaves, tree = flatten(self.arguments(args, kwargs))
+        with canonical.single_device():
+            return self.reference(*unflatten(tree, [_plain(leaf) for leaf in leaves]))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
@@ -112,6 +123,11 @@ class Staged:
     def intent(self, transform: str) -> Intent | None:
         """The intent of one transform, if it is in the chain."""
         return next((i for i in self.intents if i.transform == transform), None)
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    """The whole value where the leaf is distributed, else the leaf."""
+    return leaf.full().detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, DTensor) else leaf
 
 
 def _positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
