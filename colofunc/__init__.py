@@ -42,6 +42,7 @@ from colofunc.functional import abstract, adapt, clip_by_global_norm, functional
 from colofunc.functional import batches as batches
 from colofunc.functional import lazy as lazy
 from colofunc.functional import load as load
+from colofunc.functional import lora as lora
 from colofunc.functional import pad as pad
 from colofunc.functional import save as save
 from colofunc.functional import save_pretrained as save_pretrained
@@ -106,6 +107,7 @@ __all__ = [
     "launch",
     "lazy",
     "load",
+    "lora",
     "pad",
     "pattern",
     "precision",

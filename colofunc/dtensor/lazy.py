@@ -150,7 +150,7 @@ class LazyTensor(torch.Tensor):
         return make(self).__array__(dtype)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter

@@ -358,10 +358,10 @@ class Recording(compat.TorchDispatchMode):
                     made.append((k, cells[key], result))
                 out.append(LazyTensor(FromTape(self.tape, View(cells[key], result)), result))
         if made or written:
-            views = pytree.tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+            views, named = pytree.tree_map_only(torch.Tensor, self._argument, (args, kwargs))
             wrote = {id(x.source.view) for x in written}
-            places = tuple(v for v in pytree.tree_leaves(views) if isinstance(v, View) and id(v) in wrote)
-            self.tape.add(Entry(func, *views, torch.get_default_dtype(), places, tuple(made), draws))
+            places = tuple(v for v in pytree.tree_leaves((views, named)) if isinstance(v, View) and id(v) in wrote)
+            self.tape.add(Entry(func, views, named, torch.get_default_dtype(), places, tuple(made), draws))
         for x in written:
             if x.shape != x.source.view.like.shape or x.stride() != x.source.view.like.stride():
                 raise InputError(f"lazy: {func} changes the shape of a tensor in place, which a lazy one cannot follow")

@@ -1,0 +1,117 @@
+"""Low-rank adapters: train two thin matrices beside each chosen weight, and nothing else.
+
+    model = lora(functional(module), where="*.q_proj", rank=8)
+    sorted(model.params)                     # ['...q_proj.lora_A', '...q_proj.lora_B']; all else is in model.frozen
+    module = model.to_module(params)         # the user's own kind of module, adapters merged into its weights
+
+A chosen layer computes `layer(x) + alpha / rank * (x A^T) B^T`, with A (rank, in) random and B (out, rank) zero (Hu et
+al. 2021, "LoRA", section 4.1). The user's module stays as it is: adapters live on a copy of its structure that shares
+its tensors, added by a forward hook, so a layer of any class that maps (..., in) to (..., out) will do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colofunc.dtensor.lazy import LazyTensor, make
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError, near
+from colofunc.functional.modules import Model, filled
+from colofunc.planner.plan import matches
+
+
+def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float = 16.0, dropout: float = 0.0) -> Model:
+    """The model with adapters as its only parameters; everything that it had is frozen.
+
+    where: globs over module paths (or their ends from some dot on). alpha: the product of the adapters is scaled by
+    alpha / rank. dropout: of the adapters' input, in train mode. Raises InputError where a glob matches no linear layer.
+    """
+    if rank < 1 or not 0 <= dropout < 1:
+        raise InputError(f"lora: rank={rank}, dropout={dropout}. Try: a rank of at least 1, a dropout of at least 0 and below 1")
+    paths = _chosen(model.module, (where,) if isinstance(where, str) else tuple(where))
+    module, scale = _shared_copy(model.module), alpha / rank
+    frozen = {**model.frozen, **model.params}
+    params: dict[str, Tensor] = {}
+    hook = _adapter(scale, dropout)
+    for path in paths:
+        layer = module.get_submodule(path)
+        if "lora_A" in dict(layer.named_parameters()):
+            raise InputError(f"lora: {path!r} has adapters already. Try: one call with all globs, or model.to_module() first")
+        out_features, in_features = _features(layer)
+        dtype = frozen[f"{path}.weight"].dtype
+        a = nn.init.kaiming_uniform_(torch.empty(rank, in_features, dtype=dtype), a=math.sqrt(5))
+        layer.register_parameter("lora_A", nn.Parameter(a))
+        layer.register_parameter("lora_B", nn.Parameter(torch.zeros(out_features, rank, dtype=dtype)))
+        layer.register_forward_hook(hook)
+        params |= {f"{path}.{n}": layer.get_parameter(n).detach() for n in ("lora_A", "lora_B")}
+    base, old = model.module, model.merge
+
+    def merge(values: Mapping[str, Tensor]) -> nn.Module:
+        merged = {**values, **{f"{path}.weight": _merged(values, path, scale, base) for path in paths}}
+        return filled(base, merged) if old is None else old(merged)
+
+    return Model(module, params, frozen, model.buffers, merge)
+
+
+def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
+    """Paths of linear layers that a glob matches, in the module's order."""
+    linear = [path for path, layer in module.named_modules() if path and _features(layer) is not None]
+    others = {path: type(layer).__name__ for path, layer in module.named_modules() if path}
+    for glob in globs:
+        if any(matches(path, glob) for path in linear):
+            continue
+        hit = next((path for path in others if matches(path, glob)), None)
+        why = f"; {hit!r} is a {others[hit]}" if hit is not None else near(glob, linear)
+        raise InputError(f"lora: where={glob!r} matches no linear layer{why}")
+    return [path for path in linear if any(matches(path, glob) for glob in globs)]
+
+
+def _features(layer: nn.Module) -> Any:
+    """(out, in) of a layer that multiplies its last dim with a weight; None for any other."""
+    weight = layer.__dict__.get("_parameters", {}).get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    if isinstance(layer, nn.Linear):
+        return tuple(weight.shape)
+    return tuple(reversed(weight.shape)) if _is_transposed(layer) else None
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """A linear layer whose weight is (in, out): a convolution over one position, as transformers' older models have."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def _adapter(scale: float, dropout: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    def add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+        x = F.dropout(args[0], dropout, training=layer.training) if dropout else args[0]
+        return out + F.linear(F.linear(x, layer.lora_A), layer.lora_B) * scale  # type: ignore[arg-type]
+
+    return add
+
+
+def _shared_copy(module: nn.Module) -> nn.Module:
+    """The same structure with the same tensors."""
+    shared: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    for part in module.modules():
+        shared |= {id(x): x for x in vars(part).values() if isinstance(x, LazyTensor)}
+    return copy.deepcopy(module, shared)
+
+
+def _merged(values: Mapping[str, Tensor], path: str, scale: float, base: nn.Module) -> Tensor:
+    """The weight with its adapters in it, computed in at least float32."""
+    weight, a, b = (_global_value(values[f"{path}.{name}"]) for name in ("weight", "lora_A", "lora_B"))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    product = b.to(wide) @ a.to(wide) * scale
+    product = product.T if _is_transposed(base.get_submodule(path)) else product
+    return (weight.to(wide) + product).to(weight.dtype)
+
+
+def _global_value(x: Tensor) -> Tensor:
+    return x.full().detach() if isinstance(x, DTensor) else make(x.detach())

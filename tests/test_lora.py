@@ -1,0 +1,133 @@
+"""Low-rank adapters: against the layer written out, merged, on meshes; and peft's own models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colofunc as cf
+from colofunc.errors import InputError
+from colofunc.functional.lora import lora
+from colofunc.testing import check
+from colofunc.testing.models import Language, Mlp
+
+D = torch.float64
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
+
+
+def trained(model: cf.Model, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Parameters that are not zero."""
+    draw = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(p.shape, dtype=p.dtype, generator=draw) * 0.1 for n, p in model.params.items()}
+
+
+def test_adapters_are_the_only_parameters_and_start_as_nothing() -> None:
+    base = cf.functional(Language().double())
+    model = lora(base, where="*.qkv", rank=4)
+    assert list(model.params) == ["block.qkv.lora_A", "block.qkv.lora_B"]
+    assert model.params["block.qkv.lora_A"].shape == (4, 16) and model.params["block.qkv.lora_B"].shape == (48, 4)
+    assert model.frozen.keys() == base.params.keys()
+    assert torch.equal(model.apply(model.params, {}, tokens())[0], base.apply(base.params, {}, tokens())[0])
+    assert not any("lora" in n for n, _ in base.module.named_parameters())  # the user's module is as it was
+
+
+def test_an_adapter_is_a_low_rank_change_of_the_weight() -> None:
+    base = cf.functional(Mlp(16, 32).double())
+    model = lora(base, where=("fc1", "fc2"), rank=2, alpha=6)
+    params = trained(model)
+    changed = {n: p.clone() for n, p in base.params.items()}
+    for layer in ("fc1", "fc2"):
+        changed[f"{layer}.weight"] += 3 * params[f"{layer}.lora_B"] @ params[f"{layer}.lora_A"]
+    x = torch.randn(5, 16, dtype=D)
+    torch.testing.assert_close(model.apply(params, {}, x)[0], base.apply(changed, {}, x)[0])
+    made = model.to_module(params)
+    assert type(made) is Mlp and [n for n, _ in made.named_parameters()] == [n for n, _ in base.module.named_parameters()]
+    torch.testing.assert_close(made(x), model.apply(params, {}, x)[0])
+    assert torch.equal(base.module.fc1.weight, base.params["fc1.weight"])
+
+
+def test_training_on_a_mesh_is_training_on_one_device() -> None:
+    torch.manual_seed(0)
+    model = lora(cf.functional(Language().double()), where=("qkv", "*.up"), rank=4)
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=lambda out: (out**2).mean())
+    state["params"] = trained(model)
+    step = cf.shard(step_fn, cf.Mesh(dp=2, tp=2), {"*.up.weight": "(tp o) i"})
+    low = step.lower(state, tokens())
+    up = next(v for i in low.program.inputs if (v := low.program.values[i]).name == "frozen.block.up.weight")
+    assert up.role == "frozen" and up.layout is not None and "tp" in up.layout.axes
+    assert check(step, state, tokens(), steps=3).worst <= 1e-10
+
+
+def test_dropout_of_adapters_is_drawn_in_train_mode_only() -> None:
+    model = lora(cf.functional(Mlp().double()), where="fc1", dropout=0.5)
+    params, x = trained(model), torch.randn(5, 16, dtype=D)
+    assert not torch.equal(model.apply(params, {}, x)[0], model.apply(params, {}, x)[0])
+    model.eval()
+    assert torch.equal(model.apply(params, {}, x)[0], model.apply(params, {}, x)[0])
+
+
+def test_what_cannot_be_adapted() -> None:
+    model = cf.functional(Language())
+    with pytest.raises(InputError, match=r"where='\*.qvk' matches no linear layer; known: .*'block.qkv'"):
+        lora(model, where="*.qvk")
+    with pytest.raises(InputError, match="where='embed' matches no linear layer; 'embed' is a Embedding"):
+        lora(model, where="embed")
+    with pytest.raises(InputError, match=r"rank=0.*at least 1"):
+        lora(model, where="*.qkv", rank=0)
+    with pytest.raises(InputError, match=r"'block.qkv' has adapters already"):
+        lora(lora(model, where="*.qkv"), where="*.qkv")
+
+
+def test_a_second_call_adapts_other_layers_and_merges_both() -> None:
+    base = cf.functional(Mlp(16, 32).double())
+    first = lora(base, where="fc1", rank=2)
+    second = lora(first, where="fc2", rank=2)
+    assert list(second.params) == ["fc2.lora_A", "fc2.lora_B"] and "fc1.lora_A" in second.frozen
+    x = torch.randn(5, 16, dtype=D)
+    params = trained(second)
+    made = second.to_module(params)
+    assert type(made) is Mlp
+    torch.testing.assert_close(made(x), second.apply(params, {}, x)[0])
+
+
+def tiny(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2LMHeadModel(config).double()
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=32
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize(("kind", "where"), [("gpt2", "*.c_attn"), ("llama", "*.q_proj")])
+def test_transformers_layers(kind: str, where: str) -> None:
+    base = cf.functional(tiny(kind))
+    model = lora(base, where=where, rank=2).eval()
+    params, ids = trained(model), tokens()
+    out = model.apply(params, model.buffers, input_ids=ids)[0].logits
+    assert (out - base.eval().apply(base.params, base.buffers, input_ids=ids)[0].logits).abs().max() > 1e-4
+    torch.testing.assert_close(model.to_module(params)(input_ids=ids).logits, out)
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("gpt2", ["c_attn"]), ("llama", ["q_proj", "v_proj"])])
+def test_models_of_peft_train_with_their_base_sharded(kind: str, targets: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    wrapped: Any = peft.get_peft_model(tiny(kind), peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    model = cf.functional(wrapped.double().train())
+    assert model.params and all("lora_" in n for n in model.params) and len(model.frozen) > 10
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2))
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    frozen_over_all = lambda name, shape: "(dp tp a) ..." if name.startswith("frozen.") and shape[0] % 4 == 0 else None  # noqa: E731
+    step = cf.shard(step_fn, cf.Mesh(dp=2, tp=2), frozen_over_all)
+    low = step.lower(state, batch)
+    frozen = [v for i in low.program.inputs if (v := low.program.values[i]).role == "frozen"]
+    assert sum(v.nbytes for v in frozen) < 0.3 * sum(t.numel() * t.itemsize for t in model.frozen.values())
+    with cf.testing.float64():
+        assert check(step, state, batch, steps=2).worst <= 1e-10
