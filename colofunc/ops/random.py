@@ -20,7 +20,7 @@ Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import ceil, prod, sqrt
+from math import prod, sqrt
 from typing import Any
 
 import attrs
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.ops.define import define
-from colofunc.ops.seeds import GAMMA, MASK64, ROUNDS, mix_int, signed
+from colofunc.ops.masks import keep_tiles, mix_
+from colofunc.ops.seeds import GAMMA, MASK64, mix_int, signed
 
-aten = torch.ops.aten
 # Elements mixed at a time: two int64 buffers that stay in the second-level cache.
 TILE = 1 << 16
 Place = tuple[Sequence[int], Sequence[int], Tensor | None]  # (sizes, strides, offset)
@@ -120,25 +120,12 @@ def _index(
 # ---- bits ----
 
 
-def _mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
-    """SplitMix64's mix in place. Shifts of int64 are arithmetic, so the sign is masked off.
-
-    `top_only`: the last round leaves the top 31 bits as they are, so who reads no others can do without it.
-    """
-    for shift, factor in ROUNDS[:-1] if top_only else ROUNDS:
-        torch.bitwise_right_shift(z, shift, out=spare)
-        z.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
-        if factor is not None:
-            z.mul_(signed(factor))
-    return z
-
-
 def _key(seed: Tensor, site: int) -> Tensor | int:
     """The stream of a call site: mixed twice, so that neighbouring seeds and sites share nothing."""
     if seed.device.type == "cpu":
         return signed(mix_int(mix_int(int(seed) & MASK64) + (site + 1) * GAMMA & MASK64))
-    first = _mix_(seed.clone(), torch.empty_like(seed)).add_(signed((site + 1) * GAMMA))
-    return _mix_(first, torch.empty_like(first))
+    first = mix_(seed.clone(), torch.empty_like(seed)).add_(signed((site + 1) * GAMMA))
+    return mix_(first, torch.empty_like(first))
 
 
 def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -156,7 +143,7 @@ def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tu
             shape = (row.numel(), column.numel())
             z, spare = (b[: shape[0] * shape[1]].view(shape) for b in buffer)
             torch.add(row.unsqueeze(1) + signed(start * GAMMA), column, out=z)
-            yield slice(r, r + height), slice(c, c + width), _mix_(z, spare, top_only)
+            yield slice(r, r + height), slice(c, c + width), mix_(z, spare, top_only)
 
 
 def _filled(
@@ -181,14 +168,25 @@ def _top(bits: Tensor, count: int) -> Tensor:
     return bits.bitwise_right_shift_(64 - count).bitwise_and_((1 << count) - 1)
 
 
-def threshold(p: float) -> int:
-    """Bits, read as int64, are below this with probability p (to 2^-31: it is decided by the top 31 bits)."""
-    return (min(max(ceil(p * 2.0**31), 0), 1 << 31) << 33) - (1 << 63)
+def _runs(index: Index) -> tuple[Tensor, Tensor | int]:
+    """(rows, columns) for `keep_tiles`: the number of columns where they are consecutive."""
+    if index.stride is not None:
+        if index.stride == 1 or index.count == 1:
+            return index.rows, index.count
+        return index.rows, torch.arange(index.count, device=index.rows.device) * index.stride
+    if index.columns.device.type == "cpu" and index.count:
+        first = index.columns[0]
+        if torch.equal(index.columns, torch.arange(index.count) + first):
+            return index.rows + first, index.count
+    return index.rows, index.columns
 
 
-def _below(bits: Tensor, p: float) -> Tensor:
-    # p = 1 would need 2^63, which is no int64.
-    return torch.ones_like(bits, dtype=torch.bool) if p >= 1.0 else bits < threshold(p)
+def _keep(index: Index, q: float, seed: Tensor, site: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    """(rows, columns) with ones where a draw of probability q says yes."""
+    out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
+    for r, c, keep in keep_tiles(*_runs(index), q, _key(seed, site), dtype):
+        out[r, c] = keep
+    return out
 
 
 # ---- operators ----
@@ -241,7 +239,8 @@ def _random_bernoulli(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), lambda bits: _below(bits, p), top_only=True)
+    index = _index(shape, sizes, strides, offset, seed.device)
+    return _keep(index, p, seed, site, dtype).view(tuple(shape))
 
 
 def _dropout(
@@ -255,9 +254,17 @@ def _dropout(
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
-    place = (sizes, strides, offset)
-    keep = _filled(seed, site, x.shape, torch.bool, place, lambda bits: _below(bits, 1.0 - p), top_only=True)
-    return aten.native_dropout_backward(x, keep, 1.0 / (1.0 - p))
+    index = _index(x.shape, sizes, strides, offset, seed.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    flat, source = (t.view(index.rows.numel(), index.count) for t in (out, x.contiguous()))
+    for r, c, keep in keep_tiles(*_runs(index), 1.0 - p, _key(seed, site), x.dtype):
+        part = flat[r, c]
+        # Ones and zeros times x, then the factor, which half precision could not hold.
+        torch.mul(source[r, c], keep, out=part).mul_(1.0 / (1.0 - p))
+        if not isinstance(r, slice):
+            flat[r, c] = part
+    # Memory order is kept, as by an elementwise operator.
+    return out if x.is_contiguous() else torch.empty_like(x).copy_(out)
 
 
 def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor]) -> Tensor:
@@ -266,9 +273,7 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor]) -> Tens
     for d in dims[1:-1]:
         lead = (lead.unsqueeze(1) + d).flatten()
     index = Index(lead, dims[-1], dims[-1].numel())
-    out = torch.empty((lead.numel(), dims[-1].numel()), dtype=torch.bool, device=seed.device)
-    for r, c, bits in _tiles(index, seed, site, top_only=True):
-        out[r, c] = _below(bits, 1.0 - p)
+    out = _keep(index, 1.0 - p, seed, site)
     return out.view([d.numel() for d in dims])
 
 
