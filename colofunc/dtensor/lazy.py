@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from colofunc import compat
 from colofunc.dtensor.layout import Layout, is_major
 from colofunc.dtensor.parts import part
-from colofunc.errors import InputError
+from colofunc.errors import InputError, TraceError
 from colofunc.mesh import Mesh
 
 Box = tuple[slice, ...]
@@ -269,7 +269,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return LazyTensor(args[0].source, args[0])
     for schema, arg in zip(func._schema.arguments, args, strict=False):
         if schema.alias_info is not None and schema.alias_info.is_write and isinstance(arg, LazyTensor):
-            raise InputError(
+            raise TraceError(  # no TypeError: Python would make `x += 1` a new value
                 f"{func} writes to a lazy tensor of shape {tuple(arg.shape)}; make a new one (x = x * 2), or place it with step.init first"
             )
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
