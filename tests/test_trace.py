@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import colofunc as cf
 from colofunc.dtensor.rule import TensorType
 from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
@@ -750,3 +751,87 @@ def test_a_module_that_keeps_a_tensor_is_a_warning():
         trace(module, (torch.ones(3),))
     with pytest.raises(TraceError, match="a trace that has ended"):
         module.table + 1
+
+
+# ---- float arguments ----
+
+OPERANDS = {
+    "int": torch.tensor([1, 2, 3]),
+    "int32_0dim": torch.tensor(3, dtype=torch.int32),
+    "bool": torch.tensor([True, False]),
+    "float32_0dim": torch.tensor(1.7),
+    "bfloat16_0dim": torch.tensor(1.7, dtype=torch.bfloat16),
+    "float32": torch.tensor([0.3, 1.7]),
+    "bfloat16": torch.tensor([0.3, 1.7], dtype=torch.bfloat16),
+    "float64": torch.tensor([0.3, 1.7], dtype=f64),
+    "complex64_0dim": torch.tensor(1 + 2j),
+}
+WITH_A_FLOAT: dict[str, Callable[..., Any]] = {
+    "add": lambda x, a: x + a,
+    "radd": lambda x, a: a + x,
+    "mul": lambda x, a: x * a,
+    "sub": lambda x, a: a - x,
+    "div": lambda x, a: x / a,
+    "pow": lambda x, a: x**a,
+    "rpow": lambda x, a: a**x,
+    "less": lambda x, a: x < a,
+    "equal": lambda x, a: x == a,
+    "where": lambda x, a: torch.where(x != 0, x, a),
+    "where_number": lambda x, a: torch.where(x != 0, a, 0.0),
+    "arithmetic": lambda x, a: x * (2 * a + a * a),
+    "negative": lambda x, a: x * -a,
+    "two": lambda x, a: (x * a) * a,
+}
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("name", WITH_A_FLOAT)
+def test_a_float_promotes_as_python_does(name, operand):
+    fn, x = WITH_A_FLOAT[name], OPERANDS[operand]
+    if (name, operand) in (("sub", "bool"), ("less", "complex64_0dim")):
+        return  # torch refuses these
+    want = fn(x, 0.3)
+    traced = trace(fn, (x, 0.3))
+    (got,) = run_reference(traced.program, traced.pack((x, 0.3)))
+    assert got.dtype == want.dtype == traced.program.values[traced.program.outputs[0]].dtype
+    assert torch.equal(got, want)
+
+
+def test_a_float_in_place_and_in_a_gradient():
+    def step(x, n, a):
+        y = x.clone()
+        y.mul_(a)
+        y += n * a
+        return y.sum() * a, torch.autograd.grad(y.sum() * a, x)[0]
+
+    args = (torch.tensor([0.1, 0.7], requires_grad=True), torch.tensor([1, 2]), 0.3)
+    traced = trace(step, args)
+    for a, b in zip(run_reference(traced.program, traced.pack(args)), step(*args), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_tensor_in_place_of_a_float_is_another_signature():
+    assert signature((torch.ones(2), 0.5)) != signature((torch.ones(2), torch.tensor(0.5, dtype=f64)))
+
+
+def test_a_module_under_two_names_gets_its_own_tensors_back():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            self.b = nn.Sequential(self.a, nn.Linear(2, 2))
+            self.b[1].weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    module = Twice()
+    before = dict(module.named_parameters())
+    model = cf.functional(module)
+    x = torch.ones(1, 2)
+    params = {k: v + 1 for k, v in model.params.items()}
+    traced = trace(lambda p, x: model.apply(p, {}, x)[0], (params, x))
+    assert all(a is before[name] for name, a in module.named_parameters()) and set(params) == {"a.weight", "a.bias", "b.1.bias"}
+    (got,) = run_reference(traced.program, traced.pack((params, x)))
+    inner = F.linear(F.linear(x, params["a.weight"], params["a.bias"]), params["a.weight"], params["a.bias"])
+    close(got, F.linear(inner, params["a.weight"], params["b.1.bias"]))

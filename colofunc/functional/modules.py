@@ -66,9 +66,10 @@ class Model:
         warn_of_eval_mode(self.module)
         name_frozen(self.frozen)
         with watch_modules(self.module), policy.inside(self.module, held, [*self.frozen, *params]):
-            out = functional_call(self.module, held, args, kwargs)
+            placed = _everywhere(self.module, held)
+            out = functional_call(self.module, placed, args, kwargs, tie_weights=False)
         # A forward may also have put another tensor in a buffer's place.
-        return out, {name: held[name].detach() for name in copies}
+        return out, {name: placed[name].detach() for name in copies}
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
@@ -92,6 +93,21 @@ class Model:
         self._check_names(params, buffers)
         values = {**self.frozen, **params, **buffers}
         return filled(self.module, values) if self.merge is None else self.merge(values)
+
+
+def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
+    """`held` under one name for each place: a weight of two modules has two, a module under two names has one.
+
+    Torch's own tying swaps the tensors of a shared module twice, and leaves in the module what was swapped in.
+    """
+    placed, first = dict(held), {}
+    for prefix, part in module.named_modules():
+        for own in (part.named_parameters, part.named_buffers):
+            for name, tensor in own(prefix, recurse=False, remove_duplicate=False):
+                canonical = first.setdefault(id(tensor), name)
+                if canonical in held:
+                    placed[name] = held[canonical]
+    return placed
 
 
 def filled(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:

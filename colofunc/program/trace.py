@@ -115,6 +115,7 @@ def _observe(
     fakes, storages = _make_inputs(rec, leaves, tree.names())
     for storage, leaf in zip(storages, tree.leaves(), strict=True):
         storage.number = leaf.type is float
+        rec.numbers |= storage.number
     seed = _make_input(rec, torch.empty((), dtype=torch.int64, device="meta"), "seed", role="seed")[0]
     host_state = _host_random_state()
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]

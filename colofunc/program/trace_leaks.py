@@ -71,10 +71,10 @@ def _of_dict(holder: dict[Any, Any], key: Any) -> tuple[str, bool]:
             return f"attribute {key!r} of a module {type(owner).__name__}", True
         if getattr(owner, "__dict__", None) is holder:
             return f"attribute {key!r} of a {type(owner).__name__}", False
-        if isinstance(owner, dict):  # module.__dict__["_buffers"]
+        if isinstance(owner, dict) and (owner.get("_buffers") is holder or owner.get("_parameters") is holder):
             above = [o for o in gc.get_referrers(owner) if isinstance(o, torch.nn.Module)]
-            if above and owner.get("_buffers") is holder:
-                return f"buffer {key!r} of a module {type(above[0]).__name__}", True
+            if above:
+                return f"{key!r} of a module {type(above[0]).__name__}", True
     return f"a dict, under {key!r}", False
 
 

@@ -29,6 +29,7 @@ from colofunc.program import trace_views
 from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.trace_infer import Meta, Results, TraceTensor, remembered
 from colofunc.program.trace_meta import Whereabouts, user_line
+from colofunc.program.trace_numbers import as_numbers, promotes
 
 # One symbolic device in the trace: where a tensor lives and how it is copied there is decided by the lowering.
 PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})
@@ -91,6 +92,7 @@ class Recorder(compat.TorchDispatchMode):
         self.real: dict[int, torch.Tensor] = {}  # values known for real: captured tensors, evaluated constants
         self.captured: dict[int, tuple[torch.Tensor, Cell]] = {}  # id(real) -> (real, cell), keeps it alive
         self.constants: dict[int, torch.Tensor] = {}
+        self.numbers = False  # whether some input stands for a Python float
         self.made: list[weakref.ref[torch.Tensor]] = []  # every traced tensor: what outlives the trace has leaked
         self._handler_of = handler_of
         self._handlers: dict[Any, Callable[..., Any]] = {}
@@ -103,6 +105,8 @@ class Recorder(compat.TorchDispatchMode):
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._handler_of(func)
+        if self.numbers and promotes(func):
+            return as_numbers(self, handler, func, args, kwargs or {})
         return handler(self, func, args, kwargs or {})
 
     # ---- values ----

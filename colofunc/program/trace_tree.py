@@ -56,7 +56,7 @@ class Tree:
     def key(self) -> tuple[Any, ...]:
         """Hashable structure and static leaves, without names of container types that cannot be hashed."""
         if self.kind == "tensor":
-            return ("tensor", self.name)
+            return ("tensor", self.name, self.type is float)  # a float promotes otherwise than a tensor
         if self.kind == "static":
             return ("static", self.name, type(self.value).__name__, _hashable(self.value))
         return (self.kind, self.type, self.keys, tuple(child.key() for child in self.children))
@@ -87,7 +87,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     if obj is None or (isinstance(obj, (bool, int, str)) and not isinstance(obj, np.generic)):
         return Tree("static", name, value=obj)
     if isinstance(obj, (float, np.floating)):
-        # A 0-dim float64 takes part in type promotion as a Python float does and loses no digit.
+        # A 0-dim float64 loses no digit; that it promotes as a Python float does is seen to by the trace (`trace_numbers`).
         leaves.append(torch.tensor(float(obj), dtype=torch.float64))
         return Tree("tensor", name, type=float)
     if isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc":
