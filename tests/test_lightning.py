@@ -100,9 +100,10 @@ def test_sgd_with_momentum(tmp_path: Path) -> None:
     pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), cf.Mesh(dp=2), tmp_path, max_epochs=1)
 
 
-def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Tiny, lambda: Tiny(torch.optim.SGD, momentum=0.9, dampening=0.2)], ids=["adamw", "sgd"])
+def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    whole, first, again, plain = (Tiny() for _ in range(4))
+    whole, first, again, plain = (make() for _ in range(4))
     for module in (first, again, plain):
         module.load_state_dict(whole.state_dict())
     fit(whole, "auto", tmp_path, max_epochs=3)
@@ -204,3 +205,32 @@ def test_a_configured_chain(tmp_path: Path) -> None:
     assert mine.seen == pytest.approx(theirs.seen, rel=1e-10)
     with pytest.raises(cf.InputError, match=r"the chain clips to 0\.3"):
         fit(Tiny(), ColofuncStrategy(chain={"mesh": {"dp": 2}, "clip": 0.3}), tmp_path, gradient_clip_val=1.0)
+
+
+def on_a_rank(path: str) -> list[float]:
+    module = Tiny()
+    module.load_state_dict(torch.load(f"{path}/start.pt"))
+    trainer = fit(module, ColofuncStrategy(mesh=cf.Mesh(dp=2)), Path(path), max_epochs=1)
+    trainer.save_checkpoint(f"{path}/end.ckpt")
+    assert len(trainer.strategy.loop.state["params"]["net.3.bias"].parts) == 1  # this rank's only
+    return module.seen
+
+
+@pytest.mark.dist
+def test_on_real_ranks(tmp_path: Path) -> None:
+    start = Tiny()
+    torch.save(start.state_dict(), tmp_path / "start.pt")
+    ranks = cf.launch(on_a_rank, 2, str(tmp_path))
+    fit(start, "auto", tmp_path, max_epochs=1)
+    assert ranks[0] == ranks[1] == pytest.approx(start.seen, rel=1e-10)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]
+    for name, value in start.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_the_pages_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "integrations.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page.split("```py\n")[1].split("```")[0], names)
+    assert float(names["trainer"].callback_metrics["loss"]) < 5

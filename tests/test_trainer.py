@@ -159,3 +159,12 @@ def test_deepspeed_and_fsdp_clash(tmp_path: Path) -> None:
         setattr(args, name, "on")  # with the packages, their own checks of their options come first
         with pytest.raises(cf.InputError, match=rf"TrainingArguments\({name}='on'\) clashes .* Try: drop it"):
             ColofuncTrainer(gpt2(), args, mesh=cf.Mesh(dp=2))
+
+
+def test_the_pages_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "integrations.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page.split("```py\n")[2].split("```")[0], names)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_embd == 32
+    assert names["trainer"].state.global_step == 4

@@ -120,9 +120,8 @@ class Loop:
         given = {**numbers, "lr": rates, "divisor": float(divisor)}
         if self.state is None:
             # Planned for an update, also where the first call is none, so that the optimizer's state is considered.
-            self.state = self.update.init(self._read(), batch, given)
-        if not update and "grads" not in self.state:
-            self.state = {**self.state, "grads": {n: torch.zeros_like(p) for n, p in self.state["params"].items()}}
+            self.state = self.update.init(_holding(self._read(), not update), batch, given)
+        self.state = _holding(self.state, not update)
         self.state, seen = (self.update if update else self.accumulate)(self.state, batch, given)
         self.written = False
         found: dict[str, Any] = plain(seen)
@@ -178,6 +177,13 @@ class Loop:
                     f"option {changed!r} of parameter group {k} changed from {options[changed]!r} to {group[changed]!r} while training; "
                     "only the learning rate may change. Try: a scheduler that leaves it alone (cycle_momentum=False)"
                 )
+
+
+def _holding(state: dict[str, Any], accumulates: bool) -> dict[str, Any]:
+    """The state with gradients of zero, if it is to add some up and has none."""
+    if not accumulates or "grads" in state:
+        return state
+    return {**state, "grads": {name: torch.zeros_like(p) for name, p in state["params"].items()}}
 
 
 def _names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

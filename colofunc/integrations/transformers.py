@@ -51,7 +51,7 @@ class ColofuncTrainer(Trainer):
         self._staging = (mesh, plans, chain)
         self._loop: Loop | None = None
         self._norm: Tensor | None = None
-        self._evaluation: dict[bool, tuple[Model, Staged]] = {}
+        self._evaluation: dict[Any, tuple[Model, Staged]] = {}
         super().__init__(*args, **kwargs)
 
     # ---- training ----
@@ -104,6 +104,7 @@ class ColofuncTrainer(Trainer):
                     "update; here both are one program. Try: on_step_end"
                 )
         self._stopped()
+        self._evaluation.clear()
         result = super()._inner_training_loop(*args, **kwargs)
         self.sync()
         return result
@@ -126,18 +127,18 @@ class ColofuncTrainer(Trainer):
         self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """The Trainer's own `prediction_step`, traced, on the parameters where they lie."""
-        if prediction_loss_only not in self._evaluation:
-            self._evaluation[prediction_loss_only] = self._evaluator(prediction_loss_only, ignore_keys)
-        parts, step = self._evaluation[prediction_loss_only]
         state = self._loop.state if self._loop is not None and self.is_in_train else None
+        key = (prediction_loss_only, tuple(ignore_keys or ()), state is None)
+        if key not in self._evaluation:
+            self._evaluation[key] = self._evaluator(prediction_loss_only, ignore_keys, state)
+        parts, step = self._evaluation[key]
         if state is None:
             return plain(step((parts.params, parts.buffers), dict(inputs)))
         params, buffers = ({f"module.{name}": value for name, value in state[key].items()} for key in ("params", "buffers"))
         return plain(step((params, buffers), dict(inputs)))
 
-    def _evaluator(self, loss_only: bool, ignore_keys: list[str] | None) -> tuple[Model, Staged]:
-        trained = {name for names in self._loop.groups for name in names} if self._loop is not None else None
-        model = model_of(self.model, trained)
+    def _evaluator(self, loss_only: bool, ignore_keys: list[str] | None, state: Any) -> tuple[Model, Staged]:
+        model = model_of(self.model, None if state is None else set(state["params"]))
         predict: Callable[..., Any] = super().prediction_step
 
         def run(module: nn.Module, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
@@ -159,6 +160,10 @@ class ColofuncTrainer(Trainer):
         if self._loop is not None:
             self._loop.write_optimizer()
         super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._loop = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
