@@ -54,9 +54,8 @@ class RowSampler:
     def __iter__(self) -> Iterator[list[Any]]:
         batches = iter(self.inner)
         deque(islice(batches, self.skip), maxlen=0)
-        for k, batch in enumerate(batches):
-            if k == 0:
-                self.on_first()
+        self.on_first()  # also where none is left of the epoch
+        for batch in batches:
             indices = list(batch)
             n = len(indices)
             cut = (range(n), n) if self.cut is None else self.cut(n)
