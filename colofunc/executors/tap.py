@@ -33,15 +33,6 @@ def values_tap(look: Callable[[int, tuple[Lanes, ...]], None]) -> Tap:
     return tap
 
 
-def clock_tap(mark: Callable[[int], None]) -> Tap:
-    """A tap that says when a node has ended."""
-
-    def tap(writer: Writer, index: int, node: Node) -> None:
-        writer.line(f"{writer.bind(mark, 'mark')}({index})")
-
-    return tap
-
-
 def everyones(lanes: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
     """Every rank's tensor in rank order: the lanes themselves, or gathered where each rank has a process of its own."""
     if len(lanes) == ranks:

@@ -23,6 +23,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
 from colofunc.program.trace_tree import Tree, flatten, unflatten
@@ -30,6 +31,7 @@ from colofunc.transforms.agree import equal_leaves, main_seed, watch_of
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
+from colofunc.transforms.profile import profile
 from colofunc.transforms.staged import Staged
 
 Leaf = torch.Tensor
@@ -113,6 +115,9 @@ class StepCompiler:
 
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Compared:
         return compare(self.lower(staged, args), args, staged.reference, tolerance)
+
+    def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Profile:
+        return profile(self.lower(staged, args), args, path, steps)
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)

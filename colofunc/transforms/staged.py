@@ -32,7 +32,7 @@ class Intent:
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
     `last`: makes, from the trace and the registry, a rewrite of one rank's program that runs after all others.
-    `constrain`: from the traced program, what the planner may not decide otherwise.
+    `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -43,7 +43,7 @@ class Intent:
     clashes: Mapping[str, str] = attrs.field(factory=dict)
     local: Callable[[Any, Any], Any] | None = None
     last: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None
-    constrain: Callable[[Any], Any] | None = None
+    constrain: Callable[[Any, Any, Any], Any] | None = None
 
 
 class Compiler(Protocol):
@@ -53,6 +53,7 @@ class Compiler(Protocol):
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Any: ...
+    def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Any: ...
 
 
 @attrs.frozen(eq=False)
@@ -89,6 +90,10 @@ class Staged:
     def compare(self, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Any:
         """The first value that this step computes differently from its function on one device; see `low.compare`."""
         return self.compiler.compare(self, self.arguments(args, kwargs), tolerance)
+
+    def profile(self, path: Any, *args: Any, steps: int = 3, **kwargs: Any) -> Any:
+        """Time a few steps on copies of the arguments: a Chrome trace at `path`, and a `Profile` with `.table()`."""
+        return self.compiler.profile(self, self.arguments(args, kwargs), path, steps)
 
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled"."""

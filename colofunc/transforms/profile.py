@@ -1,0 +1,70 @@
+"""step.profile: run a lowered step a few times with a clock behind every node; see `colofunc.executors.profile`.
+
+The state is not consumed: the steps run on copies of it, on the same batch, with one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colofunc.errors import InputError
+from colofunc.executors.profile import Clock, Profile, of_all_ranks, seconds_of, timings, write_trace
+from colofunc.mesh.cost import rate
+from colofunc.ops.debug import quiet
+from colofunc.program.cost import node_work
+from colofunc.transforms.observe import arguments_of
+
+if TYPE_CHECKING:
+    from colofunc.transforms.lowered import Lowered
+
+
+def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], steps: int = 3) -> Profile:
+    """Measure `steps` steps, write a Chrome trace to `path` (rank 0), return the figures. Collective on real ranks."""
+    if steps < 1:
+        raise InputError(f"profile: {steps} steps; measure at least 1")
+    if not Path(path).resolve().parent.is_dir():
+        raise InputError(f"profile: there is no folder {Path(path).resolve().parent} to write {Path(path).name} to; make it first")
+    arguments = arguments_of(low, args)
+    inputs = arguments.copies(range(len(arguments.shards)))
+    device = inputs[0][0].device if inputs else torch.device("cpu")
+    backend, clock = arguments.backend, Clock(device)
+    bare = backend.observe(backend.order(low.program), low.mesh, lambda writer, index, node: None)
+    clocked = backend.observe(backend.order(low.program), low.mesh, clock)
+    with torch.no_grad(), quiet():
+        bare(inputs), clocked(inputs)  # compiled and warm from here on
+        plain_s, clocked_s, seen = [], [], []
+        for _ in range(steps):
+            plain_s.append(seconds_of(lambda: bare(inputs), device))
+            clocked_s.append(seconds_of(lambda: seen.append(clock.one_step(lambda: clocked(inputs))), device))
+    everyone = of_all_ranks(timings(clock.nodes, seen)) if backend.watch is not None else [timings(clock.nodes, seen)]
+    lengths_s = [max((start + took for _, start, took in one), default=0.0) for one in seen]
+    overhead = sum(clocked_s) / sum(plain_s) - 1.0
+    found = _figures(low, everyone, (sum(plain_s) / steps, sum(lengths_s) / steps, overhead), steps, backend.watch is None)
+    if backend.watch is None or backend.watch.rank == 0:
+        words = "all ranks, simulated in one process: times are of the simulation" if found.simulated and found.ranks > 1 else "one device"
+        write_trace(path, everyone, lengths_s, words)
+    return found
+
+
+def _figures(low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float, float], steps: int, here: bool) -> Profile:
+    flops = ideal_s = 0.0
+    for node in low.global_program.nodes:
+        work, _, dtype = node_work(node, low.global_program.values, low.registry.rule)
+        flops += work
+        ideal_s += work / rate(low.mesh.topology, dtype)
+    cost, topology, simulated = low.cost(), low.mesh.topology, here and low.mesh.size > 1
+    ideal_s /= low.mesh.size
+    known = topology.name != "ideal" and not simulated
+    why = "the mesh is simulated" if simulated else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
+    exposed = tuple(sum(node.mean_s for node in nodes if node.communication) for nodes in everyone)
+    return Profile(
+        simulated, low.mesh.size, steps, *seconds, flops, ideal_s, f"of topology {topology.name!r}" if known else why,
+        ideal_s / seconds[0] if known else None, exposed, everyone[0], dict(cost.bytes), dict(cost.calls),
+    )  # fmt: skip
+
+
