@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -40,3 +42,36 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "Megatron column/row" in capsys.readouterr().out
     assert module.checked.leaves > 10 and module.checked.worst < 1e-10
     assert abs(float(module.sharded_loss) - float(module.loss)) < 1e-5
+
+
+@pytest.fixture
+def tiny_lm(tmp_path: Path) -> tuple[str, ...]:
+    """Arguments of finetune_lm.py for a small GPT-2 (with dropout) in a folder and a text."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, n_positions=32, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text())
+    sizes = "--length 32 --batch 4 --lr 1e-3 --steps 8 --save-every 1"
+    return ("--model", str(tmp_path / "model"), "--data", str(tmp_path / "*.txt"), *sizes.split())
+
+
+def test_a_fine_tuning_that_is_killed_goes_on_bit_for_bit(tiny_lm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = script("finetune_lm", monkeypatch).main
+    whole = main([*tiny_lm, "--out", str(tmp_path / "whole")])
+    command = [sys.executable, str(EXAMPLES / "finetune_lm.py"), *tiny_lm, "--out", str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout:
+            if line.startswith("step 4"):
+                run.kill()
+                break
+    assert run.wait() == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
+    rest = main([*tiny_lm, "--out", str(tmp_path / "killed")])
+    assert 2 <= len(rest) < 8 and rest == whole[-len(rest) :]
+    a, b = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed"))
+    assert a == b
+    from_pretrained = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    ids = torch.tensor([list((tmp_path / "text.txt").read_bytes()[:32])])
+    with torch.no_grad():
+        before, after = (from_pretrained(folder).eval()(ids, labels=ids).loss for folder in (tiny_lm[1], tmp_path / "whole" / "model"))
+    assert after < before - 0.1
