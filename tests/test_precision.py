@@ -242,6 +242,34 @@ def test_frozen_weights_are_cast_and_tables_are_not() -> None:
     assert seen == {"frozen": BF16, "table": F32}
 
 
+class Mixing(nn.Module):
+    """Inputs in float32 that meet narrow weights where torch wants one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate = nn.Conv1d(8, 4, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = x[:, None]
+        weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        share = torch.zeros(x.shape[0], 1, 4).scatter(-1, chosen, weight)
+        return share[:, 0] + self.conv(x.mT)[..., 0]
+
+
+def test_inputs_follow_the_weights_where_torch_wants_one_dtype() -> None:
+    step_fn, state = training(Mixing())
+    cf.testing.check(cf.precision(cf.shard(step_fn, IDEAL), "bf16"), state, batch(), tolerance=2e-2)
+
+
+def test_recurrent_modules_which_check_dtypes_themselves_get_narrow_inputs() -> None:
+    model = cf.functional(nn.GRU(8, 4))
+    loss = cf.precision(lambda p, x: cf.value_and_grad(lambda p: model.apply(p, {}, x)[0][0].square().mean())(p), "bf16")
+    value, grads = loss.reference(model.params, torch.ones(3, 2, 8))
+    want, _ = cf.value_and_grad(lambda p: model.apply(p, {}, torch.ones(3, 2, 8))[0][0].square().mean())(model.params)
+    torch.testing.assert_close(value, want, rtol=2e-2, atol=1e-3)
+    assert {g.dtype for g in grads.values()} == {F32}
+
+
 # ---- every way to differentiate ----
 
 

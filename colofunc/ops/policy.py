@@ -10,9 +10,10 @@ gradient comes back in the leaf's own dtype through the cast.
         (x @ w).dtype                                        # bfloat16; x follows, whatever float it is
         torch.autograd.grad((x @ w).sum(), w)[0].dtype       # float32
 
-Everything else keeps the dtype that the code gives it, with three exceptions: where torch refuses two dtypes
-(`FOLLOW`), the wider operand follows the compute dtype; a norm whose operands differ runs in the wider one, and batch
-norm in that of its statistics; losses (`F.cross_entropy` and its kin) are computed in float32 at least, as autocast has it.
+Everything else keeps the dtype that the code gives it, with four exceptions: where torch refuses two dtypes (`FOLLOW`),
+the wider operand follows the compute dtype; a norm whose operands differ runs in the wider one, and batch norm in that
+of its statistics; what is written into a tensor takes that tensor's dtype; losses (`F.cross_entropy` and its kin) are
+computed in float32 at least, as autocast has it.
 
 With a loss scale, what is differentiated is multiplied by it and the gradients are divided by it again, before anyone
 sees them; `finite` collects, per backward pass, whether all of them are finite.
@@ -105,6 +106,10 @@ FOLLOW = frozenset(
 )
 NORMS = frozenset("layer_norm group_norm rms_norm".split())
 STATISTICS = frozenset("batch_norm instance_norm".split())
+WRITES = frozenset(
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_put "
+    "index_put_ index_reduce index_reduce_ masked_scatter masked_scatter_ __setitem__".split()
+)
 LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
 # Functions for which a leaf is looked up in a table or multiplied in: a leaf is cast here even after its backward pass.
 _COMPUTES = FOLLOW | NORMS | STATISTICS | frozenset(("embedding", "embedding_bag"))
@@ -235,10 +240,12 @@ class Mixed(TorchFunctionMode):
             self._paused = before
 
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
-        """Casts at the door of a module whose override differs from what surrounds it."""
-        inner = self.policy.override(path) if path else None
+        """Casts at the door of a module whose override differs from what surrounds it, or that checks dtypes itself."""
         outer = self.policy.override(path.rpartition(".")[0]) or self.policy.compute
-        if inner is None or inner == outer:
+        inner = self.policy.override(path) if path else None
+        if inner is None and isinstance(module, nn.RNNBase):
+            inner = outer
+        elif inner is None or inner == outer:
             return []
 
         def enter(mod: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -341,6 +348,13 @@ def _statistics(policy: Policy, args: Any, kwargs: Any) -> Any:
     return tuple(cast.get(named[i], a) if i < 5 else a for i, a in enumerate(args)), {k: cast.get(k, v) for k, v in kwargs.items()}
 
 
+def _into(policy: Policy, args: Any, kwargs: Any) -> Any:
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return args, kwargs
+    dtype = args[0].dtype
+    return (args[0], *_map(lambda t: _to(t, dtype), args[1:])), _map(lambda t: _to(t, dtype), kwargs)
+
+
 def _widen_loss(policy: Policy, args: Any, kwargs: Any) -> Any:
     return _map(lambda t: _to(t, torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t, (args, kwargs))
 
@@ -349,5 +363,6 @@ _RULES: dict[str, Callable[[Policy, Any, Any], Any]] = {
     **dict.fromkeys(FOLLOW, _follow),
     **dict.fromkeys(NORMS, _widest),
     **dict.fromkeys(STATISTICS, _statistics),
+    **dict.fromkeys(WRITES, _into),
     **dict.fromkeys(LOSSES, _widen_loss),
 }
