@@ -12,6 +12,7 @@ import colofunc as cf
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
 from colofunc.testing import models
+from colofunc.transforms.compare import bounds_of
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 MESHES = [cf.Mesh(tp=2, topology="ideal"), MESH]
@@ -82,6 +83,27 @@ def test_a_training_step_with_dropout_compares_and_consumes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), position)
     assert all(torch.equal(v.full(), before[k]) for k, v in state["params"].items())
     step(state, batch)  # nothing was consumed
+
+
+@pytest.mark.parametrize("change", [lambda s: cf.accumulate(s, microbatches=2), lambda s: cf.precision(s, "bf16")])
+def test_chains_compare_on_their_placed_state(change: Any) -> None:
+    torch.manual_seed(0)
+    loss = lambda out, batch: (out**2).mean()  # noqa: E731
+    opt = cf.adapt(torch.optim.SGD, lr=1e-2)
+    step_fn, state = cf.train_step(cf.functional(models.Mlp()), opt, loss=loss, inputs=lambda batch: ((batch,), {}))
+    step, batch = change(cf.shard(step_fn, MESH)), torch.randn(8, 16)
+    found = step.compare(step.init(state, batch), batch)
+    assert found.equal and found.values > 30
+
+
+def test_what_went_through_bfloat16_is_compared_as_such() -> None:
+    low = cf.shard(lambda x, y: ((x.bfloat16() * 3).double(), x + y, (x > 0).bfloat16() @ y.bfloat16()), MESH).lower(
+        torch.ones(4, 4, dtype=torch.float64), torch.ones(4, 4, dtype=torch.float64)
+    )
+    bounds = bounds_of(low.global_program, None)
+    assert [bounds[o] for o in low.global_program.outputs] == [2e-2, 1e-10, 2e-2]
+    assert {bounds[i] for i in low.global_program.inputs} == {1e-10}
+    assert set(bounds_of(low.global_program, 0.5).values()) == {0.5}
 
 
 # ---- injected faults ----

@@ -107,6 +107,14 @@ def test_in_a_gradient_by_torch_func(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "tapped [3.0, 8.0]\ny 11.0\n"
 
 
+def test_over_microbatches_it_is_still_the_global_value(capsys: pytest.CaptureFixture[str]) -> None:
+    state, x = arguments()
+    cf.accumulate(cf.shard(training(True), MESHES[0], in_specs=SPECS), microbatches=2)(state, x)
+    staged = capsys.readouterr().out
+    training(True)(state, x)
+    assert _rounded(staged) == _rounded(capsys.readouterr().out)
+
+
 def test_outside_of_a_step_a_dtensor_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     x = cf.distribute(torch.arange(4.0), "(dp b)", MESHES[0])
     cf.debug.print("{}", x)

@@ -32,8 +32,8 @@ from colofunc.ops.debug import quiet
 from colofunc.program.closeness import TOLERANCE, scaled_difference
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace_record import run_node
-from colofunc.program.trace_tree import flatten
-from colofunc.transforms.observe import Arguments, Plain, arguments_of, history, name_of, plain_program, table_text
+from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.transforms.observe import Arguments, Plain, arguments_of, history, name_of, plain_program, table_text, whole
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
@@ -104,8 +104,7 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     """
     arguments = arguments_of(low, args)
     plain = plain_program(low, arguments.backend)
-    whole = arguments.whole()
-    reference = Reference(low.global_program, whole, Counter(plain.owners.values()))
+    reference = Reference(low.global_program, arguments.whole(), Counter(plain.owners.values()))
     look = _Look(low, plain, reference, tolerance)
     with torch.no_grad(), quiet():
         look.inputs(arguments)
@@ -157,7 +156,8 @@ class _Look:
     """Called behind every node of the local program; collects what differs."""
 
     def __init__(self, low: Lowered, plain: Plain, reference: Reference, tolerance: float | None) -> None:
-        self.low, self.plain, self.reference, self.tolerance = low, plain, reference, tolerance
+        self.low, self.plain, self.reference = low, plain, reference
+        self.bounds = bounds_of(low.global_program, tolerance)
         self.makers = low.global_program.producers()
         self.local_makers = plain.program.producers()
         self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
@@ -181,7 +181,7 @@ class _Look:
         owner = self.plain.owners[mine]
         assert layout is not None, "a copy of a global value has a layout"
         expected = self.reference.take(owner)
-        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.tolerance)
+        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.bounds[owner])
         self.values += 1
         if not ranks:
             self.worst = max(self.worst, worst)
@@ -206,7 +206,7 @@ class _Look:
         low = self.low
         outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
         for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
-            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.tolerance)
+            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.bounds[owner])
             self.values += 1
             if ranks:
                 why = "the passes after lowering (order, buckets, fusion, updates in place): the program before them gives the right value"
@@ -214,23 +214,34 @@ class _Look:
 
     def function(self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None) -> None:
         """The mesh computes the global program: does that compute the function?"""
-        with canonical.single_device(seed), quiet():
-            leaves, _ = flatten(fn(*args))
+        mine, tree = flatten(args)
+        with canonical.single_device(seed), quiet(), torch.enable_grad():
+            leaves, _ = flatten(fn(*unflatten(tree, [whole(x).requires_grad_(x.requires_grad) for x in mine])))
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
-            worst = scaled_difference(want, got.detach().cpu())
-            if not worst <= self._bound(want.dtype):
+            worst = _distance(want, got.detach())
+            if not worst <= self.bounds[owner]:
                 why = "tracing or simplifying: the traced program itself gives another value than the function"
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
 
-    def _bound(self, dtype: torch.dtype) -> float:
-        return self.tolerance if self.tolerance is not None else TOLERANCE.get(dtype, 0.0)
+
+def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
+    """How far each value may be off: as its dtype allows, or the coarsest dtype that it was computed through."""
+    bounds = {i: TOLERANCE.get(program.values[i].dtype, 0.0) for i in program.inputs}
+    through = dict.fromkeys(program.inputs, 0.0)  # inputs are exact
+    for node in program.nodes:
+        coarsest = max((through[r] for r in node.refs), default=0.0)
+        for o in node.outs:
+            if o is not None:
+                exact = not (program.values[o].dtype.is_floating_point or program.values[o].dtype.is_complex)
+                through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
+                bounds[o] = 0.0 if exact else through[o]
+    return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
 
 
 def differing(
-    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, tolerance: float | None = None
+    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, bound: float
 ) -> tuple[float, tuple[int, ...]]:
-    """(largest scaled difference, ranks of the copies that are beyond tolerance; () if all are within)."""
-    bound = tolerance if tolerance is not None else TOLERANCE.get(expected.dtype, 0.0)
+    """(largest scaled difference, ranks of the copies that are beyond `bound`; () if all are within)."""
     worst = 0.0
     wrong: list[int] = []
     seen: dict[tuple[int, ...], float] = {}

@@ -86,8 +86,8 @@ class Arguments:
 
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
-        found = [_global_value(x) for x in self.leaves]
-        return [*found, *([] if self.seed is None else [self.seed]), *(_global_value(x) for x in self.hidden)]
+        found = [whole(x) for x in self.leaves]
+        return [*found, *([] if self.seed is None else [self.seed]), *(whole(x) for x in self.hidden)]
 
 
 def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
@@ -105,7 +105,8 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     return Arguments(backend, leaves, shards, seed, low.hidden)
 
 
-def _global_value(x: torch.Tensor) -> torch.Tensor:
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The global value on the CPU, a copy. Collective for a DTensor on real ranks."""
     return make(x.full() if isinstance(x, DTensor) else x).detach().cpu().clone()
 
 
