@@ -16,7 +16,7 @@ from colofunc.dtensor.spec import bind
 from colofunc.errors import InputError, TraceError
 from colofunc.executors.launch import launch
 from colofunc.functional.lazy import lazy
-from colofunc.functional.tape import FromTape
+from colofunc.functional.tape import FromTape, Tape
 from colofunc.testing import check
 from colofunc.testing.models import ConvNet, Language
 
@@ -184,6 +184,12 @@ def test_numbers_after_a_model_that_draws_later_do_not_repeat_its_own() -> None:
     assert not torch.isin(after, make(module.weight)).all()
 
 
+def test_a_large_tensor_is_not_drawn_while_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tape, "_throw_away", lambda *args: pytest.fail("numbers were drawn"))
+    module = lazy(lambda: nn.Embedding(1 << 20, 1 << 10))
+    assert module.weight.source.tape.put_off
+
+
 def test_making_leaves_the_generator_alone() -> None:
     module = lazy(lambda: nn.Linear(8, 8), draw=False)
     before = torch.get_rng_state()
@@ -305,6 +311,12 @@ def test_real_ranks_make_the_same_values() -> None:
     torch.manual_seed(7)
     want = Language(32, 16).double().embed.weight
     assert all(torch.equal(got, want) for got in launch(make_on_ranks, 2, 0))
+
+
+@pytest.mark.dist
+def test_ranks_that_would_make_other_values_are_told() -> None:
+    with pytest.raises(Exception, match=r"argument 'state.params.* must be equal on all ranks"):
+        launch(make_on_ranks, 2, 1)
 
 
 # ---- lazy tensors by themselves ----

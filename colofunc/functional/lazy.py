@@ -12,7 +12,7 @@ Anything that fills a tensor otherwise (from a file) gives it another source: se
 `make(t) -> Tensor`, `make_part(t, layout, mesh, rank)` and `lazy_tensor(shape, dtype, make, read)` are.
 
 Afterwards torch's generator stands where eager construction leaves it. That takes drawing the numbers and throwing them
-away; a model with more than `DRAWS` of them is not worth the wait, so its numbers are drawn when the first of its
+away; a model with more than `DRAWS` of them (or a quarter in one tensor) is not worth it, so its numbers are drawn when the first of its
 tensors is made, and the generator goes on from a seed that it drew itself: the model's values are the same either way.
 """
 
@@ -27,7 +27,7 @@ from colofunc.errors import InputError
 from colofunc.functional.tape import Recording, Tape
 
 M = TypeVar("M", bound=nn.Module)
-# So many random numbers are drawn while a lazy module is built; some seconds.
+# So many random numbers are drawn while a lazy module is built: some seconds, and at most 1 GiB in float32 at a time.
 DRAWS = 1 << 30
 
 
@@ -35,7 +35,7 @@ def lazy(build: Callable[[], M], draw: bool | None = None) -> M:
     """The module that `build()` returns, with tensors that are made when they are needed.
 
     draw: whether the generator is moved on now, so that code after this draws the numbers that it would draw after eager
-    construction. None: if the model draws at most `DRAWS` numbers.
+    construction. None: if the model draws at most `DRAWS` numbers, and at most a quarter of that for one tensor.
     """
     tape = Tape(limit={None: DRAWS, True: None, False: 0}[draw])
     with Recording(tape):

@@ -93,7 +93,7 @@ class FromTape:
 
 
 class Tape:
-    """Entries in order. `limit`: how many random numbers are drawn while recording, None for all."""
+    """Entries in order. `limit`: how many random numbers are drawn while recording (a quarter at once), None for all."""
 
     def __init__(self, limit: int | None) -> None:
         self.entries: list[Entry] = []
@@ -123,8 +123,9 @@ class Tape:
             self._throw_away(entry, len(self.entries) - 1)
             return
         if self._late is None:
-            self._drawn += sum(v.like.numel() for v in entry.written) + sum(like.numel() for _, _, like in entry.made)
-            if self._limit is not None and self._drawn > self._limit:
+            count = sum(v.like.numel() for v in entry.written) + sum(like.numel() for _, _, like in entry.made)
+            self._drawn += count
+            if self._limit is not None and (self._drawn > self._limit or count > self._limit // 4):
                 self._late = torch.get_rng_state()
             else:
                 entry.state = torch.get_rng_state()
