@@ -12,7 +12,7 @@ all ranks share stays an ordinary exception on each of them; one that only some 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -144,8 +144,8 @@ def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tens
             odd = [r for r, value in enumerate(column) if value != common]
             raise InputError(
                 f"argument {name!r} {tuple(leaves[k].shape)} is a plain tensor, so it is the global value and must be equal on "
-                f"all ranks, but ranks {odd} hold other numbers; seed all ranks alike, or enter each rank's own rows with "
-                f"cf.from_local(t, spec, mesh)"
+                f"all ranks, but ranks {odd} hold other numbers; seed all ranks alike, let cf.batches(loader, mesh, spec) read each "
+                f"rank's rows, or enter them with cf.from_local(t, spec, mesh)"
             )
 
 
@@ -153,6 +153,26 @@ def _sum_of(leaf: torch.Tensor) -> int:
     if isinstance(leaf, LazyTensor):
         return leaf.source.token()
     return 0 if isinstance(leaf, DTensor) or leaf.is_meta else checksum(leaf)
+
+
+def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int, torch.Tensor]) -> None:
+    """Raise InputError naming a captured tensor (by value id) that ranks hold with other numbers; collective."""
+    if watch is None or not captured:
+        return
+    sums = [0 if t.is_meta or isinstance(t, DTensor) else checksum(t) for t in captured.values()]
+    rows = [text.split(",") for text in watch.exchange("the captured tensors", ",".join(map(str, sums)), DEADLINE_S)]
+    for k, id in enumerate(captured):
+        column = [row[k] if k < len(row) else "" for row in rows]
+        if len(set(column)) > 1:
+            common = max(column, key=column.count)
+            value = program.values[id]
+            line = next((node.line for node in program.nodes if id in node.refs), "")
+            where = f" (used at {line})" if line else ""
+            raise InputError(
+                f"the step captures a tensor {value.name or ''}{value.shape}{where}, which counts as the global value, but ranks "
+                f"{[r for r, text in enumerate(column) if text != common]} hold other numbers; pass it as an argument, or make it "
+                "alike on all ranks"
+            )
 
 
 def checksum(x: torch.Tensor) -> int:
