@@ -23,13 +23,13 @@ from typing import Any, Protocol
 
 import torch
 
-from colofunc.errors import ProgramError
 from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
+from colofunc.executors.loops import only as only
+from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
-from colofunc.program.loop import gathered_at, last_uses
-from colofunc.program.reuse import FUNCTIONAL, functional, own_outputs
+from colofunc.program.reuse import FUNCTIONAL, functional
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 
@@ -81,8 +81,8 @@ class Writer:
         self._bound = dict(bound or {})
         self._node = -1
         self._splits = count()
-        self._loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
-        self._serial = 0
+        self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
+        self.serial = 0
         self.input_names = self._name_inputs(partition)
 
     # ---- pieces ----
@@ -114,10 +114,10 @@ class Writer:
 
     def stem(self, id: int) -> str:
         """What variables of value `id` are called; ids in the body of a loop are the body's own."""
-        return f"v{id}_in{self._serial}" if self._loops else f"v{id}"
+        return f"v{id}_in{self.serial}" if self.loops else f"v{id}"
 
     def line(self, text: str) -> None:
-        self.lines.append("    " * len(self._loops) + text)
+        self.lines.append("    " * len(self.loops) + text)
         self.origin.append(self._node)
 
     def literal(self, arg: Any, lane: int) -> str:
@@ -174,8 +174,8 @@ class Writer:
             elif node.target == DEBUG:
                 self.debug(node)
             elif node.loop is not None:
-                self.loop(node, node.loop)
-            elif self._loops and self._of_loop(node, kind[0]):
+                write_loop(self, node, node.loop)
+            elif self.loops and write_in_loop(self, node, kind[0]):
                 pass
             else:
                 self.wires.emit(self, node, *kind)
@@ -262,74 +262,6 @@ class Writer:
         for name, lane in self.assign(only(node), source):
             self.line(f"{name} = {rearrange_text(source[lane], steps)}")
 
-    # ---- loops ----
-
-    def loop(self, node: Node, loop: Loop) -> None:
-        """A Python loop over the trips; what its body gathers is gathered right behind the node that makes it."""
-        self._serial += 1
-        counter, outside = f"t{self._serial}", (self.program, self.where, self._serial)
-        results = [f"v{o}_all{self._serial}" for o in node.outs]
-        self.line(f"for {counter} in range({loop.trips}):")
-        self._loops.append((loop, counter))
-        self.program = loop.body
-        self.where = {into: outside[1][i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
-        gathered: dict[int, tuple[str, ...]] = {}
-        at, last, owned = gathered_at(loop.body), last_uses(loop.body), own_outputs(loop.body)
-        dying: dict[int, list[int]] = {}
-        for id, end in last.items():
-            if id not in loop.body.inputs:
-                dying.setdefault(end, []).append(id)
-        for k in at.get(-1, ()):
-            gathered[k] = self._gather(loop, k, results[k], owned)
-        for index, inner in enumerate(loop.body.nodes):
-            self.node(inner)
-            for k in at.get(index, ()):
-                gathered[k] = self._gather(loop, k, results[k], owned)
-            self.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
-        if not loop.body.nodes and not at:
-            self.line("pass")
-        self._loops.pop()
-        self.program, self.where, _ = outside
-        self.where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
-
-    def _gather(self, loop: Loop, k: int, stem: str, owned: set[int]) -> tuple[str, ...]:
-        """Lines that put output k of the body to what the trips before have given; its variables per lane."""
-        id, how, t = loop.body.outputs[k], loop.gathers[k], self._loops[-1][1]
-        source = self.where[id]
-        classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(source))}
-        for name, total in classes.items():
-            if how == "stack":
-                self.line(f"if {t} == 0: {total} = {self.bind(stack_of, 'stack_of')}({name}, {loop.trips})")
-                self.line(f"{total}[{t}] = {name}")
-                continue
-            first = name if k in owned else f"{name}.clone()"
-            more = f"{total}.add_({name})" if how == "sum" else f"{self.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
-            self.line(f"{total} = {first} if {t} == 0 else {more}")
-        return tuple(classes[name] for name in source)
-
-    def _of_loop(self, node: Node, kind: str) -> bool:
-        """Write a node about the axis of a loop around it; False if it is about another."""
-        if kind in ("rearrange", "wait"):
-            return False
-        axes = tuple(node.args[0] if kind == "axis_index" else node.args[1])
-        counter = next((t for loop, t in self._loops if (loop.axis,) == axes), None)
-        if counter is None:
-            return False
-        out = only(node)
-        if kind == "axis_index":
-            self.where[out] = (self.stem(out),) * self.lanes
-            self.line(f"{self.stem(out)} = {self.bind(torch.tensor, 'tensor')}({counter}, device={self.bind(self.device, 'device')})")
-            return True
-        source = self.where[node.refs[0]]
-        for name, lane in self.assign(out, source):
-            if kind == "take_shard":
-                self.line(f"{name} = {source[lane]}[{counter}]")
-            elif kind == "keep_first":
-                self.line(f"{name} = {source[lane]} if {counter} == 0 else {self.bind(torch.zeros_like, 'zeros_like')}({source[lane]})")
-            else:
-                raise ProgramError(f"{node.target} over {axes[0]} stands in the loop over it")
-        return True
-
     def debug(self, node: Node) -> None:
         """What `cf.debug` shows: one line for the main rank, or one per rank."""
         values, text, key, ranks = node.args
@@ -396,14 +328,6 @@ class StepFunction:
         return None
 
 
-_EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
-
-
-def stack_of(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Room for `n` tensors like x."""
-    return torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
-
-
 def flat_results(result: Any) -> tuple[Any, ...]:
     """The flat results of an operator: lists and tuples opened one level deep, as `Node.outs` numbers them."""
     if isinstance(result, (tuple, list)):
@@ -412,11 +336,3 @@ def flat_results(result: Any) -> tuple[Any, ...]:
             flat.extend(item) if isinstance(item, (tuple, list)) else flat.append(item)
         return tuple(flat)
     return (result,) if result is not None else ()
-
-
-def only(node: Node) -> int:
-    """The single value that a node defines."""
-    (out,) = node.outs
-    if out is None:
-        raise ProgramError(f"{node.target} defines no value")
-    return out

@@ -30,11 +30,12 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.program.facts import is_wire, kind_of, written
-from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, map_refs
+from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
 from colofunc.program.schedule import Memory
 from colofunc.program.time import is_reduction
 
 MIXING = ("error", "per-microbatch")
+LARGE_BYTES = 1 << 12  # what is made in each trip rather than held all the time
 # Roles of inputs that a microbatch's own values may be computed from twice, whatever that costs.
 _BATCH = frozenset({"batch", "constant", "seed"})
 _PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped")
@@ -125,6 +126,7 @@ class _Plan:
 
     def __init__(self, program: Program, axis: str) -> None:
         self.program = program
+        self.axis = axis
         self.varies: set[int] = set()
         self.level: dict[int, int] = {}
         self._dear: set[int] = set()  # values of a microbatch that are not to be computed twice
@@ -132,6 +134,7 @@ class _Plan:
         self.reductions: list[int] = []
         for index, node in enumerate(program.nodes):
             self._see(index, node, axis)
+        self._take_in()
         self.last = max((self.level[node.outs[0]] for node in self._reducing()), default=0) - 1  # type: ignore[index]
         self.loop_of: dict[int, int] = {}  # index of a reduction -> its loop
         self.loops: dict[int, set[int]] = {}  # index of another varying node -> the loops that compute it
@@ -156,6 +159,17 @@ class _Plan:
             mine = any(word in node.target for word in _PRODUCTS) or is_wire(node)
             if any(r in self._dear for r in node.refs) or (mine and not all(o in self._of_batch for o in outs)):
                 self._dear.update(outs)
+
+    def _take_in(self) -> None:
+        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip."""
+        outside: set[int] = set(self.program.outputs)
+        for index, node in enumerate(self.program.nodes):
+            if index in self.reductions or not any(o in self.varies for o in node.outs):
+                outside.update(node.refs)
+        for node in self.program.nodes:
+            large = sum(self.program.values[o].nbytes for o in node.outs if o is not None) > LARGE_BYTES
+            if large and not node.refs and not _kind(node) and not outside.intersection(o for o in node.outs if o is not None):
+                self.varies.update(o for o in node.outs if o is not None)
 
     def _due(self) -> None:
         """From the outputs back: when each value is needed, and so where each node runs."""
@@ -183,9 +197,9 @@ class _Plan:
                 if loops:
                     self.loops[index] = loops
                     need(node.refs, loops)
-            elif any(o in due for o in outs):
+            elif not outs or any(o in due for o in outs):  # without results: it has an effect
                 self.alive.add(index)
-                need(node.refs, {min(due[o] for o in outs if o in due)})
+                need(node.refs, {min((due[o] for o in outs if o in due), default=never)})
 
     def mixers(self) -> list[int]:
         """Reductions that have to end before a later loop computes again what they were computed from."""
@@ -251,7 +265,16 @@ def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Progra
     for node in loops.values():  # what only the outputs read
         emit(node)
     kept = {o for node in nodes for o in node.outs if o is not None} | set(program.inputs)
-    return attrs.evolve(program, nodes=tuple(nodes), values={i: v for i, v in program.values.items() if i in kept})
+    values = {i: _without(v, plan.axis) for i, v in program.values.items() if i in kept}
+    return attrs.evolve(program, nodes=tuple(nodes), values=values)
+
+
+def _without(value: Value, axis: str) -> Value:
+    """A value outside of the loop: what is split over time there is of the size of a microbatch, and no part of a whole."""
+    layout = value.layout
+    if layout is None or (axis not in layout.axes and all(a != axis for a, _ in layout.pending)):
+        return value
+    return attrs.evolve(value, layout=None)
 
 
 # ---- estimates ----

@@ -58,21 +58,33 @@ def over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: 
     minor: microbatch t has the rows t, t + microbatches, ... instead of one run of rows. The numbers are the same; a
     split of the batch over more mesh axes in the middle of the program then leaves microbatches as they are.
     """
+    build_ = _build(program, leaves, microbatches, axis, rules, minor)
+    inputs = tuple(build_.copies[id][replicated(program.values[id].shape)] for id in program.inputs)
+    constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
+    outputs = tuple(build_.want(o, replicated(program.values[o].shape), None) for o in program.outputs)
+    return Program(inputs, tuple(build_.nodes), outputs, build_.values, constants, program.aliases, "local")
+
+
+def lies_over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules) -> dict[int, Layout]:
+    """How each value of a program, local or global, lies over time."""
+    return _build(program, leaves, microbatches, axis, rules, minor=False).lies
+
+
+def _build(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool) -> _Build:
     axes: dict[str, Any] = {axis: microbatches}
     build_ = _Build(program, Mesh(**axes), axis, rules)
     split = {id: _split_rows(program.values[id].shape, microbatches, axis, minor) for id in leaves}
-    inputs = tuple(build_.define(id, replicated(program.values[id].shape)) for id in program.inputs)
+    build_.leaves.update(split)
     for id in program.inputs:
+        build_.define(id, replicated(program.values[id].shape))
         if id in split:
             build_.lies[id] = split[id]
-    constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
     for node in program.nodes:
         build_.node(node)
         for o in node.outs:
             if o in split and o is not None and not build_.lies[o].axes:
                 build_.lies[o] = split[o]
-    outputs = tuple(build_.want(o, replicated(program.values[o].shape), None) for o in program.outputs)
-    return Program(inputs, tuple(build_.nodes), outputs, build_.values, constants, program.aliases, "local")
+    return build_
 
 
 def _split_rows(shape: tuple[int, ...], n: int, axis: str, minor: bool) -> Layout:
@@ -122,6 +134,7 @@ class _Build:
     lies: dict[int, Layout] = attrs.field(factory=dict)  # old id -> how consumers had best take it
     level: dict[int, int] = attrs.field(factory=dict)  # new id -> accumulations that have to end before it is known
     makers: dict[int, Node] = attrs.field(factory=dict)
+    leaves: set[int] = attrs.field(factory=set)  # old ids of the batch's leaves, however they were moved over the mesh
     known: dict[Call, Rule | None] = attrs.field(factory=dict)
     more: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
 
@@ -212,7 +225,9 @@ class _Build:
             node = self._filled(node)
         call, ids = call_of(node, self.program.values)
         lies = [self.lies[i] for i in ids]
-        if not any(lay.axes or lay.pending for lay in lies):
+        given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
+        if given or not any(lay.axes or lay.pending for lay in lies):
+            self.leaves.update(o for o in node.outs if o is not None and given)  # the batch itself is moved once
             self._whole(node)
             return
         rule = self.rule(call)
@@ -335,11 +350,11 @@ class _Build:
 
     def _passing(self, call: Call, ids: Sequence[int], lies: Sequence[Layout], rule: Rule | None) -> Strategy | None:
         """A strategy that lets pending operands through; None where it is better to accumulate before the node."""
-        if rule is None:
+        if rule is None or not call.outs:
             return None
         pending = {k: lay.pending[0] for k, lay in enumerate(lies) if lay.pending}
         distinct = {ids[k] for k in pending}
-        view = call.target.rsplit(".", 1)[0] in FREE or call.target == "colofunc.rearrange"
+        view = call.target.rsplit(".", 1)[0] in FREE or call.target in ("colofunc.rearrange", "colofunc.take_shard")
         out = call.outs[0]
         widens = call.target.startswith("aten._to_copy") and out is not None and out.dtype.itemsize > call.ins[0].dtype.itemsize
         if not (view or widens or len(distinct) > 1) or len(set(pending.values())) > 1:

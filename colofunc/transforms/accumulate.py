@@ -21,12 +21,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
+from colofunc.planner.constraints import NONE, Constraint, Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.loop import MIXING, fold
-from colofunc.program.time import Rules, over_time
+from colofunc.program.time import Rules, lies_over_time, over_time
 from colofunc.program.trace import Traced, record_local
 from colofunc.program.trace_tree import Tree
 from colofunc.transforms.compile import StepCompiler
@@ -49,7 +52,7 @@ def accumulate(
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     options = dict(microbatches=microbatches, batch=batch, mixing=mixing)
     last = partial(_pass, microbatches, batch, mixing)
-    intent = Intent("accumulate", options, last=last)
+    intent = Intent("accumulate", options, last=last, constrain=partial(_constraints, microbatches, batch))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
@@ -65,6 +68,57 @@ def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Trace
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
     return partial(_accumulated, leaves, microbatches, mixing, rules)
+
+
+def _constraints(
+    microbatches: int, batch: int | str | None, traced: Traced, program: Program, registry: Registry
+) -> Constraints:
+    """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow."""
+    if microbatches == 1:
+        return NONE
+    leaves = _leaves(_argument(traced, batch), traced)
+    ids = [i for i in program.inputs if leaves.get(program.values[i].name) == program.values[i].shape]
+    for id in ids:
+        _check_divides(program.values[id], microbatches)
+    rows = program.values[ids[0]].shape[0]
+    lies = lies_over_time(program, ids, microbatches, "time", Rules(registry.rule, registry.extra_strategies, record_local))
+    items = {}
+    for item, (ins, outs) in enumerate([((), (i,)) for i in program.inputs] + [(node.refs, node.outs) for node in program.nodes]):
+        places = tuple(None if i is None else _rows_at(lies.get(i)) for i in (*ins, *outs))
+        if any(places):
+            says = f"{microbatches} microbatches, which have to divide the rows that a rank has"
+            accepts = partial(_divides, microbatches, rows, places)
+            items[item] = (Constraint(("microbatches", microbatches, places), accepts, says),)
+    return Constraints(items)
+
+
+def _rows_at(over: Layout | None) -> tuple[int, int] | None:
+    """(dim, size of what stands before) of the rows of the batch in a value, by where time lies in it."""
+    for d, dim in enumerate(over.dims if over is not None else ()):
+        before = 1
+        for size, owner in dim:
+            if owner is not None:
+                return d, before
+            before *= size
+    return None
+
+
+def _divides(microbatches: int, rows: int, places: tuple[tuple[int, int] | None, ...], strategy: Strategy) -> bool:
+    """Whether the rows that a rank has under a strategy come in equal microbatches, in every operand and result."""
+    for place, layout in zip(places, (*strategy.ins, *strategy.outs), strict=True):
+        if place is None or layout is None:
+            continue
+        d, before = place
+        held, skipped, ways = rows, 1, 1
+        for size, axis in layout.dims[d]:
+            if skipped < before:
+                skipped *= size
+            elif held > 1:
+                ways *= min(size, held) if axis is not None else 1
+                held //= min(size, held)
+        if rows % ways or rows // ways % microbatches:
+            return False
+    return True
 
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
@@ -96,8 +150,7 @@ def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
 def _accumulated(leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules, program: Program, mesh: Mesh) -> Program:
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
-    for id in split:
-        _check_divides(program.values[id], microbatches)
+    split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
     try:
         return _loops(program, split, microbatches, axis, mixing, rules, minor=False)
     except PlanError as error:
@@ -121,10 +174,11 @@ def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:
 def _check_divides(value: Value, microbatches: int) -> None:
     rows = value.shape[0]
     if rows % microbatches:
-        where = f" (of {value.layout.shape[0]} in {value.layout.text()!r})" if value.layout is not None and value.layout.axes else ""
+        whole = value.layout is None or not value.layout.axes
+        where = "" if whole else f" that a rank has of the {value.layout.shape[0]} in {value.layout.text()!r}"  # type: ignore[union-attr]
         fit = [n for n in range(1, rows + 1) if rows % n == 0]
         raise PlanError(
-            f"{microbatches} microbatches do not divide the {rows} rows{where} that a rank has of {value.name!r}; "
+            f"{microbatches} microbatches do not divide the {rows} rows of {value.name!r}{where}; "
             f"use one of {', '.join(map(str, fit))} microbatches, or another batch size"
         )
 

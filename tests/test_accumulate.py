@@ -1,0 +1,343 @@
+"""Accumulation over microbatches: the numbers of the whole batch, in a loop, on every mesh."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+
+import colofunc as cf
+from colofunc.errors import InputError, PlanError
+from colofunc.executors.simulated import run_simulated
+from colofunc.plugins import build_registry
+from colofunc.program import serialize
+from colofunc.program.check import check_program
+from colofunc.program.ir import Loop, Program
+from colofunc.program.loop import fold
+from colofunc.program.lower import lower
+from colofunc.program.text import text
+from colofunc.program.time import Rules, over_time
+from colofunc.program.trace import record_local
+from colofunc.testing import programs
+
+MESHES = {
+    "one": cf.Mesh(),
+    "dp": cf.Mesh(dp=2, topology="ideal"),
+    "tp": cf.Mesh(tp=2, topology="ideal"),
+    "dp tp": cf.Mesh(dp=2, tp=2, topology="ideal"),
+}
+
+
+def loops(program: Program) -> list[Loop]:
+    return [node.loop for node in program.nodes if node.loop is not None]
+
+
+def with_rules(program: Program, microbatches: int):
+    """The arguments of `over_time` for a program of one device."""
+    registry = build_registry(())
+    batch = [i for i in program.inputs if program.values[i].role == "batch"]
+    return program, batch, microbatches, "time", Rules(registry.rule, registry.extra_strategies, record_local)
+
+
+def folded(program: Program, microbatches: int) -> Program:
+    return fold(over_time(*with_rules(program, microbatches)), "time", microbatches)
+
+
+def uncommented(text):
+    return [line.split("    # ")[0] for line in text.splitlines()]
+
+
+def regression(reduction="mean"):
+    """A step on plain tensors: two inputs, a squared loss, gradient descent."""
+    torch.manual_seed(0)
+    state = {"w": torch.randn(6, 4, dtype=torch.float64), "b": torch.zeros(4, dtype=torch.float64)}
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+
+    def step(state, x, y):
+        def loss_of(params):
+            return F.mse_loss(torch.tanh(x @ params["w"] + params["b"]), y, reduction=reduction)
+
+        loss, grads = cf.value_and_grad(loss_of)(state)
+        return {k: v - 0.1 * grads[k] for k, v in state.items()}, loss
+
+    return step, state, (x, y)
+
+
+# ---- the numbers of the whole batch ----
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "attention_block", "embedding_loss"])
+def test_equals_the_whole_batch(name, mesh):
+    step, state, batch = programs.NAMED[name](8)
+    for microbatches in (2, 4):
+        cf.testing.check(cf.accumulate(cf.shard(step, MESHES[mesh]), microbatches), state, batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_two_arguments_are_named_by_a_tuple_or_one_follows(reduction):
+    step, state, (x, y) = regression(reduction)
+    # y is read with x, so it is sliced where x is split
+    accumulated = cf.accumulate(step, microbatches=4, batch="x")
+    cf.testing.check(accumulated, state, x, y)
+    assert len(loops(accumulated.lower(state, x, y).program)) == 1
+
+
+def test_mean_of_means_would_be_wrong():
+    """The labels of `embedding_loss` are spread unevenly; what a loop by hand gives differs by more than any tolerance."""
+    step, state, batch = programs.embedding_loss(8)
+    _, loss = cf.accumulate(step, microbatches=4)(state, batch)
+    by_hand = sum(float(step(state, {k: v[i : i + 2] for k, v in batch.items()})[1]) for i in range(0, 8, 2)) / 4
+    whole = float(step(state, batch)[1])
+    assert abs(float(loss) - whole) < 1e-12 < 1e-4 < abs(by_hand - whole)
+
+
+def test_dropout_draws_the_same_numbers_bit_for_bit():
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, dtype=torch.float64)
+
+    def step(w, x):
+        return w, F.dropout(x, 0.5, True)
+
+    with cf.random(7):
+        whole = cf.shard(step, cf.Mesh())(torch.zeros(1), x)[1].full()
+    for mesh in MESHES.values():
+        with cf.random(7):
+            assert torch.equal(cf.accumulate(cf.shard(step, mesh), 2)(torch.zeros(1), x)[1].full(), whole)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mesh", ["one", "dp tp"])
+def test_language_models_with_uneven_labels(family, mesh):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = dict(vocab_size=32, bos_token_id=0, eos_token_id=0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, **small)  # with dropout
+        make = transformers.GPT2LMHeadModel
+    else:
+        sizes = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+        config = transformers.LlamaConfig(**sizes, max_position_embeddings=16, **small)
+        make = transformers.LlamaForCausalLM
+    labels = (ids := torch.randint(0, 32, (8, 8))).clone()
+    labels[0, 2:], labels[5, 1:] = -100, -100
+    with cf.testing.float64():
+        model = cf.functional(make(config).double().train())
+        step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), clip=0.5)
+        batch = {"input_ids": ids, "labels": labels}
+        cf.testing.check(cf.accumulate(cf.shard(step, MESHES[mesh]), 4), state, batch)
+
+
+def test_sharded_state_is_gathered_and_reduced_once():
+    """ZeRO's layouts: no gather of a parameter and no reduction of a gradient is repeated by the loop."""
+    step, state, batch = programs.mlp(1024)  # rows enough to pay for reducing gradients
+    sharded = cf.shard(step, MESHES["dp"], lambda name, shape: "(dp a) ..." if shape else None, in_specs=(None, "(dp b) ..."))
+    cf.testing.check(cf.accumulate(sharded, 4), state, batch)
+    program = cf.accumulate(sharded, 4).lower(state, batch).program
+    body = [node.target for loop in loops(program) for node in loop.body.nodes]
+    assert "colofunc.reduce_scatter" in [n.target for n in program.nodes]
+    assert not {"colofunc.reduce_scatter", "colofunc.all_gather"} & set(body)
+
+
+def test_outputs_of_each_sample_are_put_together():
+    _, state, (x, y) = regression()
+
+    def evaluate(state, batch):
+        out = torch.tanh(batch["x"] @ state["w"] + state["b"])
+        return out, (out - batch["y"]).abs().amax(), ((out - batch["y"]) ** 2).sum(1)
+
+    for mesh in MESHES.values():
+        cf.testing.check(cf.accumulate(cf.shard(evaluate, mesh), 2), state, {"x": x, "y": y})
+    (loop,) = loops(cf.accumulate(evaluate, 2).lower(state, {"x": x, "y": y}).program)
+    assert sorted(loop.gathers) == ["max", "stack", "stack"]
+
+
+def test_statistics_of_the_inputs_are_exact():
+    """What only the batch's own rows are needed for runs in a loop before; it costs no second forward."""
+    torch.manual_seed(0)
+
+    def step(w, x):
+        normal = (x - x.mean(0)) / x.std(0)
+        return w - 0.1 * cf.value_and_grad(lambda w: (normal @ w).square().mean())(w)[1]
+
+    w, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    accumulated = cf.accumulate(step, 4)
+    cf.testing.check(accumulated, w, x)
+    assert len(loops(accumulated.lower(w, x).program)) > 1
+
+
+# ---- operators that mix samples ----
+
+
+def contrastive(w, x):
+    def loss_of(w):
+        h = F.normalize(x @ w, dim=1)
+        return F.cross_entropy(h @ h.T, torch.arange(len(x)))
+
+    loss, grad = cf.value_and_grad(loss_of)(w)
+    return w - grad, loss
+
+
+def test_batch_norm_is_refused_by_name():
+    step, state, batch = programs.conv_net(8)
+    with pytest.raises(PlanError, match=r"batch_norm.* in 'norm' .*mixes the samples of the batch.*mixing=\"per-microbatch\""):
+        cf.accumulate(step, 2).lower(state, batch)
+
+
+def test_contrastive_loss_is_refused_both_ways():
+    w, x = torch.randn(4, 3), torch.randn(8, 4)
+    with pytest.raises(PlanError, match=r"mixes the samples of the batch, so 2 microbatches"):
+        cf.accumulate(contrastive, 2).lower(w, x)
+    with pytest.raises(PlanError, match="needs all rows at once"):
+        cf.accumulate(contrastive, 2, mixing="per-microbatch").lower(w, x)
+
+
+@pytest.mark.parametrize("mesh", ["one", "dp"])
+def test_per_microbatch_norm_is_a_loop_by_hand(mesh):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)).double().train()
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    model = cf.functional(module)
+
+    def step(params, batch):
+        def loss_of(params):
+            out, buffers = model.apply(params, model.buffers, batch["x"])
+            return F.mse_loss(out, batch["y"]), buffers
+
+        (loss, buffers), grads = cf.value_and_grad(loss_of, has_aux=True)(params)
+        return {k: v - 0.1 * grads[k] for k, v in params.items()}, loss, buffers["1.running_mean"]
+
+    specs = (None, "(dp b) ...") if mesh == "dp" else None
+    accumulated = cf.accumulate(cf.shard(step, MESHES[mesh], in_specs=specs), 2, mixing="per-microbatch")
+    got = accumulated(model.params, {"x": x, "y": y})
+    # On two ranks, a microbatch is a part of what each rank has.
+    rows = [[0, 1, 4, 5], [2, 3, 6, 7]] if mesh == "dp" else [[0, 1, 2, 3], [4, 5, 6, 7]]
+    hands = [step(model.params, {"x": x[r], "y": y[r]}) for r in rows]
+    for name, value in got[0].items():
+        torch.testing.assert_close(value.full(), (hands[0][0][name] + hands[1][0][name]) / 2, rtol=1e-10, atol=1e-10)
+    for k in (1, 2):
+        torch.testing.assert_close(got[k].full(), (hands[0][k] + hands[1][k]) / 2, rtol=1e-10, atol=1e-10)
+
+
+# ---- the loop ----
+
+
+def test_nothing_is_unrolled_and_activations_shrink():
+    step, state, batch = programs.attention_block(16)
+    whole = cf.shard(step, cf.Mesh()).lower(state, batch).memory().peak_bytes["device"]
+    lows = [cf.accumulate(step, m).lower(state, batch) for m in (2, 4, 8)]
+    assert len({sum(len(loop.body.nodes) for loop in loops(low.program)) + len(low.program.nodes) for low in lows}) == 1
+    peaks = [low.memory().peak_bytes["device"] for low in lows]
+    assert whole > peaks[0] > peaks[1] > peaks[2]
+    # What shrinks halves each time; what does not is the state and the accumulators.
+    assert (peaks[0] - peaks[1]) / (peaks[1] - peaks[2]) == pytest.approx(2, rel=0.1)
+
+
+def test_one_accumulator_per_gradient_and_the_update_outside():
+    step, state, batch = programs.mlp()
+    program = cf.accumulate(step, 2).lower(state, batch).program
+    counting, working = loops(program)
+    assert counting.gathers == ("sum",)  # labels
+    assert working.gathers == ("sum",) * (len(state["params"]) + 1)  # gradients and the loss
+    assert sum("adamw" in node.target for node in program.nodes) == len(state["params"])
+    assert "linear" not in " ".join(node.target for node in counting.body.nodes)
+
+
+def test_half_precision_is_accumulated_as_it_is_made():
+    """Gradients that a cast widens are summed behind the cast."""
+    step, state, batch = programs.mlp(dtype=torch.float32)
+    program = cf.accumulate(cf.precision(step, "bf16"), 4).lower(state, batch).program
+    kept = {loop.body.values[o].dtype for loop in loops(program) for o in loop.body.outputs}
+    assert torch.bfloat16 not in kept
+
+
+def test_one_microbatch_is_the_step_itself():
+    step, state, batch = programs.mlp()
+    assert cf.accumulate(step, 1).lower(state, batch).text() == cf.shard(step, cf.Mesh()).lower(state, batch).text()
+
+
+def test_the_order_of_transforms_does_not_matter():
+    step, state, batch = programs.mlp()
+    mesh = MESHES["dp tp"]
+    a = cf.accumulate(cf.shard(step, mesh), 2).lower(state, batch)
+    b = cf.shard(cf.accumulate(step, 2), mesh).lower(state, batch)
+    assert uncommented(a.text()) == uncommented(b.text())  # comments have the line that called
+
+
+def test_cost_counts_every_trip():
+    step, state, batch = programs.mlp(16)
+    whole, parts_ = (cf.accumulate(step, m).lower(state, batch).cost() for m in (1, 4))
+    assert parts_.flops == pytest.approx(whole.flops, rel=0.1)
+
+
+def test_text_and_saved_programs_have_the_body(tmp_path):
+    step, state, batch = programs.mlp()
+    low = cf.accumulate(step, 2).lower(state, batch)
+    assert "2 times over time\n    %" in low.text()
+    serialize.save(low.program, tmp_path / "program")
+    again = serialize.load(tmp_path / "program")
+    assert text(again) == low.text()
+    leaves = [leaf.detach() for leaf in torch.utils._pytree.tree_leaves((state, batch))]
+    runs = [run_simulated(p, cf.Mesh(), [[leaf.clone()] for leaf in leaves]) for p in (low.program, again)]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(*runs, strict=True))
+
+
+def test_a_loop_is_checked():
+    step, state, (x, y) = regression()
+    low = cf.shard(step, cf.Mesh()).lower(state, x, y)
+    inputs = dict(zip(low.global_program.inputs, low.input_layouts, strict=True))
+    program = folded(lower(low.global_program, low.choices, inputs, low.output_layouts, low.mesh, record_local), 2)
+    check_program(program, cf.Mesh())
+    at = next(k for k, node in enumerate(program.nodes) if node.loop is not None)
+    node = program.nodes[at]
+    wrong = attrs.evolve(node, loop=attrs.evolve(node.loop, gathers=("stack",) * len(node.outs)))
+    with pytest.raises(cf.ProgramError, match="the loop's stack gives"):
+        check_program(program.with_nodes((*program.nodes[:at], wrong, *program.nodes[at + 1 :])), cf.Mesh())
+
+
+def test_time_is_an_axis_of_a_mesh():
+    """Before it is folded, the program runs on a mesh that has `time` as an axis, all microbatches at once."""
+    step, state, batch = programs.embedding_loss(8)
+    low = cf.shard(step, cf.Mesh(), donate=()).lower(state, batch)
+    split = over_time(*with_rules(low.global_program, 4))
+    leaves = [leaf.detach() for leaf in torch.utils._pytree.tree_leaves((state, batch))]
+    together = run_simulated(split, cf.Mesh(time=4), [[leaf] * 4 for leaf in leaves])
+    after = run_simulated(folded(low.global_program, 4), cf.Mesh(), [[leaf] for leaf in leaves])
+    for a, b in zip(together, after, strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=1e-10, atol=1e-10)
+
+
+# ---- bad input ----
+
+
+def test_microbatches_have_to_divide_the_rows():
+    step, state, batch = programs.mlp(12)
+    with pytest.raises(PlanError, match=r"5 microbatches do not divide the 12 rows of 'batch.x'; use one of 1, 2, 3, 4, 6, 12"):
+        cf.accumulate(step, 5).lower(state, batch)
+    with pytest.raises(PlanError, match="4 microbatches, which have to divide the rows that a rank has"):
+        cf.accumulate(cf.shard(step, MESHES["dp"], in_specs=(None, "(dp b) ...")), 4).lower(state, batch)
+
+
+def test_arguments_are_checked():
+    step, state, batch = programs.mlp()
+    with pytest.raises(PlanError, match="microbatches=0 is no whole number above 0"):
+        cf.accumulate(step, 0)
+    with pytest.raises(PlanError, match="unknown mixing 'per-batch'; did you mean 'per-microbatch'"):
+        cf.accumulate(step, 2, mixing="per-batch")
+    with pytest.raises(InputError, match="batch='bach' names no argument; did you mean 'batch'"):
+        cf.accumulate(step, 2, batch="bach").lower(state, batch)
+    with pytest.raises(InputError, match="has no tensor with a dim 0 to split"):
+        cf.accumulate(lambda w, s: w * s, 2).lower(torch.ones(3), torch.tensor(2.0))
+
+
+def test_leaves_of_another_leading_size_stay_whole():
+    """A table, a scale: whatever has not as many rows as most leaves is the same for all microbatches."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 4), "scale": torch.tensor(2.0), "table": torch.randn(1, 4)}
+
+    def step(w, batch):
+        return w - ((batch["x"] * batch["scale"] + batch["table"] - batch["y"]) @ w).mean(0)
+
+    doubles = {k: v.double() for k, v in batch.items()}
+    cf.testing.check(cf.accumulate(step, 4), torch.randn(4, 4, dtype=torch.float64), doubles)
