@@ -73,13 +73,16 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
     constraints = _as_placed(program, traced, hidden, mesh, constraints)
+    for each in staged.intents:
+        constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
     budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
     passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes)
+    parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes, parts)
     choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
@@ -143,14 +146,16 @@ def _within(
     axes: tuple[str, ...],
     temporaries: bool = True,
     passes: Sequence[Callable[[Program, Mesh], Program]] = (),
+    parts: int = 1,
     tries: int = 4,
 ) -> tuple[Decided, Program]:
     """Plan and lower so that the accountant agrees that the peak is within the budget.
 
-    The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less.
+    The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less. It knows
+    nothing of microbatches either: a step in `parts` may hold so many times less than it says.
     """
-    aim, peak = budget_bytes, 0
-    for _ in range(tries):
+    aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
+    for _ in range(tries + parts.bit_length() - 1):
         decided = decide(program, mesh, candidates, constraints, named, aim, axes)
         regather = decided.assignment.regather
         local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
