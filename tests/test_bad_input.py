@@ -139,7 +139,7 @@ def test_a_state_on_another_mesh() -> None:
     state = cf.shard(step, MESH).init(state_of(), batch_of())
     refuses(
         cf.InputError,
-        "an argument lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); bring it over with cf.distribute(x.full(), spec, mesh)",
+        "argument 'state.params.w' lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); bring it over with cf.distribute(x.full(), spec, mesh)",
         call=lambda: cf.shard(step, cf.Mesh(dp=4))(state, batch_of()),
     )
 
@@ -161,7 +161,7 @@ def test_a_tensor_without_data(placed: Any) -> None:
     staged, state = placed
     refuses(
         cf.InputError,
-        "an argument of shape (8, 4) has no data (meta tensor); give real values to run, or use step.lower",
+        "argument 'batch.x' of shape (8, 4) has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, or use step.lower",
         call=lambda: staged(state, {"x": cf.abstract((8, 4))}),
     )
 
@@ -351,3 +351,19 @@ def test_indices_outside_of_split_rows(index: int) -> None:
     x = torch.randn(12, 3)
     assert torch.equal(rows(x, torch.tensor([0, 11])).full(), x[[0, 11]])
     refuses((IndexError, RuntimeError), "out of range", call=lambda: rows(x, torch.tensor([0, index])))
+
+
+def by_names(state, x, *, scale=None):
+    return state * 2, x.sum()
+
+
+def test_in_specs_by_the_names_of_parameters():
+    step = cf.shard(by_names, cf.Mesh(dp=2), in_specs={"x": "(dp a) b"}, donate=())
+    low = step.lower(torch.ones(4), x=torch.ones(4, 2))
+    assert [leaf.spec for leaf in low.plan.inputs if leaf.name == "x"] == ["(dp a) b"]
+
+
+def test_in_specs_of_an_unknown_parameter():
+    step = cf.shard(by_names, cf.Mesh(dp=2), in_specs={"state": None, "y": "(dp a) b"})
+    with pytest.raises(cf.InputError, match=r"in_specs names 'y', which is no parameter of the step; parameters: 'state', 'x'"):
+        step(torch.ones(4), x=torch.ones(4, 2))

@@ -139,6 +139,7 @@ def test_why_not_gives_the_price_or_the_reason() -> None:
     other = chosen.alternatives[0].strategy
     assert f"{other} instead of {chosen.strategy}" in plan.why_not(other, "*.fc1")
     assert "no strategy 'ring'; its rule is" in plan.why_not("ring", "*.fc1")
+    assert f"did you mean {chosen.strategy!r}" in plan.why_not(chosen.strategy.replace("}", "]"), "*.fc1")
 
 
 def test_find_takes_real_paths_of_folded_layers() -> None:

@@ -83,6 +83,11 @@ def disagree():
     def by_rank(x):
         return x * 2 if mesh.rank else x * 3
 
+    mine = torch.full((3,), float(mesh.rank))
+
+    def captures(x):
+        return x.sum() * mine
+
     def fails_on_1(x):
         if mesh.rank == 1:
             raise ValueError("this rank has no data")
@@ -93,6 +98,7 @@ def disagree():
         caught(cf.shard(by_rank, mesh), x),
         caught(cf.shard(fails_on_1, mesh), x),
         caught(cf.shard(double, mesh, in_specs=("(dp a) b", "nonsense((")), x, x),
+        caught(cf.shard(captures, mesh), x),
     ]
     y = cf.shard(double, mesh)(x, x)
     return found, y.full()
@@ -105,6 +111,8 @@ def test_disagreements_are_errors_on_every_rank():
         assert "InputError: argument 'x' (3,) is a plain tensor" in found[0] and "ranks [1] hold other numbers" in found[0]
         assert found[1].startswith("CollectiveError: the traced program differs between ranks: ranks [1]")
         assert found[3].startswith("SpecError") or found[3].startswith("InputError")
+        assert found[4].startswith("InputError: the step captures a tensor") and "(3,) (used at test_real_ranks.py" in found[4]
+        assert "ranks [1] hold other numbers" in found[4]
         assert torch.equal(y, x * 2 + x.sum())
     assert "the traced program failed on rank 1" in ranks[0][0][2] and "this rank has no data" in ranks[0][0][2]
     assert "this rank has no data" in ranks[1][0][2] and "failed on rank" not in ranks[1][0][2]
@@ -143,7 +151,7 @@ def step_of_two():
 
 
 def full_on_rank_0_only():
-    mesh, step, x = step_of_two()
+    mesh, _, x = step_of_two()
     y = cf.distribute(x, "(dp a) b", mesh)
     y.full()
     backend_for(mesh).watch.deadline_s = 2.0
@@ -178,7 +186,7 @@ def test_a_step_too_many_is_our_error():
 
 
 def different_histories():
-    mesh, step, x = step_of_two()
+    mesh, _, x = step_of_two()
     y = cf.distribute(x, "(dp a) b", mesh)
     y.full()
     if mesh.rank == 0:  # as if rank 0 had run one collective more that happened to find a partner

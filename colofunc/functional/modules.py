@@ -100,7 +100,8 @@ def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
 
     Torch's own tying swaps the tensors of a shared module twice, and leaves in the module what was swapped in.
     """
-    placed, first = dict(held), {}
+    placed = dict(held)
+    first: dict[int, str] = {}
     for prefix, part in module.named_modules():
         for own in (part.named_parameters, part.named_buffers):
             for name, tensor in own(prefix, recurse=False, remove_duplicate=False):

@@ -162,10 +162,10 @@ class Plan:
             elif found:
                 lines.append(f"{_where(d)} [{d.phase}]: {found[0].strategy} instead of {d.strategy}, {_more(found[0])}")
             elif glob != "*":
-                lines.append(f"{_where(d)} [{d.phase}]: no strategy {what!r}; its rule is {d.rule or 'replicated'}")
+                hint = near(what, _choices([d], what), "choices")
+                lines.append(f"{_where(d)} [{d.phase}]: no strategy {what!r}; its rule is {d.rule or 'replicated'}{hint}")
         if not lines:
-            known = {f"{a}: {f}" for d in self.decisions for o in d.alternatives for a, f in o.axes}
-            return f"no operator matching {glob!r} has a strategy {what!r}{near(what, known, 'choices')}"
+            return f"no operator matching {glob!r} has a strategy {what!r}{near(what, _choices(self.decisions, what), 'choices')}"
         return "\n".join(lines)
 
     def diff(self, other: Plan) -> str:
@@ -259,6 +259,14 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
     if what.startswith("{") and pairs:
         return set(pairs) == set(choice.axes) or what == choice.strategy
     return set(pairs) <= set(choice.axes) if pairs else what in choice.strategy
+
+
+def _choices(decisions: Iterable[Decision], what: str) -> set[str]:
+    """What `why_not` knows, in the words of the question: names of strategies, or single pairs "tp: i"."""
+    all_of = [c for d in decisions for c in (d, *d.alternatives)]
+    if ":" in what and not what.startswith("{"):
+        return {f"{axis}: {factor}" for c in all_of for axis, factor in c.axes}
+    return {c.strategy for c in all_of}
 
 
 def _names(d: Decision) -> Iterable[str]:

@@ -58,8 +58,19 @@ def _holders(tensor: torch.Tensor, ours: set[int]) -> list[tuple[str, bool]]:
             found.append((f"an attribute of a module {type(holder).__name__}", True))
         else:
             words = next((words for kind, words in KINDS.items() if isinstance(holder, kind)), f"a {type(holder).__name__}")
-            found.append((words, False))
+            module = _module_around(holder) if isinstance(holder, (list, tuple)) else None
+            found.append((words, False) if module is None else (f"{words} of a module {type(module).__name__}", True))
     return found
+
+
+def _module_around(holder: Any) -> torch.nn.Module | None:
+    """The module that has a container as its attribute (recurrent layers keep their weights in a list as well)."""
+    for owner in gc.get_referrers(holder):
+        above = [owner] if not isinstance(owner, dict) else gc.get_referrers(owner)
+        for module in above:
+            if isinstance(module, torch.nn.Module):
+                return module
+    return None
 
 
 def _of_dict(holder: dict[Any, Any], key: Any) -> tuple[str, bool]:

@@ -37,7 +37,7 @@ from colofunc.program.memory import memory
 from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree
-from colofunc.transforms.agree import from_main, same, share
+from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.staged import Staged
@@ -67,7 +67,9 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     registry = build_registry(tuple(options.get("plugins", ())))
     began = time.perf_counter()
     seen = partial(_seen, staged.reference, args, options.get("donate", "auto"))
-    traced, program, donated, hidden = same(watch, "the traced program", seen, lambda made: program_hash(made[1], mesh))
+    traced, program, donated, hidden = same(watch, "the traced program", seen, lambda made: _digest(mesh, made[1]))
+    at = len(traced.names) + traced.uses_seed
+    equal_captured(watch, program, {**program.constants, **dict(zip(program.inputs[at:], hidden, strict=False))})
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
@@ -89,6 +91,11 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
     return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor, hidden)
+
+
+def _digest(mesh: Mesh, program: Program) -> str:
+    """What must be equal on all ranks, but for the numbers that the step captured: these are compared by name."""
+    return program_hash(attrs.evolve(program, constants={}), mesh)
 
 
 def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:

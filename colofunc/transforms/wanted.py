@@ -115,6 +115,7 @@ def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, A
     if options.get("in_specs") is not None:
         specs = options["in_specs"]
         tree = traced.in_tree.children[0]
+        specs = _by_position(specs, tree)
         if len(tree.children) == 1 and not isinstance(specs, (tuple, list)):
             specs = (specs,)
         items = {}
@@ -133,6 +134,22 @@ def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, A
             outputs[position] = layout
         found = found | Constraints({}, outputs)
     return found
+
+
+def _by_position(specs: Any, tree: Tree) -> Any:
+    """`in_specs` by the names of the function's parameters, as a tuple in their order; parameters left out are automatic.
+
+    A dict for the one argument of a function stays what it is, unless it has the argument's own name as its only key.
+    """
+    names = [child.name for child in tree.children]
+    if not isinstance(specs, Mapping) or not specs or set(specs) <= set(map(str, range(len(names)))) | set(range(len(names))):
+        return specs
+    if len(names) == 1 and (list(specs) != names or names[0] in map(str, tree.children[0].keys)):
+        return specs
+    for name in specs:
+        if name not in names:
+            raise InputError(f"in_specs names {name!r}, which is no parameter of the step{near(str(name), names, 'parameters')}")
+    return tuple(specs.get(name) for name in names)
 
 
 def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout:
