@@ -151,7 +151,7 @@ def test_a_double_counted_bias(mesh: cf.Mesh) -> None:
     fault = Fault(everywhere)
     found = compared(fault, mesh=mesh)
     assert fault.hit
-    assert found.first.name == "state.b" and found.first.spec == "a +tp"
+    assert (found.first.name, found.first.spec, found.first.line) == ("state.b", "a +tp", LINE_Y)
     assert found.first.made_by.startswith("clone, which brings 'a' to 'a +tp'") and LINE_Y in found.first.made_by
     assert found.differences[1].line == LINE_Y  # and what follows from it
     assert "state.b" in found.table() and len(found.table(1).splitlines()) == 2

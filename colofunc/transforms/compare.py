@@ -190,13 +190,14 @@ class _Look:
         made_by = "the caller: its copies or parts are not those of one tensor"
         if node is not None:
             made_by = history(self.plain, self.local_makers, mine, node)
-        self.found.append(self._difference(owner, layout.text(), made_by, worst, ranks, maker))
+        self.found.append(self._difference(owner, layout.text(), made_by, worst, ranks, maker, node))
 
     def _difference(
-        self, owner: int, spec: str, made_by: str, worst: float, ranks: tuple[int, ...], maker: Node | None
+        self, owner: int, spec: str, made_by: str, worst: float, ranks: tuple[int, ...], maker: Node | None, node: Node | None = None
     ) -> Difference:
         value = self.low.global_program.values[owner]
-        where = (maker.line, maker.path, maker.phase) if maker is not None else ("", "", "input")
+        source = maker or node  # a copy of an input is made for the operator that wants it
+        where = (source.line, source.path, source.phase) if source is not None else ("", "", "input")
         operator = maker.target if maker is not None else "input"
         strategy = self.strategies[id(maker)] if maker is not None else ""
         return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
