@@ -1,0 +1,119 @@
+"""A run that is killed at any moment and started again ends with the bits of one that was not."""
+
+import hashlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import colofunc as cf
+from colofunc.functional.checkpoint import folder
+
+STEPS = 14
+SCRIPT = """
+import sys
+import test_resume
+print(test_resume.train(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+"""
+
+
+def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS) -> str:
+    """Train to `steps` from wherever the folder stands, saving every step in the background; a hash of the end."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    mesh = cf.Mesh(**{axes: 2}, topology="ideal")
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    model = cf.functional(module)
+    data = TensorDataset(torch.randn(22, 6), torch.randn(22, 3))
+    loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3), drop_last=True)
+    step_fn, state = cf.train_step(
+        model, cf.adapt(torch.optim.AdamW, lr=1e-2),
+        loss=lambda out, batch: (out - batch[1]).square().mean(), inputs=lambda batch: ((batch[0],), {}),
+    )  # fmt: skip
+    step = cf.shard(step_fn, mesh)
+    batches = cf.batches(loader, mesh, "...")
+    state = {"train": step.init(state, [torch.zeros(4, 6), torch.zeros(4, 3)]), "steps": 0}
+    if any(Path(path).glob("step-*[0-9]")):
+        state = cf.load(Path(path) / "step-*", mesh=mesh, like=state, batches=batches)
+    print(f"from {state['steps']}", flush=True)
+    while state["steps"] < steps:
+        for batch in batches:
+            trained, _ = step(state["train"], batch)
+            state = {"train": trained, "steps": state["steps"] + 1}
+            saving = cf.save(f"{path}/step-{state['steps']}", state, batches=batches, wait=False, keep=2)
+            time.sleep(pause_s)
+            if state["steps"] == steps:
+                break
+    saving.wait()
+    return digest(state)
+
+
+def digest(state: dict) -> str:
+    found = hashlib.sha256()
+    for name, x in sorted(state["train"]["params"].items()):
+        found.update(name.encode() + x.full().numpy().tobytes())
+    for key in ("exp_avg", "exp_avg_sq"):
+        for name, x in sorted(state["train"]["opt"][key].items()):
+            found.update(name.encode() + x.full().numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("axes", ["dp", "tp"])
+def test_a_run_in_two_halves_ends_like_one(tmp_path, axes) -> None:
+    whole = train(str(tmp_path / "whole"), axes)
+    for steps in (5, 11):  # an epoch has 5: at the end of the first one, and within the third
+        train(str(tmp_path / f"part{steps}"), axes, steps=steps)
+        assert train(str(tmp_path / f"part{steps}"), axes) == whole
+
+
+def test_the_hash_sees_random_numbers_and_data(tmp_path) -> None:
+    """What a resumed run that forgot its position would end with is something else."""
+    whole = train(str(tmp_path / "whole"), "dp")
+    train(str(tmp_path / "part"), "dp", steps=4)
+    for forgotten in ("random", "batches"):
+        found = shutil.copytree(tmp_path / "part", tmp_path / forgotten)
+        content = folder.read_index(found / "step-4")
+        content[forgotten] = folder.read_index(found / "step-3")[forgotten]
+        for name in list(content["tensors"]):
+            if name.startswith(f"~{forgotten}"):
+                content["tensors"][name] = folder.read_index(found / "step-3")["tensors"][name]
+        for path in (found / "step-3").glob("*.safetensors"):
+            shutil.copy(path, found / "step-4" / "old.safetensors")
+        for name, tensor in content["tensors"].items():
+            if name.startswith(f"~{forgotten}"):
+                for piece in tensor["pieces"]:
+                    piece[0] = "old.safetensors"
+        folder.write_index(found / "step-4", content)
+        assert train(str(found), "dp") != whole
+
+
+@pytest.mark.dist
+def test_killed_at_any_moment_it_resumes_bit_for_bit(tmp_path, subprocess_env) -> None:
+    """SIGKILL after a while that is drawn anew each time, until a run gets through."""
+    want = train(str(tmp_path / "whole"), "dp")
+    env = {**subprocess_env, "PYTHONPATH": f"{Path(__file__).parent}:{subprocess_env['PYTHONPATH']}"}
+    draw = random.Random(0)
+    kills, starts = 0, []
+    for _ in range(12):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), "dp", "0.05"]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            starts.append(child.stdout.readline().strip())
+            time.sleep(draw.uniform(0.1, 0.7))
+            if child.poll() is None and kills < 4:
+                child.send_signal(signal.SIGKILL)
+                kills += 1
+                continue
+            said = child.stdout.read()
+            assert child.wait(120) == 0
+            break
+    assert kills >= 2 and len(set(starts)) >= 2, starts
+    assert said.split()[-1] == want
