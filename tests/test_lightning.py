@@ -91,6 +91,11 @@ def test_losses_logs_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path:
     pair(Tiny, mesh, tmp_path, gradient_clip_val=0.5)
 
 
+def test_plans_place_what_they_name(tmp_path: Path) -> None:
+    trainer = fit(Tiny(), ColofuncStrategy(mesh=MESHES[1], plans={"3.weight": "o (tp i)"}), tmp_path, max_steps=1)
+    assert "tp" in str(trainer.strategy.loop.state["params"]["net.3.weight"].spec).split(" ", 1)[1]
+
+
 def test_accumulated_gradients(tmp_path: Path) -> None:
     """22 rows in batches of 4, three at a time: the last group of an epoch is not full."""
     pair(Tiny, cf.Mesh(dp=2), tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.01, gradient_clip_algorithm="value")

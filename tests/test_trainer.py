@@ -48,7 +48,7 @@ def arguments(path: Path, **options: Any) -> Any:
 
 
 def trainer(path: Path, mesh: cf.Mesh | None, cls: Any = None, **options: Any) -> Any:
-    keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "optimizers")
+    keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "plans")
     more = {key: options.pop(key) for key in keys if key in options}
     more |= {} if mesh is None else {"mesh": mesh}
     cls = cls or (transformers.Trainer if mesh is None and "chain" not in more else ColofuncTrainer)
@@ -72,6 +72,12 @@ def same(mine: Any, theirs: Any) -> None:
 def test_losses_norms_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path: Path) -> None:
     options = dict(eval_strategy="steps", eval_steps=2)
     same(trainer(tmp_path, mesh, **options), trainer(tmp_path, None, **options))
+
+
+def test_plans_place_what_they_name(tmp_path: Path) -> None:
+    run = trainer(tmp_path, MESHES[1], plans={"*.c_fc.weight": "i (tp o)"}, max_steps=1)
+    run.train()
+    assert "tp" in str(run._loop.state["params"]["transformer.h.1.mlp.c_fc.weight"].spec).split(" ", 1)[1]
 
 
 def test_accumulation_weighs_tokens(tmp_path: Path) -> None:
@@ -102,6 +108,16 @@ def test_losses_and_metrics_of_the_user(tmp_path: Path) -> None:
             for metrics in (run.evaluate(), run.train().metrics, run.evaluate()):
                 seen += [metrics[key] for key in ("eval_loss", "eval_spread", "eval_labels", "train_loss") if key in metrics]
     assert len(found) == 7 and found == pytest.approx(want, rel=1e-9)
+
+
+def test_microbatches_of_a_chain(tmp_path: Path) -> None:
+    """The chain splits each batch in time, the Trainer adds two of them up."""
+    with cf.testing.float64():
+        options = dict(max_steps=2, gradient_accumulation_steps=2, max_grad_norm=0.0, compute_loss_func=mean_of_logits)
+        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2}, "accumulate": 2}, **options)
+        theirs = trainer(tmp_path, None, **options)
+        mine.train(), theirs.train()
+    assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
 
 
 def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
