@@ -17,6 +17,7 @@ from colofunc.errors import InputError, TraceError
 from colofunc.executors.launch import launch
 from colofunc.functional.lazy import lazy
 from colofunc.functional.tape import FromTape, Tape
+from colofunc.program.serialize import load, save
 from colofunc.testing import check
 from colofunc.testing.models import ConvNet, Language
 
@@ -295,6 +296,30 @@ def test_a_lazy_module_runs_as_it_is() -> None:
     assert torch.equal(out, eager.head(x))
     out.sum().backward()
     assert module.head.weight.grad.shape == (6, 6)
+
+
+class Tables(nn.Module):
+    """Tensors in attributes that are neither parameters nor buffers, one small, one large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 256)
+        self.small, self.large = torch.linspace(0, 1, 8), torch.rand(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.small) @ self.large
+
+
+def test_tables_of_a_lazy_module_that_are_no_buffers(tmp_path: Any) -> None:
+    step_fn, state, _ = train(lazy(Tables))
+    step, x = cf.shard(step_fn, cf.Mesh(dp=2, tp=2)), torch.randn(4, 8)
+    low = step.lower(state, x)
+    assert [t.shape for t in low.hidden] == [(256, 256)]
+    save(low.program, tmp_path / "p")
+    assert load(tmp_path / "p") == low.program
+    model = cf.functional(lazy(Tables))
+    step = cf.shard(lambda p, x: model.apply(p, {}, x)[0], cf.Mesh(dp=2, tp=2))
+    torch.testing.assert_close(step(model.params, x).full(), model.to_module()(x))
 
 
 def make_on_ranks(seed: int) -> torch.Tensor:

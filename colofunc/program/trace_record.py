@@ -22,11 +22,13 @@ from typing import Any
 import torch
 
 from colofunc import compat
+from colofunc.dtensor.lazy import make
 from colofunc.errors import TraceError
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
 from colofunc.program import trace_views
 from colofunc.program.ir import Node, Ref, Value, map_refs
+from colofunc.program.lift import SMALL_BYTES
 from colofunc.program.trace_infer import Meta, Results, TraceTensor, remembered
 from colofunc.program.trace_meta import Whereabouts, user_line
 from colofunc.program.trace_numbers import as_numbers, promotes
@@ -167,6 +169,8 @@ class Recorder(compat.TorchDispatchMode):
             vid = self.new_value(tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None)
             with compat.disable_modes():
                 data = tensor.detach()
+                if name is None and data.nbytes <= SMALL_BYTES:
+                    data = make(data)  # a table of a module of `cf.lazy`
             self.constants[vid] = data
             if name is None:
                 self.real[vid] = data

@@ -66,8 +66,9 @@ class Ready:
         versions = [compat.version(t) for t in self.low.hidden]
         if self._hidden is None or self._hidden[0] != versions:
             if self.watch is not None:
-                new = [t for t in self.low.hidden if SHELF.layout(t, self.low.mesh) is None]
-                equal_leaves(self.watch, ["(captured)"] * len(new), new)
+                names = (self.low.program.values[i].name for i in self.low.hidden_ids)
+                new = {n: t for n, t in zip(names, self.low.hidden, strict=True) if SHELF.layout(t, self.low.mesh) is None}
+                equal_leaves(self.watch, tuple(new), tuple(new.values()))
             self._hidden = versions, self.low.hidden_parts(self.backend)
         return self._hidden[1]
 

@@ -64,12 +64,20 @@ class Lowered:
     executor: str | None = None  # as `step.on` said
     hidden: tuple[torch.Tensor, ...] = ()  # captured tensors that are inputs behind the caller's and the seed
 
+    @property
+    def hidden_ids(self) -> tuple[int, ...]:
+        """Values of the local program that are hidden inputs."""
+        inputs = tuple(i for i in self.program.inputs if i not in self.program.constants)
+        return inputs[len(inputs) - len(self.hidden) :]
+
     def hidden_parts(self, backend: Backend) -> list[list[torch.Tensor]]:
         """Per hidden input, the parts of the ranks in this process."""
-        at = len(self.input_layouts) - len(self.program.constants) - len(self.hidden)
-        names = [self.program.values[i].name for i in self.program.inputs[at:]]
-        places = zip(self.hidden, self.input_layouts[at:], names, strict=False)
-        return [SHELF.parts(x, layout, self.mesh, backend, name) for x, layout, name in places]
+        out = []
+        for id, tensor in zip(self.hidden_ids, self.hidden, strict=True):
+            value = self.program.values[id]
+            assert value.layout is not None, "inputs of a local program have layouts"
+            out.append(SHELF.parts(tensor, value.layout, self.mesh, backend, value.name))
+        return out
 
     def text(self) -> str:
         """The local program, one line per node."""
