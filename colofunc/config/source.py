@@ -129,49 +129,56 @@ def _from_yaml(text: str, name: str) -> Node:
             f'{name}: YAML needs PyYAML, which is not installed; pip install "colofunc[yaml]", or write JSON'
         ) from error
     loader = yaml.SafeLoader(text)
-    made = [0]
-
-    def convert(node: Any) -> Node:
-        where = f"{name}:{node.start_mark.line + 1}"
-        _counted(made, where)
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        if kind not in PLAIN_TAGS:
-            raise ConfigError(f"{where}: tag {node.tag!r} is refused; a configuration holds plain data only")
-        if isinstance(node, yaml.SequenceNode):
-            return Node([convert(child) for child in node.value], where)
-        if isinstance(node, yaml.MappingNode):
-            return Node(mapping(node), where)
-        if kind == "str" and node.style is None and FLOAT.match(node.value):
-            return Node(float(node.value), where)
-        return Node(node.value if kind in ("str", "timestamp") else loader.construct_object(node), where)
-
-    def mapping(node: Any) -> dict[str, Node]:
-        found: dict[str, Node] = {}
-        for key, value in node.value:
-            where = f"{name}:{key.start_mark.line + 1}"
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{where}: a key is no string")
-            child = attrs.evolve(convert(value), where=where)
-            if key.value in found:
-                raise _twice(key.value, where, found[key.value])
-            found[key.value] = child
-        return found
-
     try:
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}: holds nothing but comments; write keys with values, such as `mesh: {{dp: 2}}`")
-        return convert(root)
+        return _Yaml(name, loader.construct_object).value(root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: is not YAML: {problem}") from error
-    except ValueError as error:  # a number or date that looks like one and is none
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{name}: {error}; quote the value") from error
     finally:
         loader.dispose()
+
+
+class _Yaml:
+    """Composed YAML, whose nodes know their lines, as our nodes."""
+
+    def __init__(self, name: str, scalar: Any) -> None:
+        self.name, self.scalar, self.made = name, scalar, [0]
+
+    def where(self, node: Any) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+    def value(self, node: Any) -> Node:
+        where = self.where(node)
+        _counted(self.made, where)
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in PLAIN_TAGS:
+            raise ConfigError(f"{where}: tag {node.tag!r} is refused; a configuration holds plain data only")
+        if node.id == "sequence":
+            return Node([self.value(child) for child in node.value], where)
+        if node.id == "mapping":
+            return Node(self.members(node), where)
+        if kind in ("str", "timestamp"):
+            number = kind == "str" and node.style is None and FLOAT.match(node.value)
+            return Node(float(node.value) if number else node.value, where)
+        try:
+            return Node(self.scalar(node), where)
+        except ValueError as error:  # looks like a number and is none
+            raise ConfigError(f"{where}: {error}; quote the value") from error
+
+    def members(self, node: Any) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        for key, value in node.value:
+            where = self.where(key)
+            if key.id != "scalar":
+                raise ConfigError(f"{where}: a key is no string")
+            if key.value in found:
+                raise _twice(key.value, where, found[key.value])
+            found[key.value] = attrs.evolve(self.value(value), where=where)
+        return found
 
 
 # ---- JSON ----
