@@ -1,4 +1,4 @@
-"""`cf.precision(step, "bf16")` beside the same written by hand: GPT-2 (6 layers, width 512), 4 x 256 tokens, AdamW.
+"""`cf.precision(step, "bf16")` beside the same written by hand: GPT-2 (4 layers, width 512), 2 x 256 tokens, AdamW.
 
 By hand: float32 masters, `torch.func.functional_call` with their bfloat16 casts, `loss.backward()`, fused
 `torch.optim.AdamW` on the masters; no autocast. Ours is the unmodified step through `cf.precision` on a mesh of one. Both
@@ -18,12 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
 
-SHAPE = (4, 256)
-PAIRS = 12
+SHAPE = (2, 256)
+PAIRS = 8
 
 
 def config() -> GPT2Config:
-    return GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=16384, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=16384, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def bench() -> Section:
     apart = max(abs(x - y) for x, y in zip(*losses, strict=True))
     return Section(
         "Precision beside mixed precision by hand",
-        f"GPT-2, 6 layers of width 512, {SHAPE[0]} x {SHAPE[1]} tokens, bf16 with float32 masters, AdamW fused in both, "
+        f"GPT-2, 4 layers of width 512, {SHAPE[0]} x {SHAPE[1]} tokens, bf16 with float32 masters, AdamW fused in both, "
         f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         [
             Row("CPU seconds of a step, by hand", seconds(times, 0)),

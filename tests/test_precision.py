@@ -497,3 +497,27 @@ def test_it_is_a_decorator_too() -> None:
 
     assert step.intent("precision").options["policy"] == cf.Policy(compute="bf16")
     assert step({"w": torch.ones(8, 4), "b": torch.ones(4)}, batch())[1]["w"].dtype is F32
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_microbatches_are_summed_in_float32_and_the_mesh_after_them(policy) -> None:
+    step_fn, state = training(WIDE)
+    data = {"x": cf.abstract((65536, 512)), "y": cf.abstract((65536, 512))}
+    sharded = cf.shard(step_fn, cf.Mesh(dp=4, topology="8xa100-80g"), zero3, in_specs=(None, "(dp b) ..."))
+    low = cf.accumulate(cf.precision(sharded, policy), microbatches=4).lower(state, data)
+    loops = [n for n in low.program.nodes if n.outs and any(low.program.values[o].role == "grad" for o in n.outs if o is not None)]
+    summed = {low.program.values[o].dtype for n in loops for o in n.outs if o is not None and low.program.values[o].role == "grad"}
+    assert summed == {F32} and wires(low)["reduce_scatter"] == {F32}
+    step_fn, state = training(net(), clip=1.0)
+    step = cf.accumulate(cf.precision(cf.shard(step_fn, IDEAL), policy), microbatches=4)
+    cf.testing.check(step, state, batch(16), tolerance=2e-2)
+
+
+def test_a_loss_in_bf16_is_summed_over_the_mesh_in_float32() -> None:
+    step = cf.precision(cf.shard(by_value, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i")), "bf16")
+    x = torch.tensor([[1.0], [2.0**-9]])
+    assert float(step({"w": torch.ones(1, 1)}, x)) == 1.0 + 2.0**-9
+
+
+def by_value(p, x):
+    return cf.value_and_grad(lambda p: (x @ p["w"]).sum())(p)[0]

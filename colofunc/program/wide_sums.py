@@ -7,7 +7,8 @@ layout moves stand between the reduction and the cast that was there, that cast 
 
     reduce_scatter(g: bf16)  view  _to_copy(f32)        ->        _to_copy(f32)  reduce_scatter(f32)  view
 
-A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, sums and scalings.
+A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, sums and scalings. Single
+numbers (a loss) are summed wide as well, which costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def wide_sums(program: Program, dtype: torch.dtype) -> Program:
     for node in program.nodes:
         for i in node.refs:
             readers.setdefault(i, []).append(node)
-    narrow = [node for node in program.nodes if _is_narrow(node, program, dtype) and _to_gradient(node, program, readers)]
+    narrow = [node for node in program.nodes if _is_narrow(node, program, dtype)]
+    narrow = [node for node in narrow if not program.values[node.refs[0]].shape or _to_gradient(node, program, readers)]
     if not narrow:
         return program
     state = _Rewriting(program, dtype, readers)
