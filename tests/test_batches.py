@@ -415,7 +415,10 @@ def read_on_ranks():
 
     given = DataLoader(torch.arange(8.0), 2, sampler=DistributedSampler(range(8), 2, mesh.rank, shuffle=False))
     own = [b.full() for b in cf.batches(given, mesh, read="local")]
-    errors = [attempt(f) for f in (early, broken, other_rows, sharded)]
+    def plain():
+        cf.shard(lambda x: x * 2, mesh)(torch.full((2,), float(mesh.rank)))
+
+    errors = [attempt(f) for f in (early, broken, other_rows, sharded, plain)]
     return got, data.read, same, errors, own
 
 
@@ -439,4 +442,5 @@ def test_two_ranks_read_rows_of_their_own():
     assert errors1[1] == "ValueError: a broken file" and "the next batch of cf.batches failed on rank 1: ValueError: a broken" in errors0[1]
     assert errors0[2] == errors1[2] and "must be equal on all ranks, but ranks [1] hold other numbers" in errors0[2]
     assert "DistributedSampler gives each rank rows of its own already" in errors0[3]
+    assert "let cf.batches(loader, mesh, spec) read each rank's rows, or enter them with cf.from_local" in errors0[4]
     equal(own, [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])

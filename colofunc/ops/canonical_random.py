@@ -163,6 +163,7 @@ def _randint(mode: Mode, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _randint_like(mode: Mode, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    _own(kwargs.get("generator"))
     low, high = (args if len(args) == 2 else (0, *args)) if args else (kwargs.pop("low", 0), kwargs.pop("high"))
     return _finish(
         _integers(mode, int(low), int(high), input.shape, kwargs.pop("dtype", None) or input.dtype), **kwargs
