@@ -1,6 +1,7 @@
 """step.compare and low.compare: equal where nothing is wrong; where something is, the value right behind it and the user's line."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 import colofunc as cf
+from colofunc.executors import simulated
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
+from colofunc.program.trace import trace
 from colofunc.testing import models
-from colofunc.transforms.compare import bounds_of
+from colofunc.transforms.compare import Reference, bounds_of
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 MESHES = [cf.Mesh(tp=2, topology="ideal"), MESH]
@@ -172,6 +175,31 @@ def test_a_strategy_with_wrong_local_code(mesh: cf.Mesh) -> None:
     first = step.compare(*arguments()).first
     assert (first.operator, first.line, first.strategy) == ("aten.relu.default", LINE_H, "{tp: mine}")
     assert "{tp: mine}" in first.made_by and "differs by" in str(first)
+
+
+def test_a_collective_that_the_executor_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_only = lambda members, how: members[0].clone()  # noqa: E731
+    monkeypatch.setitem(simulated._MEMBERS, "all_reduce", first_only)
+    monkeypatch.setitem(simulated._MEMBERS, "reduce_scatter", lambda members, how: [members[0][j] for j in range(len(members))])
+    first = compared().first
+    assert (first.operator, first.line) == ("aten.addmm.default", LINE_Y)
+    assert "reduce" in first.made_by and "(tp)" in first.made_by
+
+
+def test_the_reference_keeps_only_what_will_be_asked_for() -> None:
+    def deep(x: torch.Tensor) -> torch.Tensor:
+        for k in range(20):
+            x = torch.sin(x * k)
+        return x
+
+    traced = trace(deep, (torch.ones(3),)).program
+    reference = Reference(traced, [torch.ones(3)], Counter(dict.fromkeys(traced.values, 1)))
+    kept = []
+    for id in traced.values:
+        reference.take(id)
+        kept.append(len(reference.env))
+    assert len(traced.values) > 30 and max(kept) <= 2
+    assert torch.equal(reference.value(traced.outputs[0]), deep(torch.ones(3)))
 
 
 def test_a_pass_after_lowering_is_named() -> None:

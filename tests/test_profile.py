@@ -51,6 +51,19 @@ def test_the_table_says_what_the_times_are(tmp_path: Path) -> None:
     assert str(found) == found.table()
 
 
+def test_a_compiled_step_says_what_was_timed(tmp_path: Path) -> None:
+    step, state, batch = training(cf.Mesh())
+    step = step.on("compiled")
+    assert "compiled when it runs" in step.profile(tmp_path / "trace.json", state, batch, steps=1).table()
+
+
+def test_nodes_in_a_loop_are_timed_at_every_visit(tmp_path: Path) -> None:
+    step, state, batch = training(MESHES[0])
+    found = cf.accumulate(step, microbatches=4).profile(tmp_path / "trace.json", state, batch, steps=2)
+    visits = {len(row) for node in found.nodes for row in node.seconds}
+    assert visits == {1, 4}
+
+
 def test_utilisation_on_a_device_that_is_known(tmp_path: Path) -> None:
     step, state, batch = training(cf.Mesh(topology="8xa100-80g"))
     found = step.profile(tmp_path / "trace.json", state, batch, steps=1)

@@ -59,6 +59,7 @@ class Profile:
     """
 
     simulated: bool
+    compiled: bool
     ranks: int
     steps: int
     step_s: float
@@ -97,6 +98,8 @@ class Profile:
         lines = [f"{_ms(self.step_s)} a step on {where} ({phases}); the clocks add {self.overhead:.0%}"]
         if self.simulated and self.ranks > 1:
             lines.append("times are of the simulation, which computes what ranks share once: they say nothing about a cluster")
+        if self.compiled:
+            lines.append("the step is compiled when it runs, which leaves no operators to time: these figures are of the step before that")
         if self.utilisation is not None:
             lines.append(f"model flops utilisation {self.utilisation:.1%}: {self.flops:.3g} operations a step, peak {self.peak}")
         else:
