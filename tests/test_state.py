@@ -1,6 +1,7 @@
 """State and what a step captures: frozen weights as hidden sharded inputs, init from examples, writes to captured tensors."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.dtensor.placed import SHELF
+from colofunc.dtensor.placed import SHELF, place
 from colofunc.errors import InputError
+from colofunc.executors.backend import backend_for
 from colofunc.executors.launch import launch
+from colofunc.executors.measure import measure
 from colofunc.program.serialize import load, save
 from colofunc.testing import check
 from colofunc.testing.models import Language, Mlp
@@ -45,6 +48,17 @@ def test_frozen_weights_are_inputs_that_are_sharded() -> None:
     assert not set(found) & {low.program.values[i].name for i in low.program.constants}
     assert any(live.name == "frozen.fc1.weight" and live.nbytes == 32 * 8 * 8 for live in low.memory().at_peak)
     assert check(step, state, rows(), steps=3).worst <= 1e-10
+
+
+def test_the_accountant_counts_parts_of_frozen_weights() -> None:
+    step_fn, state, _ = head_only()
+    mesh = cf.Mesh(dp=2, tp=2)
+    step = cf.shard(step_fn, mesh, {"*.fc1.weight": "(tp o) (dp i)"})
+    low = step.lower(state, rows())
+    leaves = low.traced.pack((state, rows()))
+    inputs = [place(x, layout, mesh, backend_for(mesh)) for x, layout in zip(leaves, low.input_layouts, strict=False)]
+    apart = [[s.clone() for s in shards] for shards in (*inputs, *low.hidden_parts(backend_for(mesh)))]
+    assert measure(low.program, mesh, apart).timeline == dict(low.memory().timeline)
 
 
 def test_frozen_weights_have_no_moments_and_come_back_unchanged() -> None:
@@ -119,14 +133,18 @@ def test_a_captured_causal_mask_is_still_recognised() -> None:
 
 
 def test_placed_parts_die_with_the_tensor() -> None:
-    weight = torch.randn(128, 128, dtype=D)
     mesh = cf.Mesh(dp=2)
-    step = cf.shard(lambda x: x @ weight, mesh)
-    step(torch.ones(4, 128, dtype=D))
-    assert SHELF.layout(weight, mesh) is not None
-    count = len(SHELF._kept)
-    del step, weight
-    assert len(SHELF._kept) == count - 1
+
+    def used_once() -> int:
+        weight = torch.randn(128, 128, dtype=D)
+        cf.shard(lambda x: x @ weight, mesh)(torch.ones(4, 128, dtype=D))
+        assert SHELF.layout(weight, mesh) is not None
+        return len(SHELF._kept)
+
+    gc.collect()
+    held = used_once()
+    gc.collect()
+    assert len(SHELF._kept) == held - 1
 
 
 def test_a_lowered_program_with_hidden_inputs_is_saved_without_their_values(tmp_path: Any) -> None:
@@ -192,7 +210,7 @@ def on_real_ranks() -> list[Any]:
     step_fn, state, model = head_only()
     step = cf.shard(step_fn, cf.Mesh(dp=2), {"fc1.weight": "(dp o) i"})
     placed, _ = step(step.init(state, rows()), rows())
-    ((key, kept),) = SHELF._kept[model.frozen["fc1.weight"]].items()
+    (kept,) = SHELF._kept[model.frozen["fc1.weight"]].values()
     made = model.to_module(placed["params"])
     return [kept[0].shards[0].untyped_storage().nbytes(), made.fc2.weight.detach()]
 
