@@ -521,3 +521,11 @@ def test_a_loss_in_bf16_is_summed_over_the_mesh_in_float32() -> None:
 
 def by_value(p, x):
     return cf.value_and_grad(lambda p: (x @ p["w"]).sum())(p)[0]
+
+
+@pytest.mark.parametrize("how", [by_value_and_grad, by_func, by_autograd, by_backward], ids=lambda f: f.__name__)
+def test_gradients_of_every_kind_are_summed_in_float32(how) -> None:
+    mesh = cf.Mesh(dp=4, topology="8xa100-80g")
+    p, b = {"w": torch.ones(8, 4), "b": torch.ones(4)}, {"x": cf.abstract((1 << 20, 8))}
+    low = cf.precision(cf.shard(how, mesh, in_specs=(None, "(dp b) ...")), "bf16").lower(p, b)
+    assert set().union(*(wires(low).get(k, set()) for k in ("all_reduce", "reduce_scatter"))) == {F32}
