@@ -1,0 +1,141 @@
+"""Saving and loading beside `torch.save`, `torch.load` and `torch.distributed.checkpoint`, and what training notices of it.
+
+Throughput: one state of float32 tensors, plain, in alternating rounds within one process, by wall time (this is about
+disks and memory, not only about the CPU); the median of the rounds counts. Ours sums every block and flushes to disk before
+it returns; `torch.save` does not flush, so it is measured both as it is and with a flush. Stall: training steps with a
+background save every few steps beside the same steps without, in alternating stretches.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import colofunc as cf
+from bench import Row, Section
+
+SIZES = (4096, 4096), 4  # 4 tensors of 64 MiB
+ROUNDS = 3
+STRETCHES, STEPS, EVERY = 3, 10, 10
+
+
+def state() -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    shape, count = SIZES
+    return {f"layer{k}.weight": torch.randn(*shape, generator=made) for k in range(count)}
+
+
+def wall_s(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def rounds(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median wall seconds of each, run in turn after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for k in range(ROUNDS + 1):
+        for name, run in runs.items():
+            os.sync()
+            taken = wall_s(run)
+            if k:
+                times[name].append(taken)
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def flushed(value: Any, path: Path) -> None:
+    torch.save(value, path)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def dcp_load(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: torch.empty_like(x) for name, x in like.items()}
+    checkpoint.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def throughput(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds to save, seconds to load) by kind."""
+    value = state()
+    saves: dict[str, Callable[[], Any]] = {
+        "ours": lambda: cf.save(folder / "ours", value),
+        "torch.save, flushed": lambda: flushed(value, folder / "torch.pt"),
+        "torch.save": lambda: torch.save(value, folder / "torch.pt"),
+        "DCP": lambda: checkpoint.save(value, checkpoint_id=folder / "dcp", no_dist=True),
+    }
+    loads: dict[str, Callable[[], Any]] = {
+        "ours": lambda: cf.load(folder / "ours"),
+        "torch.load": lambda: torch.load(folder / "torch.pt"),
+        "DCP": lambda: dcp_load(folder / "dcp", value),
+    }
+    return rounds(saves), rounds(loads)
+
+
+def stall(folder: Path) -> tuple[float, float, float]:
+    """(median share of training time that saving in the background adds, seconds of a step, bytes of the state)."""
+    config = GPT2Config(n_embd=384, n_layer=6, n_head=6, vocab_size=8192, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    step_fn, start = cf.train_step(cf.functional(GPT2LMHeadModel(config)), cf.adapt(torch.optim.AdamW, lr=1e-4))
+    ids = torch.randint(0, 8192, (8, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    step = cf.shard(step_fn, cf.Mesh())
+    held = {"state": step.init(start, batch)}
+
+    def stretch(saves: bool) -> None:
+        for k in range(STEPS):
+            held["state"], metrics = step(held["state"], batch)
+            float(metrics["loss"])
+            if saves and k % EVERY == 0:
+                cf.save(folder / "run", held["state"], wait=False)
+
+    stretch(True)
+    shares, plain = [], []
+    for _ in range(STRETCHES):
+        without, with_saves = wall_s(lambda: stretch(False)), wall_s(lambda: stretch(True))
+        cf.save(folder / "last", {"n": 1})  # what still runs ends outside of what is measured
+        shares.append(with_saves / without - 1)
+        plain.append(without / STEPS)
+    nbytes = sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(held["state"]) if isinstance(x, torch.Tensor))
+    return statistics.median(shares), statistics.median(plain), nbytes
+
+
+def bench() -> Section:
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
+    load_before = os.getloadavg()[0]
+    try:
+        saves, loads = throughput(folder)
+        share, step_s, nbytes = stall(folder)
+    finally:
+        shutil.rmtree(folder)
+    size = SIZES[1] * SIZES[0][0] * SIZES[0][1] * 4
+    rows = [Row(f"save, {name}", f"{size / s / 1e9:.2f} GB/s") for name, s in saves.items()]
+    rows += [Row(f"load, {name}", f"{size / s / 1e9:.2f} GB/s") for name, s in loads.items()]
+    for what, ours, other in (
+        ("save: torch.save with a flush / ours", saves["ours"], saves["torch.save, flushed"]),
+        ("save: torch.save / ours", saves["ours"], saves["torch.save"]),
+        ("save: DCP / ours", saves["ours"], saves["DCP"]),
+        ("load: torch.load / ours", loads["ours"], loads["torch.load"]),
+        ("load: DCP / ours", loads["ours"], loads["DCP"]),
+    ):
+        rows.append(Row(f"{what}, seconds", f"{other / ours:.2f}", "at least 1.00", other / ours >= 1.0))
+    what = f"background save of {nbytes / 1e6:.0f} MB every {EVERY} steps of {step_s:.2f} s"
+    rows.append(Row(what, f"{share:.1%} longer", "at most 5 %", share <= 0.05))
+    return Section(
+        "Saving and loading",
+        f"{SIZES[1]} tensors of {size / SIZES[1] / 2**20:.0f} MiB, float32, one local disk, medians of {ROUNDS} rounds, wall time; GPT-2 "
+        f"of 6 layers for the background; {torch.get_num_threads()} thread(s), {os.cpu_count()} cores, load {load_before:.1f} "
+        f"before, torch {torch.__version__}",
+        rows,
+    )
