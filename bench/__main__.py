@@ -73,6 +73,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(names())}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["COLOFUNC_CACHE"] = "off"  # planning is what is measured
     console = Console()
     threads = os.environ["OMP_NUM_THREADS"]
     console.print(f"torch {torch.__version__} · {platform.machine()} · {os.cpu_count()} cores · OMP_NUM_THREADS={threads}")

@@ -23,7 +23,7 @@ from colofunc.errors import ColofuncError, near
 
 SWITCHES: dict[str, str] = {
     "COLOFUNC_CHECK": "1: check the whole program after every pass, not only what changed",
-    "COLOFUNC_CACHE": "folder of cached plans; 'off' keeps no plans on disk",
+    "COLOFUNC_CACHE": "folder of cached plans (default: ~/.cache/colofunc); 'off' keeps no plans on disk",
     "COLOFUNC_QUIET": "1: no live progress lines",
     "COLOFUNC_TRACE": "1: log every operator that the simulated executor runs",
 }
@@ -70,6 +70,14 @@ def switch(name: str) -> str:
 def switched_on(name: str) -> bool:
     """Whether a documented debugging switch is set to something other than '', '0', 'off', 'false' or 'no'."""
     return switch(name).lower() not in ("", "0", "off", "false", "no")
+
+
+def plan_folder() -> Path | None:
+    """Where plans are kept: COLOFUNC_CACHE, else `colofunc` in the user's cache folder; None where it is "off"."""
+    asked = switch("COLOFUNC_CACHE")
+    if asked.lower() in ("off", "0", "no", "false"):
+        return None
+    return Path(asked or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "colofunc")).expanduser()
 
 
 def memory_limit_bytes() -> int | None:

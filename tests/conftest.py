@@ -13,6 +13,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
+os.environ.setdefault("COLOFUNC_CACHE", "off")  # a test plans anew
+
 # Ranks are simulated in one process and test processes run side by side.
 torch.set_num_threads(1)
 

@@ -183,8 +183,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a versioned JSON file."""
-        data = {"colofunc_plan": FORMAT_VERSION, **attrs.asdict(self)}
-        Path(path).write_text(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes, as plain data."""
+        data: dict[str, Any] = _finite({"colofunc_plan": FORMAT_VERSION, **attrs.asdict(self)})
+        return data
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -197,6 +201,12 @@ class Plan:
             ) from error
         except ValueError as error:
             raise PlanError(f"plan file {str(path)!r} is not JSON ({error}); write it again with Plan.save") from error
+        return Plan.from_dict(data, str(path))
+
+    @staticmethod
+    def from_dict(data: Any, path: str = "plan") -> Plan:
+        """A plan from what `to_dict` gave; `path`: where it came from, for errors."""
+        data = dict(data) if isinstance(data, dict) else data
         version = data.pop("colofunc_plan", None) if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise PlanError(

@@ -26,8 +26,8 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.distributed import DEADLINE_S, broadcast_object
-from colofunc.executors.watch import Watch
+from colofunc.executors.distributed import broadcast_object
+from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.explain import RuleOf
 from colofunc.program.ir import Program

@@ -32,11 +32,12 @@ SLACK = 0.1
 class Decided:
     """Parallel to the program: a choice per node, layouts of inputs (by id) and outputs (by position)."""
 
-    assignment: Assignment
+    assignment: Assignment | None  # None: from a plan, without a search
     choices: tuple[Choice, ...]
     input_layouts: Mapping[int, Layout]
     output_layouts: tuple[Layout, ...]
     plan: Plan
+    regather: frozenset[int] = frozenset()  # parameters that are gathered anew in every phase
 
 
 @attrs.define(eq=False)
@@ -175,4 +176,4 @@ def decide(
         call, _ = call_of(node, program.values)
         choices.append(Choice(strategy, candidates.rule(call)))
     plan = make_plan(program, mesh, found, candidates.rule_of, named, constraints, budget_bytes)
-    return Decided(found, tuple(choices), found.inputs, found.outputs, plan)
+    return Decided(found, tuple(choices), found.inputs, found.outputs, plan, found.regather)

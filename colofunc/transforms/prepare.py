@@ -25,6 +25,7 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints
+from colofunc.planner.plan import Plan
 from colofunc.plugins import build_registry
 from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
@@ -40,6 +41,7 @@ from colofunc.program.trace_tree import Tree
 from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes
 
@@ -85,7 +87,15 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes, parts)
-    choices, plan, local = share(watch, from_main(watch, plan_it), program, candidates.rule_of)
+
+    def again(plan: Plan) -> tuple[Decided, Program]:
+        decided = decided_by(plan, program, mesh, candidates, constraints)
+        return decided, _lowered(program, mesh, decided, temporaries, passes)
+
+    asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
+    chain = (asked, sorted(named.items()), budget, axes, temporaries, parts)
+    recall = lambda: remembered(key_of(program, mesh, registry, constraints, chain), plan_it, again, say)  # noqa: E731
+    choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
@@ -164,24 +174,31 @@ def _within(
     aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
     for _ in range(tries + parts.bit_length() - 1):
         decided = decide(program, mesh, candidates, constraints, named, aim, axes)
-        regather = decided.assignment.regather
-        local = lower(program, decided.choices, decided.input_layouts, decided.output_layouts, mesh, record_local, regather)
-        check_program(local, mesh)
-        for rewrite in passes:
-            local = rewrite(local, mesh)
-            check_program(local, mesh)
-        local = in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
+        local = _lowered(program, mesh, decided, temporaries, passes)
         if budget_bytes is None or aim is None:
             return decided, local
         report = memory(local)
         peak = report.peak_bytes["device"]
         if peak <= budget_bytes:
             return decided, local
-        aim = int(min(aim, decided.assignment.peak_bytes) * budget_bytes / peak * 0.99)
+        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / peak * 0.99)
     raise PlanError(
         f"no plan found within {(budget_bytes or 0) / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
         f"use more ranks, a smaller batch, or a topology with more memory"
     )
+
+
+def _lowered(
+    program: Program, mesh: Mesh, decided: Decided, temporaries: bool, passes: Sequence[Callable[[Program, Mesh], Program]]
+) -> Program:
+    """The local program of some decisions."""
+    layouts = decided.input_layouts, decided.output_layouts
+    local = lower(program, decided.choices, *layouts, mesh, record_local, decided.regather)
+    check_program(local, mesh)
+    for rewrite in passes:
+        local = rewrite(local, mesh)
+        check_program(local, mesh)
+    return in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
 
 
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

@@ -1,0 +1,181 @@
+"""Plans on disk: the second start of a script does not search again.
+
+Problem: planning takes seconds, and a script is started many times. Idea: a plan is kept under a hash of everything that
+decides it (program, mesh with topology, constraints, budget, plugins, colofunc's own sources) and is found again by it.
+Rebuilding picks, per operator, the strategy that the plan names among the candidates, so nothing is searched; the
+lowered program's hash is kept beside the plan and must come out again, else it is planned anew.
+
+    COLOFUNC_CACHE=/scratch/plans python train.py       # another folder; "off" keeps nothing. Default: ~/.cache/colofunc
+
+Files are JSON, written whole or not at all; one that is damaged is ignored with a line. Rank 0 alone reads and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colofunc import env
+from colofunc.dtensor.rule import Strategy
+from colofunc.dtensor.spec import bind, names_of
+from colofunc.errors import ColofuncError, PlanError
+from colofunc.executors.distributed import program_hash
+from colofunc.mesh import Mesh
+from colofunc.planner.constraints import Constraints
+from colofunc.planner.explain import node_keys
+from colofunc.planner.plan import Decision, Plan
+from colofunc.plugins import Registry
+from colofunc.program.ir import Program
+from colofunc.program.lower import Choice, call_of
+from colofunc.transforms.decide import Candidates, Decided
+
+KEEP_ABOVE_S = 0.5
+"""Plans that were found faster are not worth a file."""
+
+Made = tuple[Decided, Program]
+
+
+def remembered(key: str, search: Callable[[], Made], rebuild: Callable[[Plan], Made], say: Callable[[str], None]) -> Made:
+    """What `search()` gives, from the plan kept under `key` where there is one."""
+    folder = env.plan_folder()
+    if folder is None:
+        return search()
+    path = folder / f"{key}.json"
+    kept = _read(path, say)
+    if kept is not None:
+        lowered, plan = kept
+        with contextlib.suppress(ColofuncError):  # what the plan names is not there: plan anew
+            decided, local = rebuild(plan)
+            if local_hash(local) == lowered:
+                return decided, local
+        say(f"the plan in {path} no longer gives the program that it gave; planning anew")
+    began = time.perf_counter()
+    decided, local = search()
+    if time.perf_counter() - began > KEEP_ABOVE_S:
+        _write(path, local_hash(local), decided.plan, say)
+    return decided, local
+
+
+def local_hash(local: Program) -> str:
+    """Of a lowered program on its own mesh."""
+    return program_hash(local, Mesh())
+
+
+def key_of(program: Program, mesh: Mesh, registry: Registry, constraints: Constraints, *more: Any) -> str:
+    """A hash of all that decides a plan. `more`: budget, axes, named plans, what the chain of transforms asks for."""
+    digest = hashlib.sha256(program_hash(program, mesh).encode())
+    for node in program.nodes:
+        digest.update(repr((node.path, node.phase)).encode())
+    for id in program.inputs:
+        digest.update(repr((program.values[id].name, program.values[id].role)).encode())
+    for item in sorted(constraints.items):
+        digest.update(repr((item, [(c.says, c.key) for c in constraints.items[item]])).encode())
+    for position in sorted(constraints.outputs):
+        digest.update(repr((position, constraints.outputs[position].text())).encode())
+    digest.update(repr((more, registry.plugins, torch.__version__)).encode())
+    digest.update(_sources(registry).encode())
+    return digest.hexdigest()[:40]
+
+
+def _sources(registry: Registry) -> str:
+    """The text of colofunc and of every module that gave a rule, a strategy or a pass."""
+    functions = [*registry.rules.values(), *registry.passes.values(), *(f for fns in registry.strategies.values() for f in fns)]
+    files = {f.__code__.co_filename for f in functions if inspect.isfunction(f)}
+    return own_sources() + "".join(_of_file(name) for name in sorted(files))
+
+
+@lru_cache(maxsize=1)
+def own_sources() -> str:
+    """A hash of colofunc's own modules."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _of_file(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError:  # defined in a notebook or a console: its name has to do
+        return name
+
+
+# ---- files ----
+
+
+def _read(path: Path, say: Callable[[str], None]) -> tuple[str, Plan] | None:
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        return str(data["lowered"]), Plan.from_dict(data["plan"], str(path))
+    except (ColofuncError, ValueError, KeyError, TypeError, OSError) as error:
+        say(f"the kept plan {path} is ignored: {error}")
+        return None
+
+
+def _write(path: Path, lowered: str, plan: Plan, say: Callable[[str], None]) -> None:
+    """Write beside, then rename: a reader sees the whole file or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        os.close(handle)
+        Path(name).write_text(json.dumps({"lowered": lowered, "plan": plan.to_dict()}, allow_nan=False))
+        os.replace(name, path)
+    except OSError as error:
+        say(f"the plan could not be kept in {path.parent}: {error}")
+
+
+# ---- from a plan back to decisions ----
+
+
+def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates, constraints: Constraints) -> Decided:
+    """The decisions that a plan of this very program describes. Raises PlanError where a strategy is not to be had."""
+    candidates.follow_wishes(constraints)
+    of_key = {key: d for d in plan.decisions for key in d.keys}
+    found: dict[Any, Strategy] = {}
+    choices = []
+    for node, key in zip(program.nodes, node_keys(program), strict=True):
+        call, _ = call_of(node, program.values)
+        decision = of_key.get(key)
+        if decision is None:
+            raise PlanError(f"the plan says nothing of {key}")
+        same = (call, id(decision))
+        if same not in found:
+            found[same] = _strategy(decision, candidates.along(node, _axes(decision, mesh), None), names_of(mesh))
+        choices.append(Choice(found[same], candidates.rule(call)))
+    layouts = {}
+    for id_, leaf in zip(program.inputs, plan.inputs, strict=True):
+        layouts[id_] = bind(leaf.spec, mesh, program.values[id_].shape)
+    outputs = tuple(bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True))
+    names = set(plan.regather)
+    regather = frozenset(id_ for id_ in program.inputs if program.values[id_].name in names)
+    return Decided(None, tuple(choices), layouts, outputs, plan, regather)
+
+
+def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:
+    words = set(" ".join(text for text in (*decision.ins, *decision.outs) if text).replace("(", " ").replace(")", " ").split())
+    words |= {axis for word in words for axis in word.lstrip("+").replace(":", " ").split()} | {a for a, _ in decision.axes}
+    return tuple(a for a in mesh.axis_names if a in words)
+
+
+def _strategy(decision: Decision, options: Sequence[Strategy], taken: tuple[str, ...]) -> Strategy:
+    for s in options:
+        if s.name == decision.strategy and tuple(x.text(taken) for x in s.ins) == decision.ins:
+            if tuple(None if x is None else x.text(taken) for x in s.outs) == decision.outs:
+                return s
+    raise PlanError(f"the plan's {decision.strategy} for {decision.path} {decision.target} is not among its strategies")
+
+
+__all__ = ["decided_by", "key_of", "local_hash", "own_sources", "remembered"]

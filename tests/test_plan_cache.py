@@ -1,0 +1,80 @@
+"""Plans on disk: found again by everything that decides them, rebuilt without a search, never trusted blindly."""
+
+import json
+
+import pytest
+
+import colofunc as cf
+from colofunc.testing import programs
+from colofunc.transforms import plan_cache, prepare
+from colofunc.transforms.plan_cache import local_hash
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOFUNC_CACHE", str(tmp_path / "plans"))
+    monkeypatch.setattr(plan_cache, "KEEP_ABOVE_S", 0.0)
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """How often a plan was searched."""
+    seen = []
+    original = prepare.decide
+    monkeypatch.setattr(prepare, "decide", lambda *args: seen.append(1) or original(*args))
+    return seen
+
+
+def lowered(name="mlp", axes=None, **options):
+    step, state, batch = programs.NAMED[name]()
+    return cf.shard(step, cf.Mesh(**(axes or {"dp": 2, "tp": 2}), topology="8xa100-80g"), **options).lower(state, batch)
+
+
+@pytest.mark.parametrize("name", programs.NAMED)
+def test_a_kept_plan_gives_the_same_program_without_a_search(name, folder, searches):
+    first = lowered(name)
+    assert searches == [1] and len(list(folder.iterdir())) == 1
+    second = lowered(name)
+    assert searches == [1] and local_hash(second.program) == local_hash(first.program)
+    assert second.plan == first.plan
+
+
+def test_three_axes(folder, searches):
+    first, second = lowered(axes={"dp": 2, "sp": 2, "tp": 2}), lowered(axes={"dp": 2, "sp": 2, "tp": 2})
+    assert searches == [1] and local_hash(second.program) == local_hash(first.program)
+
+
+@pytest.mark.parametrize("other", [dict(axes={"dp": 4}), dict(auto=False), dict(name="conv_net"), dict(donate=())])
+def test_whatever_decides_a_plan_is_part_of_its_key(other, folder, searches):
+    lowered()
+    lowered(**other)
+    assert searches == [1, 1] and len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"plan": {"colofunc_plan": 1}, "lowered": "x"}', None])
+def test_a_damaged_file_is_ignored_with_a_line(damage, folder, searches, capsys):
+    first = lowered()
+    (path,) = folder.iterdir()
+    path.write_text(path.read_text()[:500] if damage is None else damage)
+    again = lowered()
+    assert searches == [1, 1] and local_hash(again.program) == local_hash(first.program)
+    assert f"the kept plan {path} is ignored" in capsys.readouterr().err
+
+
+def test_a_plan_that_gives_another_program_is_not_used(folder, searches, capsys):
+    first = lowered()
+    (path,) = folder.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lowered": "another"}))
+    assert local_hash(lowered().program) == local_hash(first.program) and searches == [1, 1]
+    assert "no longer gives the program that it gave" in capsys.readouterr().err
+
+
+def test_nothing_is_kept_where_it_is_off_or_quick(folder, monkeypatch):
+    monkeypatch.setattr(plan_cache, "KEEP_ABOVE_S", 1e9)
+    lowered()
+    assert not folder.exists()
+    monkeypatch.setattr(plan_cache, "KEEP_ABOVE_S", 0.0)
+    monkeypatch.setenv("COLOFUNC_CACHE", "off")
+    lowered()
+    assert not folder.exists()
