@@ -39,6 +39,7 @@ def trained(apply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> C
 def operators() -> list[Row]:
     seed, x = torch.tensor(5), torch.randn(SHAPE).requires_grad_()
     both = {
+        "dropout, forward": (lambda: F.dropout(x.detach(), P), lambda: ours.dropout(x.detach(), seed, 0, P)),
         "dropout, forward and backward": (
             trained(lambda x: F.dropout(x, P), x),
             trained(lambda x: ours.dropout(x, seed, 0, P), x),

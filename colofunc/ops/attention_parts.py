@@ -192,8 +192,8 @@ def kept_factor(opt: Options, block: Block, dtype: torch.dtype) -> Tensor:
     """Dropout's factor of each weight of the block: 1 / (1 - p) where kept, else 0."""
     assert opt.seed is not None and opt.index is not None
     b, h, s, t = opt.index
-    keep = keep_mask(opt.seed, opt.site, opt.dropout, (b, h, s[block.i0 : block.i1], t[block.j0 : block.j1]))
-    return keep.to(dtype).mul_(0.0 if opt.dropout >= 1.0 else 1.0 / (1.0 - opt.dropout))
+    keep = keep_mask(opt.seed, opt.site, opt.dropout, (b, h, s[block.i0 : block.i1], t[block.j0 : block.j1]), dtype)
+    return keep.mul_(0.0 if opt.dropout >= 1.0 else 1.0 / (1.0 - opt.dropout))
 
 
 def make_options(

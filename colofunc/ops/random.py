@@ -267,13 +267,15 @@ def _dropout(
     return out if x.is_contiguous() else torch.empty_like(x).copy_(out)
 
 
-def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor]) -> Tensor:
-    """Dropout's keep mask of a block given the index contribution of each dim (the first one carries the offset)."""
+def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor], dtype: torch.dtype = torch.bool) -> Tensor:
+    """Dropout's keep mask of a block, as ones and zeros of `dtype`, given the index contribution of each dim (the first one
+    carries the offset).
+    """
     lead = dims[0]
     for d in dims[1:-1]:
         lead = (lead.unsqueeze(1) + d).flatten()
     index = Index(lead, dims[-1], dims[-1].numel())
-    out = _keep(index, 1.0 - p, seed, site)
+    out = _keep(index, 1.0 - p, seed, site, dtype)
     return out.view([d.numel() for d in dims])
 
 
