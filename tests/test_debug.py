@@ -107,6 +107,17 @@ def test_in_a_gradient_by_torch_func(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "tapped [3.0, 8.0]\ny 11.0\n"
 
 
+def test_the_gradient_of_an_activation_by_its_hook(capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = x @ w
+        h.register_hook(lambda g: cf.debug.print("dh {:.2f}", g.sum()))
+        return (h**2).sum()
+
+    low = cf.shard(lambda w, x: cf.value_and_grad(loss)(w, x)[1], MESHES[1], in_specs=(None, "(dp b) i"))
+    assert torch.equal(low(torch.ones(2, 2), torch.ones(4, 2)).full(), torch.full((2, 2), 16.0))
+    assert capsys.readouterr().out == "dh 32.00\n"
+
+
 def test_over_microbatches_it_is_still_the_global_value(capsys: pytest.CaptureFixture[str]) -> None:
     state, x = arguments()
     cf.accumulate(cf.shard(training(True), MESHES[0], in_specs=SPECS), microbatches=2)(state, x)
