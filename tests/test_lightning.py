@@ -13,7 +13,9 @@ import colofunc as cf
 pl = pytest.importorskip("lightning.pytorch", reason="needs Lightning")
 from colofunc.integrations.lightning import ColofuncStrategy  # noqa: E402
 
-MESHES = [cf.Mesh(dp=2), cf.Mesh(dp=2, tp=2)]
+# Communication is free, so that tiny models are split at all.
+DP, DP_TP = cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")
+MESHES = [DP, DP_TP]
 
 
 class Tiny(pl.LightningModule):
@@ -81,6 +83,8 @@ def pair(make: Any, mesh: cf.Mesh, path: Path, **options: Any) -> tuple[Any, Any
     for name, value in b.callback_metrics.items():
         assert float(a.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6), name  # Lightning keeps float32
     assert a.global_step == b.global_step
+    specs = {str(p.spec) for p in a.strategy.loop.state["params"].values()}
+    assert all(any(axis in spec for spec in specs) for axis in mesh.axis_names), specs
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-10, atol=1e-10)
     return a, b
@@ -98,11 +102,31 @@ def test_plans_place_what_they_name(tmp_path: Path) -> None:
 
 def test_accumulated_gradients(tmp_path: Path) -> None:
     """22 rows in batches of 4, three at a time: the last group of an epoch is not full."""
-    pair(Tiny, cf.Mesh(dp=2), tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    pair(Tiny, DP, tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
 def test_sgd_with_momentum(tmp_path: Path) -> None:
-    pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), cf.Mesh(dp=2), tmp_path, max_epochs=1)
+    pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), DP, tmp_path, max_epochs=1)
+
+
+class Tied(Tiny):
+    """A layer under two names, a LightningModule inside, a parameter that nothing uses, one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tiny()
+        self.alias, self.unused = self.net[3], nn.Parameter(torch.ones(3).double())
+        self.inner.net[0].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + self.inner(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def test_modules_as_they_come(tmp_path: Path) -> None:
+    pair(Tied, DP, tmp_path, max_epochs=1)
 
 
 @pytest.mark.parametrize("make", [Tiny, lambda: Tiny(torch.optim.SGD, momentum=0.9, dampening=0.2)], ids=["adamw", "sgd"])
@@ -112,8 +136,8 @@ def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(make: Any, tmp_path:
     for module in (first, again, plain):
         module.load_state_dict(whole.state_dict())
     fit(whole, "auto", tmp_path, max_epochs=3)
-    fit(first, ColofuncStrategy(mesh=cf.Mesh(dp=2)), tmp_path, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
-    fit(again, ColofuncStrategy(mesh=cf.Mesh(dp=2, tp=2)), tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
+    fit(first, ColofuncStrategy(mesh=DP), tmp_path, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    fit(again, ColofuncStrategy(mesh=DP_TP), tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
     fit(plain, "auto", tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
     for module in (again, plain):
         assert first.seen + module.seen == pytest.approx(whole.seen, rel=1e-10)
@@ -189,7 +213,7 @@ def test_refused(make: Any, options: Any, error: type[Exception], says: str, tmp
     if module.choice[0] is torch.optim.LBFGS:
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
     with pytest.raises(error, match=says) as caught:
-        fit(module, ColofuncStrategy(mesh=cf.Mesh(dp=2)), tmp_path, num_sanity_val_steps=0, **options)
+        fit(module, ColofuncStrategy(mesh=DP), tmp_path, num_sanity_val_steps=0, **options)
     assert "Try: " in str(caught.value) or error is cf.TraceError
 
 
@@ -197,7 +221,7 @@ def test_arguments_are_told_at_once() -> None:
     with pytest.raises(cf.InputError, match=r"wants mesh=cf\.Mesh"):
         ColofuncStrategy()
     with pytest.raises(cf.InputError, match="drop mesh= and plans="):
-        ColofuncStrategy(mesh=cf.Mesh(dp=2), chain={"mesh": {"dp": 2}})
+        ColofuncStrategy(mesh=DP, chain={"mesh": {"dp": 2, "topology": "ideal"}})
 
 
 def test_a_configured_chain(tmp_path: Path) -> None:
@@ -205,17 +229,17 @@ def test_a_configured_chain(tmp_path: Path) -> None:
     torch.manual_seed(0)
     mine, theirs = Tiny(), Tiny()
     mine.load_state_dict(theirs.state_dict())
-    fit(mine, ColofuncStrategy(chain={"mesh": {"dp": 2}, "clip": 0.3}), tmp_path, max_epochs=1)
+    fit(mine, ColofuncStrategy(chain={"mesh": {"dp": 2, "topology": "ideal"}, "clip": 0.3}), tmp_path, max_epochs=1)
     fit(theirs, "auto", tmp_path, max_epochs=1, gradient_clip_val=0.3)
     assert mine.seen == pytest.approx(theirs.seen, rel=1e-10)
     with pytest.raises(cf.InputError, match=r"the chain clips to 0\.3"):
-        fit(Tiny(), ColofuncStrategy(chain={"mesh": {"dp": 2}, "clip": 0.3}), tmp_path, gradient_clip_val=1.0)
+        fit(Tiny(), ColofuncStrategy(chain={"mesh": {"dp": 2, "topology": "ideal"}, "clip": 0.3}), tmp_path, gradient_clip_val=1.0)
 
 
 def on_a_rank(path: str) -> list[float]:
     module = Tiny()
     module.load_state_dict(torch.load(f"{path}/start.pt"))
-    trainer = fit(module, ColofuncStrategy(mesh=cf.Mesh(dp=2)), Path(path), max_epochs=1)
+    trainer = fit(module, ColofuncStrategy(mesh=DP), Path(path), max_epochs=1)
     trainer.save_checkpoint(f"{path}/end.ckpt")
     assert len(trainer.strategy.loop.state["params"]["net.3.bias"].parts) == 1  # this rank's only
     return module.seen

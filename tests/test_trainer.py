@@ -12,7 +12,9 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 from colofunc.integrations.transformers import ColofuncTrainer  # noqa: E402
 
-MESHES = [cf.Mesh(dp=2), cf.Mesh(dp=2, tp=2)]
+# Communication is free, so that tiny models are split at all.
+DP, DP_TP = cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")
+MESHES = [DP, DP_TP]
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -64,6 +66,8 @@ def same(mine: Any, theirs: Any) -> None:
         a, b = mine.train(), theirs.train()
     assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
     assert len(history(mine)) >= 12 and a.training_loss == pytest.approx(b.training_loss, rel=1e-9)
+    specs = {str(p.spec) for p in mine._loop.state["params"].values()}
+    assert all(any(axis in spec for spec in specs) for axis in mine._mesh.axis_names), specs
     for (name, p), q in zip(mine.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8, msg=name)
 
@@ -83,12 +87,12 @@ def test_plans_place_what_they_name(tmp_path: Path) -> None:
 def test_accumulation_weighs_tokens(tmp_path: Path) -> None:
     """Six batches in twos and threes, the last one of two rows: every label that counts weighs the same."""
     options = dict(gradient_accumulation_steps=4)
-    same(trainer(tmp_path, cf.Mesh(dp=2), **options), trainer(tmp_path, None, **options))
+    same(trainer(tmp_path, DP, **options), trainer(tmp_path, None, **options))
 
 
 def test_without_clipping_the_norm_is_reported(tmp_path: Path) -> None:
     options = dict(max_grad_norm=0.0, max_steps=3, optim="sgd", lr_scheduler_type="linear", eval_strategy="steps", eval_steps=1)
-    same(trainer(tmp_path, cf.Mesh(dp=2), **options), trainer(tmp_path, None, **options))
+    same(trainer(tmp_path, DP, **options), trainer(tmp_path, None, **options))
 
 
 def mean_of_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -101,7 +105,7 @@ def spread(prediction: Any) -> dict[str, float]:
 
 def test_losses_and_metrics_of_the_user(tmp_path: Path) -> None:
     options = dict(compute_loss_func=mean_of_logits, compute_metrics=spread, max_steps=2)
-    mine, theirs = (trainer(tmp_path, mesh, **options) for mesh in (cf.Mesh(dp=2), None))
+    mine, theirs = (trainer(tmp_path, mesh, **options) for mesh in (DP, None))
     found, want = [], []
     with cf.testing.float64():
         for run, seen in ((mine, found), (theirs, want)):
@@ -114,7 +118,7 @@ def test_microbatches_of_a_chain(tmp_path: Path) -> None:
     """The chain splits each batch in time, the Trainer adds two of them up."""
     with cf.testing.float64():
         options = dict(max_steps=2, gradient_accumulation_steps=2, max_grad_norm=0.0, compute_loss_func=mean_of_logits)
-        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2}, "accumulate": 2}, **options)
+        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2, "topology": "ideal"}, "accumulate": 2}, **options)
         theirs = trainer(tmp_path, None, **options)
         mine.train(), theirs.train()
     assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
@@ -125,10 +129,10 @@ def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
     with cf.testing.float64():
         whole = trainer(tmp_path / "whole", None)
         whole.train()
-        first = trainer(tmp_path, cf.Mesh(dp=2), save_strategy="steps", save_steps=3)
+        first = trainer(tmp_path, DP, save_strategy="steps", save_steps=3)
         first.train()
         folder = str(tmp_path / "checkpoint-3")
-        for mesh in (cf.Mesh(tp=2), None):
+        for mesh in (cf.Mesh(tp=2, topology="ideal"), None):
             again = trainer(tmp_path / "again", mesh)
             again.train(resume_from_checkpoint=folder)
             assert history(again) == pytest.approx(history(whole), rel=1e-9)
@@ -140,7 +144,7 @@ def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
 
 def test_a_configured_chain(tmp_path: Path) -> None:
     with cf.testing.float64():
-        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2}, "clip": 0.5}, max_steps=2, max_grad_norm=7.0)
+        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2, "topology": "ideal"}, "clip": 0.5}, max_steps=2, max_grad_norm=7.0)
         theirs = trainer(tmp_path, None, max_steps=2)
         mine.train(), theirs.train()
     assert isinstance(mine, ColofuncTrainer) and history(mine) == pytest.approx(history(theirs), rel=1e-9)
@@ -159,12 +163,12 @@ class Peeking(transformers.TrainerCallback):
         ({"neftune_noise_alpha": 5.0}, r"TrainingArguments\(neftune_noise_alpha=5.0\) clashes"),
         ({"optim": "adafactor"}, "optimizer Adafactor cannot be adapted"),
         ({"callbacks": [Peeking()]}, "callback Peeking overrides on_pre_optimizer_step"),
-        ({"chain": {"mesh": {"dp": 2}}}, "the chain says mesh and plans; drop mesh="),
+        ({"chain": {"mesh": {"dp": 2, "topology": "ideal"}}}, "the chain says mesh and plans; drop mesh="),
         ({"chain": {"mesh": {"dq": 2}, "zerro": 3}}, "unknown key 'zerro'"),
     ],
 )
 def test_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
-    mesh = None if "zerro" in str(options) else cf.Mesh(dp=2)
+    mesh = None if "zerro" in str(options) else DP
     with pytest.raises(cf.ColofuncError, match=says):
         trainer(tmp_path, mesh, **options).train()
 
@@ -174,7 +178,7 @@ def test_deepspeed_and_fsdp_clash(tmp_path: Path) -> None:
         args = arguments(tmp_path)
         setattr(args, name, "on")  # with the packages, their own checks of their options come first
         with pytest.raises(cf.InputError, match=rf"TrainingArguments\({name}='on'\) clashes .* Try: drop it"):
-            ColofuncTrainer(gpt2(), args, mesh=cf.Mesh(dp=2))
+            ColofuncTrainer(gpt2(), args, mesh=DP)
 
 
 def test_the_pages_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
