@@ -106,6 +106,31 @@ def test_a_write_to_a_frozen_weight_is_seen_without_another_trace() -> None:
     assert sum(len(some) for some in step.compiler._ready.values()) == 1
 
 
+def test_another_tensor_as_a_frozen_weight_is_seen() -> None:
+    _, state, model = head_only()
+    step = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(tp=2))
+    step(state["params"], rows())
+    model.frozen["fc1.weight"] = model.frozen["fc1.weight"] * 2
+    torch.testing.assert_close(step(state["params"], rows()).full(), model.apply(state["params"], {}, rows())[0])
+
+
+DROPPED = nn.Dropout(0.5)
+
+
+def forward_of_this_file(x: torch.Tensor) -> torch.Tensor:
+    return DROPPED(x)
+
+
+def test_the_mode_of_a_module_that_is_a_global_is_seen() -> None:
+    step = cf.shard(lambda x: forward_of_this_file(x), cf.Mesh(dp=2))
+    x = torch.ones(64, dtype=D)
+    assert (step(x).full() == 0).any()
+    DROPPED.eval()
+    assert torch.equal(step(x).full(), x)
+    DROPPED.train()
+    assert (step(x).full() == 0).any()
+
+
 @pytest.mark.parametrize("size", [4, 128])  # a constant of the program, a hidden input
 def test_a_write_to_a_captured_tensor_is_seen(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     table = torch.ones(size, size, dtype=D)

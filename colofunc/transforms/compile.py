@@ -12,7 +12,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import attrs
@@ -159,19 +160,43 @@ class StepCompiler:
         say(f"{name} is traced again for {what}")
 
 
-def training_flags(fn: Callable[..., Any], depth: int = 3) -> tuple[bool, ...]:
-    """Train or eval mode of every module that a step function holds in its closure: a switch means another trace."""
-    flags: list[bool] = []
+def training_flags(fn: Callable[..., Any], depth: int = 3, seen: set[int] | None = None) -> tuple[int, ...]:
+    """Train or eval mode of every module that a step function uses from outside, and which frozen weights a model has.
+
+    Looked for in its closure, defaults and the globals that it names, and in functions found there: a switch of the mode,
+    or another tensor as a frozen weight, means another trace.
+    """
+    flags: list[int] = []
+    seen = seen if seen is not None else {id(fn)}
     held = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if _is_set(cell)]
     held += [getattr(fn, "__self__", None), *(getattr(fn, "__defaults__", None) or ())]
+    around = getattr(fn, "__globals__", {})
+    for name in _names_of(fn.__code__) if isinstance(fn, FunctionType) else ():
+        thing = around.get(name)
+        if not isinstance(thing, FunctionType) or thing.__globals__ is around:  # functions of other files are not the user's step
+            held.append(thing)
     for thing in held:
-        parts = [getattr(thing, f.name) for f in attrs.fields(type(thing))] if attrs.has(type(thing)) else [thing]
-        for piece in parts:
+        record = attrs.has(type(thing))
+        parts = {f.name: getattr(thing, f.name) for f in attrs.fields(type(thing))} if record else {"": thing}
+        for name, piece in parts.items():
             if isinstance(piece, torch.nn.Module):
                 flags += [m.training for m in piece.modules()]
-            elif depth and callable(piece) and hasattr(piece, "__closure__"):
-                flags += training_flags(piece, depth - 1)
+            elif name == "frozen" and isinstance(piece, dict):
+                flags += [id(t) for t in piece.values()]  # those of a trace are kept alive by it
+            elif depth and callable(piece) and hasattr(piece, "__closure__") and id(piece) not in seen:
+                seen.add(id(piece))
+                flags += training_flags(piece, depth - 1, seen)
     return tuple(flags)
+
+
+@lru_cache(maxsize=1 << 12)
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    """Global names in a function's code and in that of functions defined inside."""
+    names = set(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names.update(_names_of(inner))
+    return tuple(sorted(names))
 
 
 def _is_set(cell: Any) -> bool:
