@@ -192,6 +192,24 @@ def test_train_or_eval_mode_is_part_of_the_key() -> None:
     assert sum(len(known) for known in evaluate.compiler._ready.values()) == 2
 
 
+MODEL: Any = None
+
+
+def evaluate_global(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token(MODEL.apply(params, {}, batch)[0], batch)
+
+
+def test_the_mode_of_a_model_that_a_script_holds_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "MODEL", language(dropout=0.5))
+    evaluate = cf.shard(evaluate_global, MESHES[0])
+    losses = []
+    for training in (True, False, True):
+        MODEL.module.train(training)
+        torch.manual_seed(1)
+        losses.append(float(evaluate(MODEL.params, tokens())))
+    assert losses[0] == losses[2] != losses[1]
+
+
 def test_a_state_of_another_mesh_is_refused() -> None:
     _, state, evaluate, _ = steps(MESHES[0])
     _, _, other, _ = steps(MESHES[1])
