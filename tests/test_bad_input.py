@@ -139,7 +139,8 @@ def test_a_state_on_another_mesh() -> None:
     state = cf.shard(step, MESH).init(state_of(), batch_of())
     refuses(
         cf.InputError,
-        "argument 'state.params.w' lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); bring it over with cf.distribute(x.full(), spec, mesh)",
+        "argument 'state.params.w' lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); "
+        "bring it over with cf.distribute(x.full(), spec, mesh)",
         call=lambda: cf.shard(step, cf.Mesh(dp=4))(state, batch_of()),
     )
 
@@ -161,7 +162,8 @@ def test_a_tensor_without_data(placed: Any) -> None:
     staged, state = placed
     refuses(
         cf.InputError,
-        "argument 'batch.x' of shape (8, 4) has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, or use step.lower",
+        "argument 'batch.x' of shape (8, 4) has no data (meta tensor); give real values to run, "
+        "cf.lazy(...) to have them made, or use step.lower",
         call=lambda: staged(state, {"x": cf.abstract((8, 4))}),
     )
 

@@ -37,7 +37,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
-    "agree", "compare", "compile", "decide", "finite", "lowered", "observe", "prepare", "profile", "staged", "wanted",
+    "agree", "compare", "compile", "decide", "finite", "lowered", "observe", "plan_cache", "prepare", "profile", "staged", "wanted",
 )  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.

@@ -273,7 +273,9 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
 
 def _choices(decisions: Iterable[Decision], what: str) -> set[str]:
     """What `why_not` knows, in the words of the question: names of strategies, or single pairs "tp: i"."""
-    all_of = [c for d in decisions for c in (d, *d.alternatives)]
+    all_of: list[Decision | Alternative] = []
+    for d in decisions:
+        all_of += [d, *d.alternatives]
     if ":" in what and not what.startswith("{"):
         return {f"{axis}: {factor}" for c in all_of for axis, factor in c.axes}
     return {c.strategy for c in all_of}
