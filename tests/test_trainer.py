@@ -64,11 +64,12 @@ def history(run: Any, keys: tuple[str, ...] = ("loss", "grad_norm", "learning_ra
 def same(mine: Any, theirs: Any) -> None:
     with cf.testing.float64():
         a, b = mine.train(), theirs.train()
-    assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
-    assert len(history(mine)) >= 12 and a.training_loss == pytest.approx(b.training_loss, rel=1e-9)
+    assert history(mine) == pytest.approx(history(theirs), rel=1e-10)
+    assert len(history(mine)) >= 12 and a.training_loss == pytest.approx(b.training_loss, rel=1e-10)
     specs = {str(p.spec) for p in mine._loop.state["params"].values()}
     assert all(any(axis in spec for spec in specs) for axis in mine._mesh.axis_names), specs
     for (name, p), q in zip(mine.model.named_parameters(), theirs.model.parameters(), strict=True):
+        # Key biases of attention have a gradient of rounding noise, which Adam's 1/(sqrt(v) + 1e-8) blows up.
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8, msg=name)
 
 
@@ -111,7 +112,7 @@ def test_losses_and_metrics_of_the_user(tmp_path: Path) -> None:
         for run, seen in ((mine, found), (theirs, want)):
             for metrics in (run.evaluate(), run.train().metrics, run.evaluate()):
                 seen += [metrics[key] for key in ("eval_loss", "eval_spread", "eval_labels", "train_loss") if key in metrics]
-    assert len(found) == 7 and found == pytest.approx(want, rel=1e-9)
+    assert len(found) == 7 and found == pytest.approx(want, rel=1e-10)
 
 
 def test_microbatches_of_a_chain(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_microbatches_of_a_chain(tmp_path: Path) -> None:
         mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2, "topology": "ideal"}, "accumulate": 2}, **options)
         theirs = trainer(tmp_path, None, **options)
         mine.train(), theirs.train()
-    assert history(mine) == pytest.approx(history(theirs), rel=1e-9)
+    assert history(mine) == pytest.approx(history(theirs), rel=1e-10)
 
 
 def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
         for mesh in (cf.Mesh(tp=2, topology="ideal"), None):
             again = trainer(tmp_path / "again", mesh)
             again.train(resume_from_checkpoint=folder)
-            assert history(again) == pytest.approx(history(whole), rel=1e-9)
+            assert history(again) == pytest.approx(history(whole), rel=1e-10)
     first.save_model(str(tmp_path / "saved"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
     for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True):
@@ -147,7 +148,7 @@ def test_a_configured_chain(tmp_path: Path) -> None:
         mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2, "topology": "ideal"}, "clip": 0.5}, max_steps=2, max_grad_norm=7.0)
         theirs = trainer(tmp_path, None, max_steps=2)
         mine.train(), theirs.train()
-    assert isinstance(mine, ColofuncTrainer) and history(mine) == pytest.approx(history(theirs), rel=1e-9)
+    assert isinstance(mine, ColofuncTrainer) and history(mine) == pytest.approx(history(theirs), rel=1e-10)
 
 
 class Peeking(transformers.TrainerCallback):
