@@ -322,3 +322,14 @@ def test_a_norm_that_is_not_finite_does_what_torchs_does(bad) -> None:
     clipped, norm = clip_by_global_norm(grads, 1.0)
     torch.testing.assert_close(norm, want, equal_nan=True)
     torch.testing.assert_close(list(clipped.values()), [leaf.grad for leaf in leaves], equal_nan=True)
+
+
+@pytest.mark.parametrize("cls", [O.AdamW, O.RMSprop, O.Muon], ids=lambda c: c.__name__)
+def test_state_of_large_parameters_is_made_where_it_is_placed(cls) -> None:
+    params = {"w": torch.ones(1024, 512)}
+    opt = adapt(cls, lr=0.1)
+    state = opt.init(params)
+    assert not any(type(t) is torch.Tensor for k, part in state.items() if k != "step" for t in part.values())
+    step = cf.shard(lambda s, g: opt.update(g, s, params)[1], cf.Mesh(dp=2, topology="ideal"))
+    placed = step.init(state, params)
+    assert all(torch.equal(t.full(), torch.zeros(1024, 512)) for k, part in placed.items() if k != "step" for t in part.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
+from colofunc.dtensor.lazy import zeros_like
 from colofunc.errors import InputError, near
 from colofunc.ops.update_rules import KINDS
 
@@ -75,7 +76,7 @@ def _build(cls: type[torch.optim.Optimizer], groups: Groups, tensors: Mapping[st
 
 def init(cls: type[torch.optim.Optimizer], groups: Groups, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """{key: {name: tensor}} as the class makes it before its first step, without the step count."""
-    tensors = {n: torch.empty_like(p).requires_grad_() for n, p in params.items()}
+    tensors = {n: zeros_like(p).requires_grad_() for n, p in params.items()}
     for t in tensors.values():
         t.grad = t.detach()
     optimizer = _build(cls, groups, tensors)
