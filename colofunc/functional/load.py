@@ -26,7 +26,6 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.watch import Watch
 from colofunc.functional import pretrained
 from colofunc.functional.checkpoint import dcp, plainfile
 from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
@@ -37,6 +36,7 @@ from colofunc.functional.checkpoint.tree import Matched, names, unpack
 from colofunc.functional.save import Resumable
 from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
+from colofunc.program.trace_tree import flatten
 
 READERS = min(4, os.cpu_count() or 1)
 DEADLINE_S = 300.0
@@ -78,13 +78,15 @@ def load(
     if model is not None:
         if like is not None or batches is not None:
             raise InputError("load: model= fills a model from a folder of transformers; like= and batches= belong to saved states")
-        return pretrained.load_model(folder, model, mesh, specs, strict, device)
+        return _together(mesh, path, lambda: (pretrained.load_model(folder, model, mesh, specs, strict, device), ""))
+    where = mesh if mesh is not None else next((x.mesh for x in flatten(like)[0] if isinstance(x, DTensor)), None)
+    return _together(where, path, lambda: _load(folder, where, specs, like, strict, verify, random, batches, device))
+
+
+def _together(mesh: Mesh | None, path: str | os.PathLike[str], work: Callable[[], tuple[Any, str]]) -> Any:
+    """Run the work on all ranks of the mesh; where one fails or reads another version, all raise."""
     watch = backend_for(mesh).watch if mesh is not None else None
-    return together(watch, f"load of {str(path)!r}", lambda: _load(folder, mesh, specs, like, strict, verify, random, batches, device))
-
-
-def together(watch: Watch | None, what: str, work: Callable[[], tuple[Any, str]]) -> Any:
-    """Run the work on all ranks; where one fails or reads another version, all raise."""
+    what = f"load of {str(path)!r}"
     try:
         result, token = work()
     except Exception as error:
@@ -102,8 +104,6 @@ def _load(
 ) -> tuple[Any, str]:  # fmt: skip
     found = _open(folder, verify)
     build, examples = _matched(found, like, str(folder), strict)
-    if mesh is None:
-        mesh = next((x.mesh for x in examples.values() if isinstance(x, DTensor)), None)
     if mesh is None and specs is not None:
         raise InputError("load: specs= say how tensors lie on a mesh; give mesh= too")
     chosen = specs_by_name(specs, found.tree, found.entries)
@@ -111,14 +111,14 @@ def _load(
     def one(name: str) -> Any:
         entry, example = found.entries[name], examples.get(name)
         at = device
-        if isinstance(example, torch.Tensor) and not isinstance(example, DTensor) and not example.is_meta and at is None:
+        if isinstance(example, torch.Tensor) and not example.is_meta and at is None:
             at = example.device
         if mesh is None:
             return plain(entry, at)
         spec = chosen.get(name)
         if spec is None and isinstance(example, DTensor) and example.mesh == mesh:
             spec = example.sharding.with_pending(())
-        return placed(entry, layout_for(entry, mesh, spec), mesh, device)
+        return placed(entry, layout_for(entry, mesh, spec), mesh, at)
 
     wanted = list(names(found.tree)) if like is None else list(examples)
     state = build(_read_all(wanted, one))

@@ -105,7 +105,7 @@ def save(
         raise InputError(f"save: keep={keep}; keep at least 1, the one that is saved")
     saver = _saver()
     failed = saver.settle()
-    job = _Job.make(path, state, batches, random, keep, deadline_s)
+    job = _prepared(path, lambda: _Job.make(path, state, batches, random, keep, deadline_s).copied(None if wait else format))
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
     writing = _begin(job, failed)
@@ -117,8 +117,22 @@ def save(
         saving = Saving(job.path, future)
         saving.wait()
         return saving
-    job.copy(format)
-    return saver.start(job.path, lambda: _attempt(job, writing, job.run_dcp if format == "dcp" else job.run))
+    return saver.start(job.path, lambda: _attempt(job, writing, run))
+
+
+def _what(path: str | os.PathLike[str]) -> str:
+    return f"save to {os.path.abspath(path)!r}"
+
+
+def _prepared(path: str | os.PathLike[str], make: Callable[[], _Job]) -> _Job:
+    """The job; where this rank cannot save its state, the others learn of it instead of waiting."""
+    try:
+        return make()
+    except Exception as error:
+        watch = Ranks.of(set()).watch
+        if watch is not None:
+            watch.give_up(_what(path), error, DEADLINE_S)
+        raise
 
 
 def run_now(future: Future[None], work: Callable[[], None]) -> None:
@@ -161,12 +175,16 @@ class _Job:
         items = [item for leaf in leaves for item in leaf.items(ranks.rank)]
         return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
 
-    def copy(self, format: str) -> None:
-        """Copies of everything, so that the next step may write in place."""
-        if format == "dcp":
+    def copied(self, format: str | None) -> _Job:
+        """With copies of everything, so that the next step may write in place; None: as it is."""
+        if format is None:
+            return self
+        if format == "dcp" and self.ranks.size == 1:
             plain = {leaf.name: leaf.tensor.full() if isinstance(leaf.tensor, DTensor) else leaf.tensor.clone() for leaf in self.leaves}
             self.leaves = assign(plain, self.ranks)
-        self.items = snapshot(self.items)
+        else:
+            self.items = snapshot(self.items)
+        return self
 
     # ---- safetensors ----
 
@@ -269,7 +287,7 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
     watch = job.ranks.watch
     if watch is not None:
         said = [json.loads(text) for text in watch.exchange(
-            f"save to {str(job.path)!r}", json.dumps([writing.token, None if problem is None else str(problem)]), job.deadline_s
+            _what(job.path), json.dumps([writing.token, None if problem is None else str(problem)]), job.deadline_s
         )]  # fmt: skip
         bad = [text for _, text in said if text is not None]
         if bad and problem is None:

@@ -161,13 +161,13 @@ def read_piece(
     begin, end = low * row_bytes, high * row_bytes
     if begin >= end:
         return torch.empty([len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype)
-    first = begin // BLOCK_BYTES
-    needed = _needed_blocks(shape, picks, dtype.itemsize)
-    stop = min((first + len(needed)) * BLOCK_BYTES, piece.nbytes)
+    first, needed = _needed_blocks(shape, picks, dtype.itemsize)
+    base = min(begin, first * BLOCK_BYTES)
+    stop = max(end, min((first + len(needed)) * BLOCK_BYTES, piece.nbytes))
     # Untouched pages of an empty tensor cost no memory, so that blocks which are not read may have their place in it.
-    buffer = torch.empty(stop - first * BLOCK_BYTES, dtype=torch.uint8)
-    _read_blocks(folder, name, piece, first, needed, memory(buffer), verify)
-    rows = buffer[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES].view(CARRIERS[dtype.itemsize])
+    buffer = torch.empty(stop - base, dtype=torch.uint8)
+    _read_blocks(folder, name, piece, first, needed, memory(buffer[first * BLOCK_BYTES - base :]), verify)
+    rows = buffer[begin - base : end - base].view(CARRIERS[dtype.itemsize])
     inner = take(rows.reshape(high - low, *shape[1:]), [_shifted(picks[0], low), *picks[1:]])
     return inner.view(dtype) if piece.region.shape else inner.view(dtype).reshape(())
 
@@ -176,8 +176,8 @@ def _shifted(pick: Pick, by: int) -> Pick:
     return slice(pick.start - by, pick.stop - by, pick.step) if isinstance(pick, slice) else pick - by
 
 
-def _needed_blocks(shape: Sequence[int], picks: Sequence[Pick], itemsize: int) -> np.ndarray:
-    """For each block from the first that is needed to the last: whether it is."""
+def _needed_blocks(shape: Sequence[int], picks: Sequence[Pick], itemsize: int) -> tuple[int, np.ndarray]:
+    """The first block that is needed; for it and each after it to the last: whether it is."""
     spans = [extent(pick) for pick in picks]
     split = max((d for d, ((a, b), n) in enumerate(zip(spans, shape, strict=True)) if (a, b) != (0, n)), default=0)
     inner = itemsize * prod(shape[split + 1 :])
@@ -191,7 +191,7 @@ def _needed_blocks(shape: Sequence[int], picks: Sequence[Pick], itemsize: int) -
     edges = np.zeros(int(high.max()) - int(low.min()) + 2, dtype=np.int64)
     np.add.at(edges, low - low.min(), 1)
     np.add.at(edges, high - low.min() + 1, -1)
-    return np.cumsum(edges[:-1]) > 0
+    return int(low.min()), np.cumsum(edges[:-1]) > 0
 
 
 def _read_blocks(
@@ -206,7 +206,8 @@ def _read_blocks(
         raise CheckpointError(f"{path}, which holds {name!r}, cannot be opened ({error}); the checkpoint is incomplete") from error
     try:
         for k in np.flatnonzero(needed):
-            block = target[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]
+            room = piece.nbytes - (first + int(k)) * BLOCK_BYTES
+            block = target[k * BLOCK_BYTES : min((k + 1) * BLOCK_BYTES, k * BLOCK_BYTES + room)]
             count = _read_all(fd, block, piece.start + (first + int(k)) * BLOCK_BYTES)
             if count < len(block):
                 raise CheckpointError(
