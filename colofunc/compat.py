@@ -203,4 +203,7 @@ def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor's memory has been written to in place; 0 for ever where torch does not count."""
-    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
+    try:
+        return int(getattr(tensor, "_version", 0))
+    except RuntimeError:  # tensors of inference mode are not counted
+        return 0

@@ -37,6 +37,7 @@ TESTED = {
     "_disable_current_modes": None,  # test_disable_modes
     "_DisableTorchDispatch": None,  # test_no_dispatch
     "_make_wrapper_subclass": None,  # test_wrapper_subclass
+    "_disabled_torch_function_impl": None,  # test_no_torch_function
 }
 
 
@@ -302,6 +303,20 @@ def test_version() -> None:
     x.add_(1)
     assert compat.version(x) == before + 1
     assert compat.version(object()) == 0  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert compat.version(torch.zeros(3)) == 0
+
+
+def test_no_torch_function() -> None:
+    """A subclass that has it gives its results as they are; function modes still see its calls."""
+
+    class Plain(torch.Tensor):
+        __torch_function__ = compat.no_torch_function
+
+    x = torch.ones(3).as_subclass(Plain)
+    with CountFunctions() as mode:
+        assert type(x + 1) is torch.Tensor
+    assert mode.seen == 1
 
 
 def test_strided_shard(monkeypatch: pytest.MonkeyPatch) -> None:
