@@ -529,3 +529,26 @@ def test_gradients_of_every_kind_are_summed_in_float32(how) -> None:
     p, b = {"w": torch.ones(8, 4), "b": torch.ones(4)}, {"x": cf.abstract((1 << 20, 8))}
     low = cf.precision(cf.shard(how, mesh, in_specs=(None, "(dp b) ...")), "bf16").lower(p, b)
     assert set().union(*(wires(low).get(k, set()) for k in ("all_reduce", "reduce_scatter"))) == {F32}
+
+
+NARROW = ("bf16", cf.Policy(reduce="bf16"), cf.Policy(compute="fp16", reduce="fp16"))
+
+
+def losses_of_every_policy():
+    found = []
+    for policy in NARROW:
+        torch.manual_seed(0)
+        step_fn, state = training(net(), clip=1.0)
+        mesh = cf.Mesh(dp=2, topology="ideal")
+        step = cf.precision(cf.shard(step_fn, mesh, zero3, in_specs=(None, "(dp b) ...")), policy)
+        state = step.init(state, batch())
+        for _ in range(2):
+            state, metrics = step(state, batch())
+            found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.dist
+def test_real_ranks_move_narrow_numbers() -> None:
+    """gloo has its own kernels for sums of bfloat16 and float16; a sum of two has one order."""
+    assert cf.launch(losses_of_every_policy, 2) == [losses_of_every_policy()] * 2
