@@ -6,10 +6,13 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import colofunc as cf
 from colofunc.errors import InputError, PlanError
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.compiled import compile_segments
+from colofunc.executors.simulated import SimulatedProgram, run_simulated
 from colofunc.plugins import build_registry
 from colofunc.program import serialize
 from colofunc.program.check import check_program
@@ -234,6 +237,51 @@ def test_nothing_is_unrolled_and_activations_shrink():
     assert (peaks[0] - peaks[1]) / (peaks[1] - peaks[2]) == pytest.approx(2, rel=0.1)
 
 
+def limited(mesh: cf.Mesh, capacity_bytes: int) -> cf.Mesh:
+    """The same mesh with devices of so many bytes."""
+    tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
+    return cf.Mesh(**dict(mesh.axes), topology=attrs.evolve(mesh.topology, tiers=tiers))
+
+
+def test_a_budget_that_only_microbatches_meet():
+    step, state, batch = programs.attention_block(16)
+    with pytest.raises(PlanError, match="cannot be met"):
+        cf.shard(step, limited(cf.Mesh(), 300_000)).lower(state, batch)
+    low = cf.accumulate(cf.shard(step, limited(cf.Mesh(), 300_000)), 4).lower(state, batch)
+    assert low.memory().peak_bytes["device"] <= 300_000
+
+
+def deep(depth: int = 6, width: int = 32):
+    """Layers whose parameters are more than their activations."""
+    torch.manual_seed(0)
+    state = {f"w{k}": torch.randn(width, width, dtype=torch.float64) / 6 for k in range(depth)}
+
+    def step(state, batch):
+        def loss_of(params):
+            h = batch["x"]
+            for k in range(depth):
+                h = torch.tanh(h @ params[f"w{k}"])
+            return h.square().mean()
+
+        loss, grads = cf.value_and_grad(loss_of)(state)
+        return {k: v - 0.1 * grads[k] for k, v in state.items()}, loss
+
+    return step, state, {"x": torch.randn(32, width, dtype=torch.float64)}
+
+
+def test_where_memory_is_short_parameters_are_gathered_in_every_trip():
+    step, state, batch = deep()
+    ample = cf.Mesh(dp=4, topology="ideal")
+    zero = {"w*": "(dp a) b"}
+    roomy = cf.accumulate(cf.shard(step, ample, zero, in_specs=(None, "(dp b) ...")), 2).lower(state, batch)
+    budget = roomy.memory().peak_bytes["device"] // 2
+    tight = cf.accumulate(cf.shard(step, limited(ample, budget), zero, in_specs=(None, "(dp b) ...")), 2)
+    low = tight.lower(state, batch)
+    assert low.memory().peak_bytes["device"] <= budget
+    assert low.cost().wire_bytes > roomy.cost().wire_bytes
+    cf.testing.check(tight, state, batch)
+
+
 def test_one_accumulator_per_gradient_and_the_update_outside():
     step, state, batch = programs.mlp()
     program = cf.accumulate(step, 2).lower(state, batch).program
@@ -308,6 +356,31 @@ def test_time_is_an_axis_of_a_mesh():
         torch.testing.assert_close(a[0], b[0], rtol=1e-10, atol=1e-10)
 
 
+def accumulated_on_real_ranks():
+    step, state, batch = programs.embedding_loss(8)
+    sharded = cf.shard(step, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) ..."))
+    return cf.testing.check(cf.accumulate(sharded, 4), state, batch).steps
+
+
+@pytest.mark.dist
+def test_real_ranks():
+    assert cf.launch(accumulated_on_real_ranks, 2) == [2, 2]
+
+
+def test_compiled_bodies():
+    """With the compiler "eager", so that the segments and their loop are tried without a C++ compiler."""
+    step, state, batch = programs.mlp()
+    low = cf.accumulate(step, 2).on("compiled").lower(state, batch)
+    leaves = [leaf.detach() for leaf in torch.utils._pytree.tree_leaves((state, batch))]
+    segmented, bound = compile_segments(low.program, "eager")
+    working = loops(segmented)[1]
+    assert len(working.body.nodes) < 10 < len(loops(low.program)[1].body.nodes)
+    got = SimulatedProgram(segmented, cf.Mesh(), bound)([[leaf.clone()] for leaf in leaves])
+    expected = run_simulated(low.program, cf.Mesh(), [[leaf.clone()] for leaf in leaves])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=1e-10, atol=1e-10)
+
+
 # ---- bad input ----
 
 
@@ -341,3 +414,57 @@ def test_leaves_of_another_leading_size_stay_whole():
 
     doubles = {k: v.double() for k, v in batch.items()}
     cf.testing.check(cf.accumulate(step, 4), torch.randn(4, 4, dtype=torch.float64), doubles)
+
+
+# ---- any program ----
+
+# Layers of (b, 6) -> (b, 6) that do not mix rows; `t` is a table of the state, `i` the batch's own integers.
+LAYERS = {
+    "linear": lambda h, w, t, i: torch.tanh(h @ w),
+    "softmax": lambda h, w, t, i: torch.softmax(h, 1) * w.sum(0),
+    "embedding": lambda h, w, t, i: h + F.embedding(i, t),
+    "norm": lambda h, w, t, i: F.layer_norm(h, (6,), w[0], w[1]),
+    "heads": lambda h, w, t, i: torch.einsum("bhd,hde->bhe", h.view(-1, 2, 3), w.view(4, 3, 3)[:2]).reshape(-1, 6),
+    "rows of rows": lambda h, w, t, i: (h.unsqueeze(1) + t[:2]).flatten(0, 1).sin().unflatten(0, (-1, 2)).prod(1),
+    "cumsum": lambda h, w, t, i: h.cumsum(1) / 6,
+    "mask": lambda h, w, t, i: torch.where((i > 1).unsqueeze(1), h, w.mean()),
+    "dropout": lambda h, w, t, i: F.dropout(h, 0.3, True),
+    "inputs' mean": lambda h, w, t, i: h - i.double().mean() * w.diagonal(),
+    "sorted": lambda h, w, t, i: h.sort(1).values.flip(1),
+    "convolution": lambda h, w, t, i: F.conv1d(h.unsqueeze(1), w[:1, :3].unsqueeze(1), padding=1).squeeze(1),
+}
+LOSSES = {
+    "mean": lambda h, i: h.square().mean(),
+    "sum": lambda h, i: h.square().sum(),
+    "labels": lambda h, i: F.cross_entropy(h, torch.where(i > 3, -100, i)),
+    "weighted": lambda h, i: (h.sum(1) * i).sum() / i.sum(),
+    "two": lambda h, i: h.mean() + (h[:, 0] * (i == 2)).sum() / (i == 2).sum(),
+}
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=4),
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from([2, 3, 4, 6]),
+    st.sampled_from(["one", "dp"]),
+)
+def test_any_program_gives_the_numbers_of_the_whole_batch(layers, loss, microbatches, mesh):
+    torch.manual_seed(0)
+    state = {"t": torch.randn(6, 6, dtype=torch.float64)}
+    state |= {f"w{k}": torch.randn(6, 6, dtype=torch.float64) for k in range(len(layers))}
+    batch = {"x": torch.randn(12, 6, dtype=torch.float64), "i": torch.randint(0, 6, (12,))}
+
+    def step(state, batch):
+        def loss_of(params):
+            h = batch["x"]
+            for k, layer in enumerate(layers):
+                h = LAYERS[layer](h, params[f"w{k}"], params["t"], batch["i"])
+            return LOSSES[loss](h, batch["i"]), h
+
+        (value, h), grads = cf.value_and_grad(loss_of, has_aux=True)(state)
+        return {k: v - 0.01 * grads[k] for k, v in state.items()}, value, h
+
+    if mesh == "dp" and microbatches == 4:
+        microbatches = 3  # of the six rows that a rank has
+    cf.testing.check(cf.accumulate(cf.shard(step, MESHES[mesh]), microbatches), state, batch)

@@ -28,19 +28,28 @@ from colofunc.program.ir import Node, Program, Ref, map_refs
 
 
 def compile_segments(program: Program, compiler: str = "inductor") -> tuple[Program, Mapping[str, Callable[..., Any]]]:
-    """(program of segments and collectives, target of each segment -> compiled callable)."""
-    last = program.last_uses()
-    runs = _runs(program)
-    nodes: list[Node] = []
+    """(program of segments and collectives, target of each segment -> compiled callable). So are bodies of loops."""
     bound: dict[str, Callable[..., Any]] = {}
-    for first, group in runs:
+    return _segmented(program, compiler, bound), bound
+
+
+def _segmented(program: Program, compiler: str, bound: dict[str, Callable[..., Any]]) -> Program:
+    last = program.last_uses()
+    nodes: list[Node] = []
+    for first, group in _runs(program):
         if kind_of(group[0]) is not None:
-            nodes += group
+            nodes += [_with_body(node, compiler, bound) for node in group]
             continue
         segment = _segment(group, first + len(group), last, f"segment.{len(bound)}")
         bound[segment.target] = Segment(graph_of(group, segment, program), compiler)
         nodes.append(segment)
-    return attrs.evolve(program, nodes=tuple(nodes)), bound
+    return attrs.evolve(program, nodes=tuple(nodes))
+
+
+def _with_body(node: Node, compiler: str, bound: dict[str, Callable[..., Any]]) -> Node:
+    if node.loop is None:
+        return node
+    return attrs.evolve(node, loop=attrs.evolve(node.loop, body=_segmented(node.loop.body, compiler, bound)))
 
 
 def _runs(program: Program) -> list[tuple[int, list[Node]]]:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from colofunc.errors import PlanError
-from colofunc.program.facts import is_wire, kind_of, written
+from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
 from colofunc.program.schedule import Memory
 from colofunc.program.time import is_reduction
@@ -41,11 +41,15 @@ _BATCH = frozenset({"batch", "constant", "seed"})
 _PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped")
 
 
-def fold(program: Program, axis: str, trips: int, mixing: str = "error") -> Program:
-    """The program of `time.over_time` as loops over its axis. Raises PlanError where an operator mixes samples."""
+def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> Program:
+    """The program of `time.over_time` as loops over its axis. Raises PlanError where an operator mixes samples.
+
+    lean: what is gathered for the microbatches alone, parameters that lie sharded, is gathered in each trip anew: less is
+    held and more is sent. Otherwise it is gathered once and held.
+    """
     estimated = False
     while True:
-        plan = _Plan(program, axis)
+        plan = _Plan(program, axis, lean)
         culprits = plan.mixers()
         if not culprits:
             return _folded(program, plan, axis, trips)
@@ -112,6 +116,11 @@ def _mixes(node: Node, trips: int, mixing: str) -> str:
     who = node.note.split(" needs ")[0].split(": ")[-1] if " needs " in node.note else node.note.split(" {")[0]
     where = f" in {node.path!r}" if node.path else ""
     line = f" ({node.line})" if node.line else ""
+    if who.removeprefix("colofunc.") in WIRE | LOCAL:
+        return (
+            f"the plan moves rows of the batch between ranks ({who.removeprefix('colofunc.')}{where}{line}), which {trips} microbatches "
+            f"of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in in_specs"
+        )
     said = f"{who.removeprefix('aten.').removeprefix('colofunc.')}{where}{line} mixes the samples of the batch"
     if mixing == "per-microbatch":
         return f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step"
@@ -124,7 +133,7 @@ def _mixes(node: Node, trips: int, mixing: str) -> str:
 class _Plan:
     """Which node runs in which loop; see Note [Levels]."""
 
-    def __init__(self, program: Program, axis: str) -> None:
+    def __init__(self, program: Program, axis: str, lean: bool = False) -> None:
         self.program = program
         self.axis = axis
         self.varies: set[int] = set()
@@ -134,7 +143,7 @@ class _Plan:
         self.reductions: list[int] = []
         for index, node in enumerate(program.nodes):
             self._see(index, node, axis)
-        self._take_in()
+        self._take_in(lean)
         self.last = max((self.level[node.outs[0]] for node in self._reducing()), default=0) - 1  # type: ignore[index]
         self.loop_of: dict[int, int] = {}  # index of a reduction -> its loop
         self.loops: dict[int, set[int]] = {}  # index of another varying node -> the loops that compute it
@@ -160,16 +169,25 @@ class _Plan:
             if any(r in self._dear for r in node.refs) or (mine and not all(o in self._of_batch for o in outs)):
                 self._dear.update(outs)
 
-    def _take_in(self) -> None:
-        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip."""
-        outside: set[int] = set(self.program.outputs)
-        for index, node in enumerate(self.program.nodes):
-            if index in self.reductions or not any(o in self.varies for o in node.outs):
+    def _take_in(self, lean: bool) -> None:
+        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip.
+
+        lean: so is what is moved over the mesh, from a shard that is there anyway.
+        """
+        reducing, outside = set(self.reductions), set(self.program.outputs)
+        for index in range(len(self.program.nodes) - 1, -1, -1):
+            node = self.program.nodes[index]
+            outs = [o for o in node.outs if o is not None]
+            if index in reducing:
                 outside.update(node.refs)
-        for node in self.program.nodes:
-            large = sum(self.program.values[o].nbytes for o in node.outs if o is not None) > LARGE_BYTES
-            if large and not node.refs and not _kind(node) and not outside.intersection(o for o in node.outs if o is not None):
-                self.varies.update(o for o in node.outs if o is not None)
+            elif not any(o in self.varies for o in outs):
+                large = sum(self.program.values[o].nbytes for o in outs) > LARGE_BYTES and not node.refs and not _kind(node)
+                moved = lean and _kind(node) not in ("", "axis_index", "loop") and not all(r in self._of_batch for r in node.refs)
+                moved = moved and not any(self.level.get(r, 0) for r in node.refs)
+                if outs and (large or moved) and not outside.intersection(outs):
+                    self.varies.update(outs)
+                else:
+                    outside.update(node.refs)
 
     def _due(self) -> None:
         """From the outputs back: when each value is needed, and so where each node runs."""

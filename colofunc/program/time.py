@@ -52,13 +52,16 @@ class Rules:
     record_local: RecordLocal
 
 
-def over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False) -> Program:
+def over_time(
+    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False, lean: bool = False
+) -> Program:
     """`program` (local, functional) with one more axis of `microbatches`, on dim 0 of the values `leaves`.
 
     minor: microbatch t has the rows t, t + microbatches, ... instead of one run of rows. The numbers are the same; a
     split of the batch over more mesh axes in the middle of the program then leaves microbatches as they are.
+    lean: gradients are reduce-scattered before they are accumulated, once per microbatch: accumulators are shards.
     """
-    build_ = _build(program, leaves, microbatches, axis, rules, minor)
+    build_ = _build(program, leaves, microbatches, axis, rules, minor, lean)
     inputs = tuple(build_.copies[id][replicated(program.values[id].shape)] for id in program.inputs)
     constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
     outputs = tuple(build_.want(o, replicated(program.values[o].shape), None) for o in program.outputs)
@@ -67,12 +70,14 @@ def over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: 
 
 def lies_over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules) -> dict[int, Layout]:
     """How each value of a program, local or global, lies over time."""
-    return _build(program, leaves, microbatches, axis, rules, minor=False).lies
+    return _build(program, leaves, microbatches, axis, rules).lies
 
 
-def _build(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool) -> _Build:
+def _build(
+    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False, lean: bool = False
+) -> _Build:
     axes: dict[str, Any] = {axis: microbatches}
-    build_ = _Build(program, Mesh(**axes), axis, rules)
+    build_ = _Build(program, Mesh(**axes), axis, rules, lean)
     split = {id: _split_rows(program.values[id].shape, microbatches, axis, minor) for id in leaves}
     build_.leaves.update(split)
     for id in program.inputs:
@@ -128,6 +133,7 @@ class _Build:
     mesh: Mesh
     axis: str
     rules: Rules
+    lean: bool
     nodes: list[Node] = attrs.field(factory=list)
     values: dict[int, Value] = attrs.field(factory=dict)
     copies: dict[int, dict[Layout, int]] = attrs.field(factory=dict)  # old id -> how it lies over time -> new id
@@ -355,6 +361,7 @@ class _Build:
         pending = {k: lay.pending[0] for k, lay in enumerate(lies) if lay.pending}
         distinct = {ids[k] for k in pending}
         view = call.target.rsplit(".", 1)[0] in FREE or call.target in ("colofunc.rearrange", "colofunc.take_shard")
+        view = view or (self.lean and call.target == "colofunc.reduce_scatter")
         out = call.outs[0]
         widens = call.target.startswith("aten._to_copy") and out is not None and out.dtype.itemsize > call.ins[0].dtype.itemsize
         if not (view or widens or len(distinct) > 1) or len(set(pending.values())) > 1:

@@ -8,8 +8,8 @@ that already know where their part of the global tensor lies. Seen from time the
     rearrange        the pattern it carries
     dropout, placed  d* -> d*               a part of a part: sizes, strides and offset are refined
 
-No collective lets a pending sum over time pass: it is accumulated before, so that a gradient is reduced over the mesh
-once, after the loop, and not once per microbatch. Taking a part of a copy is no communication, and is done before.
+A pending sum over time is accumulated before a collective, so that a gradient is reduced over the mesh once, after the
+loop, and not once per microbatch; where memory is short, it passes reduce_scatter. Taking a part is no communication.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _gather(call: Call) -> Rule | None:
 def _chunk(call: Call) -> Rule | None:
     """[n] d* -> d*"""
     dims, sizes = _dims(call.ins[0].shape[1:])
-    linear = (frozenset({0}),) if call.target == "colofunc.take_shard" else ()
+    linear = (frozenset({0}),) if call.target == "colofunc.take_shard" or call.args[3] == "sum" else ()
     return Rule(((("n",), *dims),), (dims,), {"n": call.args[2], **sizes}, whole=frozenset("n"), reduce={"n": "sum"}, linear=linear)
 
 

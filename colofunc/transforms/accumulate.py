@@ -10,6 +10,9 @@ split over that axis by the rules that split it over `dp` (`program.time`), and 
 (`program.loop`): means divide by the whole batch's count, gradients are summed in one accumulator each and reduced over
 the mesh once, per-sample outputs are put together, clipping and the update run once.
 
+Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Where that does not
+fit the device's memory, both happen in every trip.
+
 What reads all rows at once (batch norm in training, a contrastive loss) cannot be computed so: it is an error that
 names the operator. With mixing="per-microbatch" such a statistic is the microbatch's own, as in a loop by hand.
 """
@@ -27,8 +30,11 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import NONE, Constraint, Constraints
 from colofunc.plugins import Registry
+from colofunc.program.coalesce import reduces_early
+from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program, Value
 from colofunc.program.loop import MIXING, fold
+from colofunc.program.memory import memory
 from colofunc.program.time import Rules, lies_over_time, over_time
 from colofunc.program.trace import Traced, record_local
 from colofunc.program.trace_tree import Tree
@@ -151,19 +157,33 @@ def _accumulated(leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: 
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
+    budget = mesh.capacity_bytes("device")
+    make = partial(_loops, program, split, microbatches, axis, mixing, rules)
     try:
-        return _loops(program, split, microbatches, axis, mixing, rules, minor=False)
+        made = make()
+        minor = False
     except PlanError as error:
         if mesh.size == 1:
             raise
         try:  # the batch is split over more axes inside the program than at its entry
-            return _loops(program, split, microbatches, axis, mixing, rules, minor=True)
+            made = make(minor=True)
+            minor = True
         except PlanError:
             raise error from None
+    if mesh.size == 1 or budget is None or _peak_bytes(made) <= budget:
+        return made
+    lean = make(minor=minor, lean=True)
+    return lean if _peak_bytes(lean) < _peak_bytes(made) else made
 
 
-def _loops(program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules, minor: bool) -> Program:
-    return fold(over_time(program, split, microbatches, axis, rules, minor), axis, microbatches, mixing)
+def _peak_bytes(program: Program) -> int:
+    return memory(in_place(reduces_early(program))).peak_bytes["device"]
+
+
+def _loops(
+    program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules, minor: bool = False, lean: bool = False
+) -> Program:
+    return fold(over_time(program, split, microbatches, axis, rules, minor, lean), axis, microbatches, mixing, lean)
 
 
 def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:

@@ -173,7 +173,12 @@ def _within(
     """
     aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
     for _ in range(tries + parts.bit_length() - 1):
-        decided = decide(program, mesh, candidates, constraints, named, aim, axes)
+        try:
+            decided = decide(program, mesh, candidates, constraints, named, aim, axes)
+        except PlanError:
+            if not peak:
+                raise
+            break  # the planner sees nothing for less
         local = _lowered(program, mesh, decided, temporaries, passes)
         if budget_bytes is None or aim is None:
             return decided, local
