@@ -174,7 +174,7 @@ def make(t: torch.Tensor) -> torch.Tensor:
     """The whole value; `t` itself where it has data."""
     if not isinstance(t, LazyTensor):
         return t
-    with compat.disable_modes(), torch.no_grad():
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         return t.source.make()
 
 
@@ -203,7 +203,7 @@ def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]
 def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
     if not isinstance(t, LazyTensor) or box is None:
         return None
-    with compat.disable_modes(), torch.no_grad():
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         return t.source.read(box)
 
 

@@ -198,7 +198,7 @@ class Tape:
         return zlib.crc32(repr(calls).encode(), zlib.crc32(seed))
 
     def _value(self, view: View, until: int) -> torch.Tensor:
-        with compat.disable_modes(), torch.no_grad():
+        with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
             needed, keep = self._needed(view.cell, until)
             if any(self.entries[n].draws and self.entries[n].state is None for n in needed):
                 self._catch_up()
