@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
+from colofunc.functional.checkpoint.pages import empty
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 
 BLOCK_BYTES = 1 << 20
@@ -165,7 +166,7 @@ def read_piece(
     base = min(begin, first * BLOCK_BYTES)
     stop = max(end, min((first + len(needed)) * BLOCK_BYTES, piece.nbytes))
     # Untouched pages of an empty tensor cost no memory, so that blocks which are not read may have their place in it.
-    buffer = torch.empty(stop - base, dtype=torch.uint8)
+    buffer = empty(stop - base)
     _read_blocks(folder, name, piece, first, needed, memory(buffer[first * BLOCK_BYTES - base :]), verify)
     rows = buffer[begin - base : end - base].view(CARRIERS[dtype.itemsize])
     inner = take(rows.reshape(high - low, *shape[1:]), [_shifted(picks[0], low), *picks[1:]])

@@ -22,6 +22,7 @@ from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
+from colofunc.functional.checkpoint.pages import copy
 from colofunc.functional.checkpoint.regions import Region, owners, unpadded
 from colofunc.mesh import Mesh
 
@@ -124,9 +125,8 @@ def check(name: str, x: torch.Tensor) -> None:
 def snapshot(items: list[Item]) -> list[Item]:
     """The items with copies of their values in host memory."""
 
-    def copy(item: Item) -> Callable[[], torch.Tensor]:
-        value = item.value().detach()
-        held = value.to("cpu") if value.device.type != "cpu" else value.clone(memory_format=torch.contiguous_format)
-        return lambda: held
+    def held(item: Item) -> Callable[[], torch.Tensor]:
+        value = copy(item.value().detach())
+        return lambda: value
 
-    return [attrs.evolve(item, value=copy(item)) for item in items]
+    return [attrs.evolve(item, value=held(item)) for item in items]
