@@ -404,3 +404,15 @@ def test_a_lazy_tensor_cannot_be_written_to() -> None:
         x += 1
     with pytest.raises(InputError, match="cannot be given data in place"):
         x.data = torch.ones(4, 6)
+
+
+def test_lazy_values_inside_float64_are_those_outside(tmp_path) -> None:
+    """The values are drawn in float32 and are doubled then; zeros made inside are float64 at once."""
+    model = cf.functional(cf.lazy(lambda: nn.Linear(8, 8)))
+    outside = make(model.params["weight"]).double()
+    with cf.testing.float64():
+        assert torch.equal(make(model.params["weight"].double()), outside)
+        zeros = zeros_like(model.params["weight"])
+        assert make(zeros).dtype is zeros.dtype
+        fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=lambda out: out.square().mean())
+        assert cf.testing.check(cf.shard(fn, cf.Mesh(dp=2, topology="ideal")), state, torch.randn(4, 8)).steps == 2

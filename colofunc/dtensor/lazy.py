@@ -236,12 +236,14 @@ def zeros_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 def _filled(like: torch.Tensor, value: Any) -> LazyTensor:
-    shape, dtype = tuple(like.shape), like.dtype
+    shape = tuple(like.shape)
+    meta = torch.empty(shape, dtype=like.dtype, device="meta")
+    dtype = meta.dtype  # under `testing.float64()` another one than was asked for
 
     def read(box: Box) -> torch.Tensor:
         return torch.full([s.stop - s.start for s in box], value, dtype=dtype)
 
-    return LazyTensor(Given(lambda: torch.full(shape, value, dtype=dtype), read), torch.empty(shape, dtype=dtype, device="meta"))
+    return LazyTensor(Given(lambda: torch.full(shape, value, dtype=dtype), read), meta)
 
 
 # ---- operators on lazy tensors ----
