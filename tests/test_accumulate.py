@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colofunc as cf
+from colofunc.dtensor.parts import parts
 from colofunc.errors import InputError, PlanError
 from colofunc.executors.compiled import compile_segments
+from colofunc.executors.measure import measure
 from colofunc.executors.simulated import SimulatedProgram, run_simulated
 from colofunc.plugins import build_registry
 from colofunc.program import serialize
@@ -235,6 +237,20 @@ def test_nothing_is_unrolled_and_activations_shrink():
     assert whole > peaks[0] > peaks[1] > peaks[2]
     # What shrinks halves each time; what does not is the state and the accumulators.
     assert (peaks[0] - peaks[1]) / (peaks[1] - peaks[2]) == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("mlp", "one"), ("attention_block", "one"), ("embedding_loss", "one"), ("attention_block", "dp"), ("embedding_loss", "dp")],
+)
+def test_the_accountant_and_the_executor_agree_to_the_byte(name, mesh):
+    step, state, batch = programs.NAMED[name](8)
+    low = cf.accumulate(cf.shard(step, MESHES[mesh]), 4).lower(state, batch)
+    leaves = [leaf.detach() for leaf in torch.utils._pytree.tree_leaves((state, batch))]
+    leaves += [torch.zeros((), dtype=torch.int64)] * (len(low.program.inputs) - len(low.program.constants) - len(leaves))  # a seed
+    placed = zip(leaves, low.input_layouts, strict=False)
+    shards = [[part.contiguous().clone() for part in parts(leaf, layout, low.mesh)] for leaf, layout in placed]
+    assert measure(low.program, low.mesh, shards).timeline == dict(low.memory().timeline)
 
 
 def limited(mesh: cf.Mesh, capacity_bytes: int) -> cf.Mesh:

@@ -31,26 +31,41 @@ class Measured:
 
 
 def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
-    """Run `program` on the simulated mesh and look at what is held after each node, before anything is freed."""
+    """Run `program` on the simulated mesh and look at what is held after each node, before anything is freed.
+
+    A loop is one node: the most that is held in any trip of it.
+    """
     runner = SimulatedProgram(program, mesh)
     partition, flat = distinct(inputs, mesh.size)
     own_memory(flat, partition, runner._written)
-    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False)
+    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False, look="look()")
     env = dict(writer.names)
     env.update(zip(writer.input_names, flat, strict=True))
     by_node: list[list[str]] = [[] for _ in program.nodes]
     for text, origin in zip(writer.lines, writer.origin, strict=True):
         by_node[origin].append(text)
     owners = _owners(program, writer)
-    tiers = {name: _tier(program, id) for id, names in writer.where.items() for name in names}
+    tiers = {name: "device" for where in writer.inside for names in where.values() for name in names}
+    tiers |= {name: _tier(program, id) for id, names in writer.where.items() for name in names}
     timeline: dict[str, list[int]] = {tier: [] for tier in sorted(set(tiers.values()) | {"device"})}
+    inside: dict[str, int] = {}
+
+    def look() -> dict[str, int]:
+        """The most that a rank holds now, per tier; `inside` is the most of all looks since it was emptied."""
+        held = _held(env, owners, tiers, mesh.size)
+        for tier in timeline:
+            inside[tier] = max(inside.get(tier, 0), *(held.get((rank, tier), 0) for rank in range(mesh.size)))
+        return inside
+
+    env["look"] = look
     with torch.no_grad():
         for lines in by_node:
+            inside.clear()
             frees = [text for text in lines if text.startswith("del ")]
             exec("\n".join(text for text in lines if not text.startswith("del ")), env)
-            held = _held(env, owners, tiers, mesh.size)
+            held = look()
             for tier, line in timeline.items():
-                line.append(max(held.get((rank, tier), 0) for rank in range(mesh.size)))
+                line.append(held[tier])
             exec("\n".join(frees), env)
     outputs = [[env[name] for name in writer.where[o]] for o in program.outputs]
     return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
@@ -64,7 +79,7 @@ def _tier(program: Program, id: int) -> str:
 def _owners(program: Program, writer: Writer) -> dict[str, set[int]]:
     """Variable -> the ranks that hold it. Hidden variables of asynchronous starts are the simulator's, not a rank's."""
     owners: dict[str, set[int]] = {}
-    for names in writer.where.values():
+    for names in [names for where in (writer.where, *writer.inside) for names in where.values()]:
         for rank, name in enumerate(names):
             owners.setdefault(name, set()).add(rank)
     return owners

@@ -59,9 +59,9 @@ class SimulatedProgram:
         outs = function(flat)
         return [[outs[k] for k in slots] for slots in function.slots]
 
-    def write(self, partition: Partition, device: torch.device, sparing: bool = True) -> Writer:
+    def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: str = "") -> Writer:
         """The source for inputs that are shared as `partition` says."""
-        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing, self._tap)
+        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing, self._tap, look)
         writer.write()
         return writer
 

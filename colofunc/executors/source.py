@@ -63,9 +63,15 @@ class Writer:
         bound: Mapping[str, Callable[..., Any]] | None = None,
         sparing: bool = True,
         tap: Tap | None = None,
+        look: str = "",
     ) -> None:
-        """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place."""
+        """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
+
+        `look`: a line to write behind each node of a loop's body, before what died there is freed.
+        """
         self.tap = tap
+        self.look = look
+        self.inside: list[dict[int, tuple[str, ...]]] = []  # of the body of each loop: value id -> variable per lane
         self.program = program
         self.lanes = lanes
         self.device = device

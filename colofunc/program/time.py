@@ -176,7 +176,7 @@ class _Build:
         if whole not in copies:
             self._convert(old, next(iter(copies)), whole, node)
             return self.want(old, over, node)
-        if over.axes and not over.pending:
+        if over.axes and not over.pending and self.lies[old] is whole:
             made = self._at_source(old, over)
             if made is not None:
                 return made
@@ -343,8 +343,8 @@ class _Build:
             have = next(iter(copies))
             level = max(level, self.level[copies[have]])
             if not have.is_replicated:
-                if wanted.pending:
-                    return None
+                if wanted.pending or (wanted.axes and have.axes):
+                    return None  # a stack that is cut again along another dim: everything may as well be computed whole
                 level = max(level, self.level[copies[have]] + 1)
                 stacks += 1
                 stacked += self.program.values[id].nbytes if have.axes else 0
