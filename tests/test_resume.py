@@ -41,7 +41,7 @@ def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS) -> str
     step = cf.shard(step_fn, mesh)
     batches = cf.batches(loader, mesh, "...")
     state = {"train": step.init(state, [torch.zeros(4, 6), torch.zeros(4, 3)]), "steps": 0}
-    if any(Path(path).glob("step-*[0-9]")):
+    if any("." not in found.name for found in Path(path).glob("step-*")):  # not only what a killed save left
         state = cf.load(Path(path) / "step-*", mesh=mesh, like=state, batches=batches)
     print(f"from {state['steps']}", flush=True)
     while state["steps"] < steps:

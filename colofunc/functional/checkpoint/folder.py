@@ -99,6 +99,8 @@ def keep_newest(path: Path, count: int) -> None:
     alike.sort(key=_numbers)
     for old in alike[:-count]:
         if old != path:
+            for name in (INDEX, ".metadata"):  # first, so that one that is killed here leaves no half checkpoint
+                (old / name).unlink(missing_ok=True)
             shutil.rmtree(old)
 
 
