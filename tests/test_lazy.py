@@ -416,3 +416,10 @@ def test_lazy_values_inside_float64_are_those_outside(tmp_path) -> None:
         assert make(zeros).dtype is zeros.dtype
         fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=lambda out: out.square().mean())
         assert cf.testing.check(cf.shard(fn, cf.Mesh(dp=2, topology="ideal")), state, torch.randn(4, 8)).steps == 2
+
+
+def test_a_lazy_tensor_is_distributed_part_by_part() -> None:
+    model = cf.functional(cf.lazy(lambda: nn.Linear(8, 6)))
+    weight = model.params["weight"]
+    placed = cf.distribute(weight, "(dp o) i", cf.Mesh(dp=2))
+    assert torch.equal(placed.full(), make(weight)) and placed.shards[0].shape == (3, 8)

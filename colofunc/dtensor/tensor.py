@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
-from colofunc.dtensor.eager import convert_shards, is_view, run_eager, written_argument
+from colofunc.dtensor import eager_functions
+from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
 from colofunc.dtensor.eager_views import write_back
 from colofunc.dtensor.layout import Layout, replicated
+from colofunc.dtensor.lazy import LazyTensor, make_parts
 from colofunc.dtensor.parts import join, part
 from colofunc.dtensor.spec import Spec, bind, parse, spec_of
 from colofunc.errors import ConsumedError, InputError, MeshError, SpecError
@@ -225,6 +227,11 @@ class DTensor(torch.Tensor):
     # -- operators ----------------------------------------------------------------------------------------------
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = eager_functions.call(DTensor, func, args, kwargs or {})
+        return compat.no_torch_function(func, types, args, kwargs or {}) if result is NotImplemented else result
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
@@ -246,7 +253,11 @@ def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
         return tensor.redistribute(spec)
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"distribute wants a torch.Tensor, not {type(tensor).__name__}; convert it with torch.as_tensor")
-    out: DTensor = _Distribute.apply(tensor, bind(spec, mesh, tuple(tensor.shape)), mesh)
+    layout = bind(spec, mesh, tuple(tensor.shape))
+    if isinstance(tensor, LazyTensor):  # part by part, never whole where its source can read parts
+        backend = backend_for(mesh)
+        return DTensor(make_parts(tensor, layout, mesh, backend.ranks(mesh)), layout, mesh, backend)
+    out: DTensor = _Distribute.apply(tensor, layout, mesh)
     return out
 
 
@@ -341,6 +352,9 @@ class _Redistribute(torch.autograd.Function):
         return grad.redistribute(ctx.source), None
 
 
+# Questions about two tensors whose answer is Python's.
+_ANSWERS = frozenset({torch.ops.aten.equal.default, torch.ops.aten.allclose.default})
+
 # -- eager dispatch ---------------------------------------------------------------------------------------------
 
 
@@ -352,11 +366,16 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.colofunc.debug.default:
         return _shown(*args)
     leaves, tree = pytree.tree_flatten((args, kwargs))
+    if func in _ANSWERS:
+        return func(*[leaf.full() if isinstance(leaf, DTensor) else leaf for leaf in leaves])
+    check_shape_known(func, leaves)
+    if reshapes(func):
+        return _reshaped(func, args, kwargs)
     written = written_argument(func)
     if written and not isinstance(leaves[0], DTensor):
         raise InputError(f"{func} writes a DTensor into a plain tensor of shape {tuple(leaves[0].shape)}; use x.full()")
     mesh, backend = _common_mesh(func, leaves)
-    operands = [_as_operand(func, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    operands = [_as_operand(leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     results, out_tree = run_eager(func, operands, tree, mesh, backend, DTensor)
     if written:
         _write(func, leaves[0], *results[0])
@@ -366,6 +385,16 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
     return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any) -> DTensor:
+    """`x.squeeze_()` and the like: `x` becomes the view of what it was."""
+    target = args[0]
+    new = _dispatch(functional(func), (_detached(target), *args[1:]), kwargs)
+    with compat.no_dispatch():
+        func(*args, **kwargs)
+    target.sharding, target._held, target._origin = new.sharding, new._held, new._origin
+    return target
 
 
 def _shown(values: Sequence[torch.Tensor], text: str, key: str, ranks: bool) -> None:
@@ -426,15 +455,9 @@ def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
     return mesh, found[0]._backend
 
 
-def _as_operand(func: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> DTensor:
-    if isinstance(x, DTensor):
-        return x
-    if x.dim() > 0 and not compat.in_backward():  # in a backward pass it is autograd's own zero fill, equal on all ranks
-        raise SpecError(  # no TypeError: Python would turn that into "unsupported operand"
-            f"{func} mixes a DTensor with a plain tensor of shape {tuple(x.shape)}; "
-            f'say how it is split: cf.distribute(tensor, "...", mesh)'
-        )
-    return DTensor([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
+def _as_operand(x: torch.Tensor, mesh: Mesh, backend: Backend) -> DTensor:
+    """A plain tensor counts as the global value: it is an index, or torch's own (`eager_functions` refused the user's)."""
+    return x if isinstance(x, DTensor) else DTensor([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
 
 
 __all__ = ["DTensor", "bind", "distribute", "from_local"]
