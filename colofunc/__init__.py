@@ -51,7 +51,9 @@ from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
 from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
+from colofunc.planner.follow import follow as follow
 from colofunc.planner.plan import Plan
+from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, topology
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.precision import precision
@@ -76,6 +78,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "Model",
+    "NamedPlan",
     "Optimizer",
     "Plan",
     "PlanError",
@@ -92,6 +95,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TraceError",
+    "Wish",
     "abstract",
     "accumulate",
     "adapt",
@@ -101,6 +105,7 @@ __all__ = [
     "configure",
     "debug",
     "distribute",
+    "follow",
     "from_local",
     "functional",
     "hookimpl",

@@ -106,7 +106,8 @@ def assign(
     if budget_bytes is None or peak(found) <= budget_bytes:
         return found
     least: list[tuple[int, Mapping[str, int], Assignment]] = []
-    for regather in (frozenset[int](), _parameters(program)):
+    always, never = (frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is how) for how in (True, False))
+    for regather in dict.fromkeys((always, (_parameters(program) | always) - never)):
         if regather not in memo.models:
             again = build_model(
                 program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions
@@ -141,14 +142,15 @@ def _fastest(
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
-    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs))
+    always = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said)
+    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
     choice = search(model, begin, seed, effort)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
         )
-    return _assignment(program, model, ties, liveness(program, model, ties), frozenset(), choice)
+    return _assignment(program, model, ties, liveness(program, model, ties), always, choice)
 
 
 def assign_by_axes(

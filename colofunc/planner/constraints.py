@@ -33,21 +33,25 @@ class Constraint:
 
 @attrs.frozen
 class Constraints:
-    """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout."""
+    """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout.
+
+    `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
+    """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
     outputs: Mapping[int, Layout] = attrs.field(factory=dict)
+    regather: Mapping[int, bool] = attrs.field(factory=dict)
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
-        return tuple(c.key for c in self.items.get(item, ()))
+        return (*(c.key for c in self.items.get(item, ())), self.regather.get(item))
 
     def __or__(self, other: Constraints) -> Constraints:
         """Both: every test of either."""
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
-        return Constraints(items, {**self.outputs, **other.outputs})
+        return Constraints(items, {**self.outputs, **other.outputs}, {**self.regather, **other.regather})
 
 
 NONE = Constraints()

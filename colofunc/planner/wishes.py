@@ -4,6 +4,8 @@
     {"*.mlp.fc": "{tp: o}"}                    a strategy for the forward operators of a module; backward stays free
     lambda name, shape: "(tp o) i" or None     a function of parameter name and global shape
     Wish("*", "(dp ...)", axes=("dp",))        what a named plan such as zero(3, "dp") gives
+    Wish("*", ("(dp o) i", "o (dp i)"))        one of several, the cheapest
+    Wish("batch.*", "(dp ...)", along=True)    and every operator that it reaches by itself works so (`follow`)
 
 A spec that names no axis means whole on every axis. Two wishes that put one axis of one tensor in two places clash; a
 wish that matches nothing is an error with near names.
@@ -16,14 +18,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import Layout, is_major
 from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind, parse
 from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.planner.follow import beside, follow
 from colofunc.planner.plan import matches, parse_axes
 from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lower import call_of
 
 Want = str | Spec | Layout
 Where = dict[str, object]  # axis -> dim it lies on ("whole", or "pending sum" for none)
@@ -34,19 +38,22 @@ PARAMETERS = ("param", "frozen")
 class Wish:
     """One wish. `match`: a glob on parameter names or module paths, or a test of the name.
 
-    `want`: a spec (of a tensor) or "{axis: factor}" (of an operator; "{tp: whole}" keeps tp out). `axes`: it speaks for
-    these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
+    `want`: a spec (of a tensor), several of which any will do, or "{axis: factor}" (of an operator; "{tp: whole}" keeps
+    tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
-    nothing.
+    nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
+    source are followed together. `regather`: whether a parameter is gathered anew in backward; None: as memory asks.
     """
 
     match: str | Callable[[str], bool]
-    want: Want
+    want: Want | tuple[Want, ...]
     axes: tuple[str, ...] | None = None
     roles: tuple[str, ...] | None = None
     source: str = "the plan"
     optional: bool = False
     targets: tuple[str, ...] = ()  # operators meant ("colofunc.linear"); () for all of the module
+    along: bool = False
+    regather: bool | None = None
 
     @property
     def on_operator(self) -> bool:
@@ -57,8 +64,9 @@ class Wish:
 
     def __str__(self) -> str:
         pattern = self.match if isinstance(self.match, str) else "(a test of the name)"
-        want = self.want.text() if isinstance(self.want, Layout) else str(self.want)
-        return f"{self.source}: {pattern!r} -> {want!r}"
+        wants = self.want if isinstance(self.want, tuple) else (self.want,)
+        want = " or ".join(repr(w.text() if isinstance(w, Layout) else str(w)) for w in wants)
+        return f"{self.source}: {pattern!r} -> {want}"
 
 
 @runtime_checkable
@@ -118,6 +126,8 @@ def constraints_of(
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
     items: dict[int, list[Constraint]] = {}
     said: dict[int, list[tuple[Wish, Where]]] = {}
+    seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
+    regather: dict[int, bool] = {}
     for wish in wishes:
         found = _on_operators(wish, program, mesh, rule_of) if wish.on_operator else _on_leaves(wish, program, mesh)
         none = True
@@ -126,9 +136,18 @@ def constraints_of(
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
+            if wish.along:
+                seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
+            if wish.regather is not None and not wish.on_operator:
+                regather[item] = wish.regather
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
-    return Constraints({item: tuple(some) for item, some in items.items()})
+    for source, mine in seeds.items():
+        for item, wish, where, constraint in _along(source, mine, program, mesh, rule_of):
+            _check_clash(item, wish, where, said.setdefault(item, []), program)
+            said[item].append((wish, where))
+            items.setdefault(item, []).append(constraint)
+    return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather)
 
 
 def _known(wish: Wish, program: Program) -> set[str]:
@@ -142,7 +161,7 @@ def _known(wish: Wish, program: Program) -> set[str]:
 def _check_clash(item: int, wish: Wish, where: Where, before: Sequence[tuple[Wish, Where]], program: Program) -> None:
     for other, had in before:
         for axis in where:
-            if axis in had and had[axis] != where[axis]:
+            if axis in had and not _meet(had[axis], where[axis]):
                 n = len(program.inputs)
                 thing = program.values[program.inputs[item]].name if item < n else program.nodes[item - n].path
                 raise PlanError(
@@ -151,7 +170,15 @@ def _check_clash(item: int, wish: Wish, where: Where, before: Sequence[tuple[Wis
                 )
 
 
+def _meet(one: object, other: object) -> bool:
+    """Whether two wishes leave a place for an axis; one of several places is a frozenset."""
+    both = [set(p) if isinstance(p, frozenset) else {p} for p in (one, other)]
+    return bool(both[0] & both[1])
+
+
 def _say(place: object) -> str:
+    if isinstance(place, frozenset):
+        return " or ".join(sorted(map(_say, place)))
     return f"dim {place}" if isinstance(place, int) else str(place)
 
 
@@ -160,26 +187,39 @@ def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, 
     roles = wish.roles or PARAMETERS
     chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
     for k, value in chosen:
-        layout = _bound(wish, value, mesh)
+        layouts = _bounds(wish, value, mesh)
         axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
         axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
-        yield k, {a: places(layout, axes)[a] for a in axes}, _leaf_constraint(wish, layout, axes)
+        wheres = [places(layout, axes) for layout in layouts]
+        where = {a: frozenset(w[a] for w in wheres) if len(wheres) > 1 else wheres[0][a] for a in axes}
+        yield k, where, _any_of([_leaf_constraint(wish, layout, axes) for layout in layouts])
 
 
-def _bound(wish: Wish, value: Value, mesh: Mesh) -> Layout:
+def _any_of(some: Sequence[Constraint]) -> Constraint:
+    if len(some) == 1:
+        return some[0]
+    offers = tuple(offer for c in some for offer in c.offers)
+    return Constraint(("any", *(c.key for c in some)), lambda s: any(c.accepts(s) for c in some), some[0].says, offers)
+
+
+def _bounds(wish: Wish, value: Value, mesh: Mesh) -> tuple[Layout, ...]:
+    wants = wish.want if isinstance(wish.want, tuple) else (wish.want,)
     try:
-        return bind(wish.want, mesh, value.shape)
+        return tuple(bind(want, mesh, value.shape) for want in wants)
     except SpecError as error:
         raise PlanError(f"{wish} cannot be done on {value.name!r} of shape {value.shape} on {mesh}: {error}") from error
 
 
 def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
     """Axes that a spec names, also those of size 1."""
-    if isinstance(wish.want, Layout):
-        return mesh.axis_names  # a bound layout is meant exactly
-    parsed = parse(str(wish.want))
-    names = [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
-    return tuple(dict.fromkeys((*names, *(a for a, _ in parsed.pending))))
+    names: list[str] = []
+    for want in wish.want if isinstance(wish.want, tuple) else (wish.want,):
+        if isinstance(want, Layout):
+            return mesh.axis_names  # a bound layout is meant exactly
+        parsed = parse(str(want))
+        names += [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
+        names += [a for a, _ in parsed.pending]
+    return tuple(dict.fromkeys(names))
 
 
 def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...]) -> Constraint:
@@ -254,3 +294,58 @@ def _placer(want: Mapping[str, str]) -> Callable[[Strategy], bool]:
         return all(on.get(axis, "whole") == factor for axis, factor in want.items())
 
     return accepts
+
+
+# ---- wishes that are followed through the program ----
+
+
+def _along(
+    source: str,
+    seeds: Mapping[int, tuple[Wish, Layout]],
+    program: Program,
+    mesh: Mesh,
+    rule_of: Callable[[Node], Rule | None],
+) -> Iterator[tuple[int, Wish, Where, Constraint]]:
+    """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
+    followed = follow(program, mesh, {program.inputs[item]: layout for item, (_, layout) in seeds.items()}, rule_of)
+    wish = next(wish for wish, _ in seeds.values())
+    axes = tuple(dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes))
+    n = len(program.inputs)
+    for index, strategy in followed.strategies.items():
+        rule = rule_of(program.nodes[index])
+        odd = strategy.local is not None or any(lay is not None and not is_major(lay) for lay in (*strategy.ins, *strategy.outs))
+        offers = beside(call_of(program.nodes[index], program.values)[0], rule, strategy, mesh) if odd else ()
+        key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
+        if _works(program.nodes[index], rule, program, strategy):
+            says = f"{wish}, followed to {strategy.name}"
+            yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers)
+        elif offers:
+            yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
+
+
+def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:
+    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes."""
+    sums = any(layout is not None and layout.pending for layout in strategy.outs)
+    reads = any(program.values[r].role in PARAMETERS for r in node.refs)
+    return sums or reads or (rule is not None and rule.flops is not None)
+
+
+def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
+    """Whether another strategy places `axes` in every operand and result as this one does."""
+    want = [_shape_of(lay, axes) for lay in (*strategy.ins, *strategy.outs)]
+    return lambda s: [_shape_of(lay, axes) for lay in (*s.ins, *s.outs)] == want
+
+
+def _shape_of(layout: Layout | None, axes: tuple[str, ...]) -> object:
+    """Where `axes` lie: their order per dim where they are major, what stands before each where they are not."""
+    if layout is None or is_major(layout):
+        return None if layout is None else _orders(layout, axes)
+    before: list[object] = []
+    for d, dim in enumerate(layout.dims):
+        at = 1
+        for size, axis in dim:
+            if axis in axes:
+                before.append((d, axis, at))
+            elif axis is None:
+                at *= size
+    return *_orders(layout, axes), tuple(before)

@@ -1,0 +1,140 @@
+"""ZeRO: the state of data-parallel training, split instead of copied.
+
+    step = cf.shard(step_fn, mesh, zero(3, "dp"))
+
+    stage 1   batch on dp   parameters whole      gradients reduced to    moments on dp
+    stage 2                                       a rank's own part       (accumulated so as well)
+    stage 3                 parameters on dp, gathered for use
+
+Problem: data parallelism keeps the same 16 bytes per parameter on every rank. Idea: where a tensor is *stored* and where
+work on it is *done* are two things. The plan says that the batch lies on `dp`, and follows it, so that all work is data
+parallel; and it says where parameters and moments are stored. Gathers and reduce-scatters are then conversions like any
+other. A tensor goes on the first of its dims that the ranks divide; another plan may have that dim, then on another.
+
+Source: ZeRO (1910.02054); hybrid sharding: PyTorch FSDP (2304.11277), MiCS (2205.00119).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import attrs
+
+import colofunc as cf
+
+__all__ = ["Zero", "colofunc_plans", "zero"]
+
+SMALL = 1 << 12
+"""A tensor of at most so many elements, none of whose dims is divided by the ranks, is copied; a larger one is padded."""
+
+
+def zero(
+    stage: int = 3,
+    axes: str | Sequence[str] = "dp",
+    *,
+    replicate: str | Sequence[str] = (),
+    optimizer: str | Sequence[str] | None = None,
+    regather: bool | None = None,
+) -> Zero:
+    """ZeRO over `axes`: stage 1 splits moments, 2 gradients too, 3 parameters too.
+
+    replicate: further data-parallel axes, over which what is stored on `axes` is copied (hybrid sharding). optimizer:
+    the axes that split moments, if they are more than `axes`: `zero(3, "dpi", replicate="dpo", optimizer=("dpi", "dpo"))`.
+    regather: whether stage 3 gathers again for backward (True: least memory, 3 instead of 2 times the parameters on the
+    wire); None: only where memory asks for it.
+    """
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise cf.PlanError(f"zero has stages 1, 2 and 3, not {stage!r}; write zero(3, 'dp')")
+    mine, copies = _names(axes), _names(replicate)
+    moments = mine if optimizer is None else _names(optimizer)
+    if not mine:
+        raise cf.PlanError("zero needs an axis to split over; write zero(3, 'dp')")
+    if set(mine) & set(copies):
+        raise cf.PlanError(f"zero: {sorted(set(mine) & set(copies))} cannot both split and copy; name other axes in replicate=")
+    if unknown := [a for a in moments if a not in (*mine, *copies)]:
+        raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {mine} and replicate {copies}, which the batch lies on")
+    if regather is not None and stage != 3:
+        raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
+    return Zero(stage, (*mine, *(c for c in copies)), mine, moments, regather)
+
+
+def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+@attrs.frozen
+class Zero:
+    """What `zero` returns: a named plan. `axes`: all that it speaks for, `stored`: those that split parameters."""
+
+    stage: int
+    axes: tuple[str, ...]
+    stored: tuple[str, ...]
+    moments: tuple[str, ...]
+    regather: bool | None = None
+
+    @property
+    def name(self) -> str:
+        return f"zero({self.stage}, {', '.join(self.stored)})"
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        axes = mesh.atoms(self.axes)
+        stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
+        alone = all(a in axes or mesh.axis_size(a) == 1 for a in mesh.axis_names)
+        found = self._batch(program, mesh, axes)
+        for id in program.inputs:
+            value = program.values[id]
+            if value.role == "state":
+                ways = (moments, stored)
+            elif value.role in ("param", "frozen"):
+                ways = (stored,) if self.stage == 3 else ()
+            else:
+                continue
+            want = places(value.shape, ways, mesh, alone)
+            again = self.regather if value.role in ("param", "frozen") else None
+            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again))
+        return found
+
+    def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.Wish]:
+        """The rows of the batch on all axes, and whatever works on them."""
+        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+        if not leaves:
+            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+        rows = Counter(v.shape[0] for v in leaves).most_common(1)[0][0]
+        ways = prod(mesh.axis_size(a) for a in axes)
+        if rows % ways:
+            raise cf.PlanError(
+                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
+                "take a multiple of these (cf.pad adds rows without weight)"
+            )
+        spec = f"({' '.join(axes)} b) ..."
+        mine = [v for v in leaves if v.shape[0] == rows]
+        return [cf.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
+
+
+def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
+    """Where a tensor may be stored: on a dim that the ranks divide, for the first of `ways` for which there is one.
+
+    `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there decides.
+    """
+    for axes in ways:
+        n = prod(mesh.axis_size(a) for a in axes)
+        dims = [d for d, size in enumerate(shape) if size % n == 0 and size]
+        specs = tuple(_spec(shape, d, axes) for d in dims)
+        if specs:
+            return specs[0] if alone or len(specs) == 1 else specs
+    if ways and prod(shape) > SMALL:
+        longest = max(range(len(shape)), key=lambda d: shape[d])
+        return _spec(shape, longest, ways[-1], "~")
+    return " ".join(f"d{d}" for d in range(len(shape)))
+
+
+def _spec(shape: tuple[int, ...], dim: int, axes: tuple[str, ...], pad: str = "") -> str:
+    return " ".join(f"({' '.join(axes)} d{d}{pad})" if d == dim else f"d{d}" for d in range(len(shape)))
+
+
+@cf.hookimpl
+def colofunc_plans() -> Mapping[str, Any]:
+    return {"zero": zero}
