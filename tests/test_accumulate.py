@@ -172,6 +172,22 @@ def test_statistics_of_the_inputs_are_exact():
     assert len(loops(accumulated.lower(w, x).program)) > 1
 
 
+def test_one_element_of_each_row():
+    """`h[arange(b), last]`, as sequence classifiers pick their last token."""
+    torch.manual_seed(0)
+
+    def step(w, batch):
+        def loss_of(w):
+            h = torch.tanh(batch["x"] @ w)
+            return F.cross_entropy(h[torch.arange(len(h)), batch["length"] - 1], batch["y"])
+
+        loss, grad = cf.value_and_grad(loss_of)(w)
+        return w - grad, loss
+
+    batch = {"x": torch.randn(8, 4, 6).double(), "length": torch.randint(1, 5, (8,)), "y": torch.randint(0, 5, (8,))}
+    cf.testing.check(cf.accumulate(step, 4), torch.randn(6, 5, dtype=torch.float64), batch)
+
+
 # ---- operators that mix samples ----
 
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 
 from colofunc.dtensor.convert import conversion
 from colofunc.dtensor.layout import Layout, make_layout, replicated
@@ -36,7 +37,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
-from colofunc.program.time_rules import time_rule
+from colofunc.program.time_rules import index_of_rows, rows_rule, time_rule
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
@@ -206,7 +207,7 @@ class _Build:
         if node is None or kind_of(node) is not None or len(node.outs) != 1:
             return None
         call, ids = call_of(node, self.program.values)
-        rule = self.rule(call)
+        rule = self.rule_at(node, call, ids)
         if rule is None or rule.flops is not None or rule.outs[0] is None:
             return None
         placement = place(rule.outs[0], rule, over)
@@ -219,6 +220,21 @@ class _Build:
         return self.copies[old][over]
 
     # ---- nodes ----
+
+    def rule_at(self, node: Node, call: Call, ids: Sequence[int]) -> Rule | None:
+        """The rule of a node, by who made its operands: `x[arange(b), i]` takes one element of each row."""
+        rows = index_of_rows(call)
+        if rows and self._counts(ids[rows[0]], call.ins[rows[0]].shape[0]):
+            return rows_rule(call)
+        return self.rule(call)
+
+    def _counts(self, old: int, n: int) -> bool:
+        """Whether a value is 0, 1, ... n - 1."""
+        node, value = self.makers.get(old), self.program.constants.get(old)
+        if value is not None:
+            return value.dtype == torch.int64 and torch.equal(value.cpu(), torch.arange(n))
+        starts = {"aten.arange.default": (n,), "aten.arange.start": (0, n), "aten.arange.start_step": (0, n)}
+        return node is not None and node.args in (starts.get(node.target), (0, n, 1) if "step" in node.target else None)
 
     def rule(self, call: Call) -> Rule | None:
         if call not in self.known:
@@ -236,7 +252,7 @@ class _Build:
             self.leaves.update(o for o in node.outs if o is not None and given)  # the batch itself is moved once
             self._whole(node)
             return
-        rule = self.rule(call)
+        rule = self.rule_at(node, call, ids)
         strategy = self._choose(call, ids, lies, rule)
         if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
             self._whole(node)
@@ -316,7 +332,7 @@ class _Build:
         options: dict[Any, Strategy] = {}
         if rule is not None:
             for k, lay in enumerate(lies):
-                if lay.axes and (found := follow(call, rule, k, lay)) is not None:
+                if lay.axes and 0 not in lay.shape and (found := follow(call, rule, k, lay)) is not None:
                     options.setdefault((found.ins, found.outs), found)
             for found in enumerate_strategies(call, rule, self.mesh) if not _only_own(call) else ():
                 options.setdefault((found.ins, found.outs), found)

@@ -128,6 +128,46 @@ _RULES: dict[str, Callable[[Call], Rule | None]] = {
 }
 
 
+# ---- one element per row ----
+
+
+def index_of_rows(call: Call) -> tuple[int, ...]:
+    """Operands that index dims 0 and 1 together, `x[rows, columns]`, with one index per row; () for other calls."""
+    if call.target not in ("aten.index.Tensor", "aten.index_put.default"):
+        return ()
+    x, indices = call.args[:2]
+    if len(indices) != 2 or not all(isinstance(i, Ref) for i in indices):
+        return ()
+    rows = call.ins[x.id].shape[:1]
+    shapes = [call.ins[i.id].shape for i in indices]
+    put = call.target == "aten.index_put.default"
+    same = not put or call.ins[call.args[2].id].shape == rows + call.ins[x.id].shape[2:]
+    return tuple(i.id for i in indices) if shapes == [rows, rows] and same else ()
+
+
+def rows_rule(call: Call) -> Rule:
+    """b [w] d*, b, b -> b d*, for `x[arange(b), columns]`: row t of the result is of row t of x, so rows may be split."""
+    x, put = call.args[0].id, call.target == "aten.index_put.default"
+    shape = call.ins[x].shape
+    rest, sizes = _dims(shape[2:], 2)
+    whole: Operand = (("b",), ("w",), *rest)
+    part: Operand = (("b",), *rest)
+    rows, columns = index_of_rows(call)
+    ins = {x: whole, rows: (("b",),), columns: (("b",),)} | ({call.args[2].id: part} if put else {})
+    sizes |= {"b": shape[0], "w": shape[1]}
+
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any]:
+        count = ins[rows].local_shape[0]
+
+        def local(*shards: torch.Tensor, mesh: Mesh) -> Any:
+            numbers = torch.arange(count)
+            return rerun(call, [numbers if k == rows else shard for k, shard in enumerate(shards)], {})
+
+        return local
+
+    return Rule(tuple(ins[k] for k in range(len(call.ins))), (whole if put else part,), sizes, whole=frozenset("w"), local=code)
+
+
 # ---- random operators that know their place ----
 
 
