@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import types
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from colofunc.ops import canonical
 from colofunc.program.reference import run_reference
 from colofunc.program.trace import Traced, phase, record_local, signature, trace, watch_modules
 from colofunc.program.trace_tree import flatten
+from colofunc.testing.trees import compare
 
 f64 = torch.float64
 
@@ -835,3 +836,39 @@ def test_a_module_under_two_names_gets_its_own_tensors_back():
     (got,) = run_reference(traced.program, traced.pack((params, x)))
     inner = F.linear(F.linear(x, params["a.weight"], params["a.bias"]), params["a.weight"], params["a.bias"])
     close(got, F.linear(inner, params["a.weight"], params["b.1.bias"]))
+
+
+class Mine(NamedTuple):
+    w: torch.Tensor
+
+
+@dataclasses.dataclass
+class Held:
+    w: torch.Tensor
+
+
+@attrs.frozen
+class Kept:
+    w: torch.Tensor
+
+
+KINDS_OF_STATES = [Mine, Held, Kept, lambda w: (w,), lambda w: [w], lambda w: defaultdict(dict, w=w), lambda w: UserDict(w=w)]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_STATES)
+def test_states_of_every_kind_are_trained_and_checked(kind):
+    def step(state, x):
+        (w,) = flatten(state)[0]
+        return kind(w * 2 + x), x.sum()
+
+    staged = cf.shard(step, cf.Mesh(dp=2))
+    assert cf.testing.check(staged, kind(torch.ones(4)), torch.ones(4)).steps == 2
+    state, _ = staged(staged.init(kind(torch.ones(4)), torch.ones(4)), torch.ones(4))
+    assert type(state) is type(kind(torch.ones(4)))
+
+
+def test_a_wrong_record_is_named_by_its_field():
+    with pytest.raises(cf.CheckError, match=r"out\[0\]\.w: differs"):
+        compare([Kept(torch.ones(2))], [Kept(torch.zeros(2))], "out")
+    with pytest.raises(cf.CheckError, match=r"unexpected \['out\.w'\], missing \['out\[0\]'\]"):
+        compare(Kept(torch.ones(2)), [torch.ones(2)], "out")

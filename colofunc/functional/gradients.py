@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from colofunc.errors import InputError
 from colofunc.ops import policy
 from colofunc.program.trace_meta import active, phase
-from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.program.trace_tree import Tree, flatten, map_tensors, unflatten
 
 # How many value_and_grad calls surround this one.
 _DEPTH: ContextVar[int] = ContextVar("colofunc_grad_depth", default=0)
@@ -119,7 +118,7 @@ def _readable(loss: Tensor) -> Tensor:
 
 
 def _detached(aux: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach() if t.requires_grad else t, aux)
+    return map_tensors(lambda t: t.detach() if t.requires_grad else t, aux)
 
 
 def warn_of_eval_mode(module: nn.Module) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from colofunc.config import Chain, configure
 from colofunc.dtensor.tensor import DTensor
@@ -31,6 +30,7 @@ from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.modules import Model, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.mesh import Mesh
+from colofunc.program.trace_tree import map_tensors
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
 
@@ -89,7 +89,7 @@ def _sharded(step_fn: Callable[..., Any], mesh: Mesh, plans: Any) -> Staged:
 
 def plain(tree: Any) -> Any:
     """Whole tensors for DTensors. Collective where they are sharded."""
-    return pytree.tree_map_only(DTensor, lambda x: x.full(), tree)
+    return map_tensors(lambda x: x.full() if isinstance(x, DTensor) else x, tree)
 
 
 class Loop:

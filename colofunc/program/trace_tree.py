@@ -13,7 +13,8 @@ recipe to rebuild and part of the cache key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -116,7 +117,7 @@ def container(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
         items, context = _pytree.SUPPORTED_NODES[cls].flatten_fn(obj)
         return "registered", range(len(items)), tuple(items), context
     if isinstance(obj, Mapping):
-        return "mapping", tuple(obj.keys()), tuple(obj.values()), None
+        return "mapping", tuple(obj.keys()), tuple(obj.values()), obj.default_factory if isinstance(obj, defaultdict) else None
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         fields = tuple(f.name for f in dataclasses.fields(obj))
         return "record", fields, tuple(getattr(obj, f) for f in fields), None
@@ -124,6 +125,32 @@ def container(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
         fields = tuple(f.name for f in attrs.fields(cls))
         return "record", fields, tuple(getattr(obj, f) for f in fields), None
     return None
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+    """`obj` with `fn(tensor)` for every tensor in it, all else as it is."""
+    if isinstance(obj, torch.Tensor):
+        return fn(obj)
+    parts = container(obj)
+    if parts is None:
+        return obj
+    kind, keys, items, context = parts
+    return rebuild(kind, type(obj), keys, [map_tensors(fn, item) for item in items], context)
+
+
+def walk(obj: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path as Python writes it, leaf) of everything that is no container.
+
+    >>> list(walk({"a": [1, 2]}, "out"))
+    [("out['a'][0]", 1), ("out['a'][1]", 2)]
+    """
+    parts = None if isinstance(obj, torch.Tensor) else container(obj)
+    if parts is None:
+        yield path, obj
+        return
+    kind, keys, items, _ = parts
+    for key, item in zip(keys, items, strict=True):
+        yield from walk(item, f"{path}.{key}" if kind in ("namedtuple", "record") else f"{path}[{key!r}]")
 
 
 def unflatten(tree: Tree, leaves: Sequence[Any]) -> Any:
@@ -154,7 +181,8 @@ def rebuild(kind: str, cls: Any, keys: Sequence[Any], items: Sequence[Any], cont
     if kind == "registered":
         return _pytree.SUPPORTED_NODES[cls].unflatten_fn(items, context)
     if kind == "mapping":
-        return _mapping(cls, dict(zip(keys, items, strict=True)))
+        made = dict(zip(keys, items, strict=True))
+        return cls(context, made) if issubclass(cls, defaultdict) else _mapping(cls, made)
     # Records are rebuilt field by field: their constructors may check or convert.
     out = object.__new__(cls)
     for field, item in zip(keys, items, strict=True):

@@ -15,10 +15,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
+from colofunc.program.trace_tree import map_tensors, walk
 from colofunc.testing.trees import compare, plain_copy
 from colofunc.transforms.staged import Staged
 
@@ -54,7 +54,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
             expected = seeded(FIRST_SEED + n, run_reference, step.reference, plain_copy(reference), *plain_copy(batch))
             got = seeded(FIRST_SEED + n, step, placed, *plain_copy(batch))
             worst = max(worst, compare(got, expected, f"step {n}: out", tolerance))
-            leaves, done = len(pytree.tree_leaves(expected)), n + 1
+            leaves, done = len(list(walk(expected))), n + 1
             if n + 1 == steps or not _continues(expected, reference):
                 break
             placed, reference = got[0], expected[0]
@@ -63,7 +63,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
 
 def doubled_inside(tree: Any) -> Any:
     """Inside `with float64():` the tree with its float32 leaves as float64, else the tree."""
-    return pytree.tree_map_only(torch.Tensor, doubled, tree) if torch.get_default_dtype() is torch.float64 else tree
+    return map_tensors(doubled, tree) if torch.get_default_dtype() is torch.float64 else tree
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,7 @@ def _continues(out: Any, state: Any) -> bool:
     """Whether output 0 can be the next argument 0."""
     if not isinstance(out, (tuple, list)) or not out:
         return False
-    a, a_tree = pytree.tree_flatten(out[0])
-    b, b_tree = pytree.tree_flatten(state)
-    return a_tree == b_tree and all(_type(x) == _type(y) for x, y in zip(a, b, strict=True))
+    return [(path, _type(x)) for path, x in walk(out[0])] == [(path, _type(x)) for path, x in walk(state)]
 
 
 def _type(x: Any) -> Any:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from colofunc.program.closeness import scaled_difference
+from colofunc.program.trace_tree import map_tensors, walk
 from colofunc.testing.check import FIRST_SEED, doubled_inside, run_reference, seeded
 from colofunc.testing.trees import plain_copy
 
@@ -26,15 +26,19 @@ def last_bit(fn: Callable[..., Any], *args: Any, tries: int = 2) -> float:
     """The largest scaled difference of any output leaf over `tries` random choices of one bit up or down per element."""
     worst, args = 0.0, doubled_inside(args)
     with torch.random.fork_rng(devices=()):
-        expected = pytree.tree_leaves(seeded(FIRST_SEED, run_reference, fn, *plain_copy(args)))
+        expected = _leaves(seeded(FIRST_SEED, run_reference, fn, *plain_copy(args)))
         for n in range(tries):
             gen = torch.Generator().manual_seed(n)
-            moved = pytree.tree_map_only(torch.Tensor, lambda x: _moved(x, gen), plain_copy(args))  # noqa: B023
-            got = pytree.tree_leaves(seeded(FIRST_SEED, run_reference, fn, *moved))
+            moved = map_tensors(lambda x: _moved(x, gen), plain_copy(args))  # noqa: B023
+            got = _leaves(seeded(FIRST_SEED, run_reference, fn, *moved))
             for a, b in zip(got, expected, strict=True):
                 if isinstance(b, torch.Tensor) and b.is_floating_point():
                     worst = max(worst, scaled_difference(a.detach(), b.detach()))
     return worst
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in walk(tree)]
 
 
 def _moved(x: torch.Tensor, gen: torch.Generator) -> torch.Tensor:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from colofunc.errors import CheckError
+from colofunc.program.trace_tree import walk
 from colofunc.testing.check import FIRST_SEED, seeded
 from colofunc.testing.trees import compare, plain_copy
 from colofunc.testing.world import changes, snapshot
@@ -49,14 +49,13 @@ def check_pure(step_fn: Callable[..., Any], *args: Any) -> None:
 
 def _differences(where: str, got: Any, expected: Any) -> list[str]:
     """At most four leaves that differ, in words; written in place means other values or another shape."""
-    a, a_tree = pytree.tree_flatten_with_path(got)
-    b, b_tree = pytree.tree_flatten_with_path(expected)
-    if a_tree != b_tree:
-        return [f"{where} has another tree, {a_tree} against {b_tree}"]
+    a, b = list(walk(got, where)), list(walk(expected, where))
+    if [path for path, _ in a] != [path for path, _ in b]:
+        return [f"{where} has another tree, {[path for path, _ in a]} against {[path for path, _ in b]}"]
     found = []
     for (path, x), (_, y) in zip(a, b, strict=True):
         try:
-            compare(x, y, f"{where}{pytree.keystr(path)}", tolerance=0.0)
+            compare(x, y, path, tolerance=0.0)
         except CheckError as error:
             found.append(str(error).split("\n", maxsplit=1)[0])
     return found[:4]

@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError
 from colofunc.program.closeness import TOLERANCE, scaled_difference
+from colofunc.program.trace_tree import map_tensors, walk
 
 
 def plain_copy(tree: Any) -> Any:
     """Copies of all tensors, on CPU and whole: what a check may use up. Collective where leaves are DTensors."""
-    return pytree.tree_map_only(torch.Tensor, _plain_copy, tree)
+    return map_tensors(_plain_copy, tree)
 
 
 def _plain_copy(x: torch.Tensor) -> torch.Tensor:
@@ -29,14 +29,15 @@ def _plain_copy(x: torch.Tensor) -> torch.Tensor:
 
 def compare(got: Any, expected: Any, where: str = "", tolerance: float | None = None) -> float:
     """The largest scaled difference of two trees. Raises CheckError that lists the leaves beyond their tolerance."""
-    a, a_tree = pytree.tree_flatten_with_path(got)
-    b, b_tree = pytree.tree_flatten_with_path(expected)
-    if [path for path, _ in a] != [path for path, _ in b]:
-        raise CheckError(f"{where or 'compare'}: the trees differ, {a_tree} against {b_tree} of the reference")
+    a, b = list(walk(got, where)), list(walk(expected, where))
+    there, wanted = [path for path, _ in a], [path for path, _ in b]
+    if there != wanted:
+        odd = [p for p in there if p not in wanted][:4], [p for p in wanted if p not in there][:4]
+        raise CheckError(f"{where or 'compare'}: the trees differ, unexpected {odd[0]}, missing {odd[1]}, or in another order")
     worst, failed = 0.0, []
     for (path, x), (_, y) in zip(a, b, strict=True):
         try:
-            worst = max(worst, compare_leaf(x, y, f"{where}{pytree.keystr(path)}", tolerance))
+            worst = max(worst, compare_leaf(x, y, path, tolerance))
         except CheckError as error:
             failed.append(str(error))
     if failed:
