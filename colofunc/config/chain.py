@@ -15,13 +15,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import attrs
 
 from colofunc.config.options import bind, parameters
 from colofunc.config.source import Node, read
+from colofunc.dtensor.spec import bind as bind_spec
 from colofunc.dtensor.spec import parse
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
@@ -62,11 +65,18 @@ class Part:
         try:
             return self.fn(*first, *self.args, **self.options)
         except (ColofuncError, TypeError, ValueError) as error:
-            raise self.node.error(f"{self.name}: {error}") from error
+            raise _at_fault(self.node, str(error)).error(f"{self.name}: {error}") from error
 
     def text(self) -> str:
         given = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.options.items())]
         return f"{self.name}({', '.join(given)})"
+
+
+def _at_fault(node: Node, message: str) -> Node:
+    """The one option of a mapping that a message speaks of, else the mapping."""
+    options = node.value.items() if isinstance(node.value, dict) else ()
+    named = [child for key, child in options if f"{key}={child.text()}" in message or (isinstance(child.value, str) and child.text() in message)]
+    return named[0] if len(named) == 1 else node
 
 
 @attrs.frozen(eq=False)
@@ -217,7 +227,7 @@ def _plans(node: Node, registry: Registry, mesh: Mesh) -> tuple[tuple[Any, ...],
             elif name in NAMED_MODES and child.value is not False:
                 raise _unknown(name, child, ())
             elif child.value is not False:
-                globs[key] = _spec(key, child, registry)
+                globs[key] = _spec(key, child, registry, mesh)
         if globs:
             plans.append(globs)
             texts.append(", ".join(f"{glob}: {spec}" for glob, spec in globs.items()))
@@ -234,19 +244,26 @@ def _named(name: str, node: Node, registry: Registry, mesh: Mesh) -> tuple[Any, 
     return plan, part.text()
 
 
-def _spec(glob: str, node: Node, registry: Registry) -> str:
+def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
     """The spec or strategy that a glob is given; `{tp: o}` may stand without quotes."""
     value = node.plain()
     if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
-        return "{" + ", ".join(f"{axis}: {factor}" for axis, factor in value.items()) + "}"
+        value = "{" + ", ".join(f"{axis}: {factor}" for axis, factor in value.items()) + "}"
     if isinstance(value, str):
-        if not value.lstrip().startswith("{"):
-            Part(f"parallel: {glob!r}", parse, (value,), {}, node).call()
+        axes = re.findall(r"(\w+)\s*:", value) if value.lstrip().startswith("{") else None
+        check, args = (_fits_mesh, (value, mesh)) if axes is None else (mesh.atoms, (tuple(axes),))
+        Part(f"parallel: {glob!r}", check, args, {}, node).call()
         return value
     raise node.error(
         f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED_MODES), 'plans')}; parameters of "
         f"that name take a spec such as '(tp o) i', not {value!r}"
     )
+
+
+def _fits_mesh(text: str, mesh: Mesh) -> None:
+    """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
+    groups = [dim for dim in parse(text).dims if dim is not None]
+    bind_spec(text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups])
 
 
 def _sharding(node: Node | None, root: Node, plugins: tuple[Any, ...]) -> Part:

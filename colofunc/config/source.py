@@ -29,6 +29,16 @@ MOST_NODES = 20_000
 PLAIN_TAGS = ("null", "bool", "int", "float", "str", "map", "seq", "timestamp")
 # YAML 1.1 takes 1e-3 for a word.
 FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)\Z")
+# What PyYAML says -> what to do.
+YAML_TIPS = {
+    "'\\t'": "spaces, YAML is never indented with tabs",
+    "mapping values are not allowed": "the same indentation as the line above, or quotes around a value with ': ' in it",
+    "expected <block end>": "the same indentation as the lines beside it",
+    "could not find expected ':'": "a colon and a space after the key",
+    "another document": "one document, without a line '---' in the middle",
+    "undefined alias": "quotes around a value that begins with '*'",
+    "while scanning an alias": "quotes around a value that begins with '*'",
+}
 
 
 @attrs.frozen
@@ -137,7 +147,8 @@ def _from_yaml(text: str, name: str) -> Node:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: is not YAML: {problem}") from error
+        tip = next((f". Try: {tip}" for words, tip in YAML_TIPS.items() if words in str(error)), "")
+        raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: is not YAML: {problem}{tip}") from error
     finally:
         loader.dispose()
 
@@ -175,6 +186,10 @@ class _Yaml:
             where = self.where(key)
             if key.id != "scalar":
                 raise ConfigError(f"{where}: a key is no string")
+            if key.tag.endswith(":merge"):
+                raise ConfigError(f"{where}: merge keys (<<) are not read; write the keys out, or `mesh: *name` for the whole mapping")
+            if node.flow_style and value.value == "" and ":" in key.value:
+                raise ConfigError(f"{where}: {key.value!r} is one word to YAML; write a space after the colon")
             if key.value in found:
                 raise _twice(key.value, where, found[key.value])
             found[key.value] = attrs.evolve(self.value(value), where=where)
