@@ -74,8 +74,10 @@ class Part:
 
 def _at_fault(node: Node, message: str) -> Node:
     """The one option of a mapping that a message speaks of, else the mapping."""
-    options = node.value.items() if isinstance(node.value, dict) else ()
-    named = [child for key, child in options if f"{key}={child.text()}" in message or (isinstance(child.value, str) and child.text() in message)]
+    named = []
+    for key, child in node.value.items() if isinstance(node.value, dict) else ():
+        said = child.text() if isinstance(child.value, str) else f"{key}={child.text()}"
+        named += [child] if said in message else []
     return named[0] if len(named) == 1 else node
 
 
