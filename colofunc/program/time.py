@@ -37,7 +37,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
-from colofunc.program.time_rules import index_of_rows, rows_rule, time_rule
+from colofunc.program.time_rules import index_of_rows, rows_rule, time_rule, with_time
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
@@ -96,34 +96,6 @@ def _build(
 def _split_rows(shape: tuple[int, ...], n: int, axis: str, minor: bool) -> Layout:
     rows = ((shape[0] // n, None), (n, axis)) if minor else ((n, axis), (shape[0] // n, None))
     return make_layout((rows, *(((size, None),) for size in shape[1:])), shape)
-
-
-def with_time(layout: Layout | None, over: Layout, axis: str) -> Layout | None:
-    """The layout over mesh and time together: `(dp a) b` whose local part lies as `(time a) b` is `(dp time a) b`."""
-    if over.is_replicated:
-        return layout
-    if layout is None or layout.is_padded or layout.tier != "device":
-        return None
-    dims = []
-    for mine, theirs in zip(layout.dims, over.dims, strict=True):
-        rest = [list(atom) for atom in theirs]
-        atoms: list[tuple[int, str | None]] = []
-        for size, owner in mine:
-            if owner is not None:
-                atoms.append((size, owner))
-                continue
-            while size > 1:
-                n = int(rest[0][0] or 1)
-                step = min(n, size)
-                if n % step or size % step or (rest[0][1] is not None and step != n):
-                    return None
-                atoms.append((step, rest[0][1]))  # type: ignore[arg-type]
-                size //= step
-                rest[0][0] = n // step
-                if rest[0][0] == 1:
-                    rest.pop(0)
-        dims.append(tuple(atoms))
-    return make_layout(tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme)
 
 
 @attrs.define(eq=False)
@@ -187,6 +159,11 @@ class _Build:
     def _convert(self, old: int, have: Layout, over: Layout, node: Node | None) -> None:
         """Add the nodes of a conversion; `node` is who wants it."""
         current, like = self.copies[old][have], self.program.values[old]
+        if 0 in over.shape:  # no element to move
+            current = self.copies[old][over] = self.new(like, None, over.local_shape)
+            self.emit(Node("aten.full.default", (over.local_shape, 0), (("dtype", like.dtype),), (current,)), (current,))
+            self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
+            return
         maker = node or self.makers.get(old) or Node("", (), (), ())
         who = f"{node.target} needs {over.text()}" if node is not None else "an output"
         for move in conversion(have, over, self.mesh, like.dtype.itemsize).moves:
@@ -365,7 +342,7 @@ class _Build:
                 stacks += 1
                 stacked += self.program.values[id].nbytes if have.axes else 0
             slices += wanted is not lay
-        rise = _rise(strategy)
+        rise = int(strategy.local is not None)  # at equal price the plain operator is better
         # What is computed whole does not get smaller with more microbatches.
         whole = sum(lay is not None and lay.is_replicated for lay in strategy.outs)
         return level, stacks + whole + rise, stacked, slices
@@ -392,11 +369,6 @@ class _Build:
 def _only_own(call: Call) -> bool:
     """Collectives are followed, never enumerated."""
     return call.target in COLLECTIVES or call.target == "colofunc.rearrange"
-
-
-def _rise(strategy: Strategy) -> int:
-    """Whether local code is run where the operator itself might do: the plain one is better at equal price."""
-    return int(strategy.local is not None)
 
 
 def is_reduction(node: Node, axis: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.layout import Dim, Layout, make_layout
 from colofunc.dtensor.rule import Call, Factors, Operand, Ref, Rule
 from colofunc.dtensor.rules.local import rerun
 from colofunc.errors import ProgramError
@@ -126,6 +126,34 @@ _RULES: dict[str, Callable[[Call], Rule | None]] = {
     "colofunc.all_to_all": _chunks,
     "colofunc.rearrange": _rearrange,
 }
+
+
+def with_time(layout: Layout | None, over: Layout, axis: str) -> Layout | None:
+    """The layout over mesh and time together: `(dp a) b` whose local part lies as `(time a) b` is `(dp time a) b`."""
+    if over.is_replicated:
+        return layout
+    if layout is None or layout.is_padded or layout.tier != "device" or 0 in layout.shape:
+        return None
+    dims = []
+    for mine, theirs in zip(layout.dims, over.dims, strict=True):
+        rest = [list(atom) for atom in theirs]
+        atoms: list[tuple[int, str | None]] = []
+        for size, owner in mine:
+            if owner is not None:
+                atoms.append((size, owner))
+                continue
+            while size > 1:
+                n = int(rest[0][0] or 1)
+                step = min(n, size)
+                if n % step or size % step or (rest[0][1] is not None and step != n):
+                    return None
+                atoms.append((step, rest[0][1]))  # type: ignore[arg-type]
+                size //= step
+                rest[0][0] = n // step
+                if rest[0][0] == 1:
+                    rest.pop(0)
+        dims.append(tuple(atoms))
+    return make_layout(tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme)
 
 
 # ---- one element per row ----
