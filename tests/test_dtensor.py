@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import colofunc as cf
+from colofunc.ops.canonical import single_device
 
 MESH = cf.Mesh(dp=2, tp=2)
 X = torch.arange(32.0, dtype=torch.float64).view(8, 4).sin()
@@ -192,6 +193,146 @@ def test_indexing_with_tensors() -> None:
         same(x.index_select(0, d(I, "a")), X.index_select(0, I))
 
 
+# Common functions of torch, each on a matrix (8, 4): the answer is plain torch's.
+COMMON: dict[str, Callable[[torch.Tensor], Any]] = {
+    "x[[0, -1]]": lambda x: x[[0, -1]],
+    "x[:, [0, 3]]": lambda x: x[:, [0, 3]],
+    "x[[0, 1], [1, 2]]": lambda x: x[[0, 1], [1, 2]],
+    "x[tensor]": lambda x: x[torch.tensor([0, 2])],
+    "x[array]": lambda x: x[I.numpy()],
+    "x[-1, -2]": lambda x: x[-1, -2],
+    "x[..., None]": lambda x: x[..., None],
+    "x[list] = 7": lambda x: _write(x.clone(), [0, -1]),
+    "x[mask] = 7": lambda x: _write(x.clone(), x > 0),
+    "index_select": lambda x: x.index_select(0, I),
+    "index_fill": lambda x: x.index_fill(0, I, 2.0),
+    "take": lambda x: x.take(I),
+    "gather": lambda x: x.gather(0, I[:, None]),
+    "take_along_dim": lambda x: torch.take_along_dim(x, I[:, None], 0),
+    "scatter": lambda x: x.scatter(1, x.argmin(1, keepdim=True), 9.0),
+    "embedding": lambda x: F.embedding(I, x),
+    "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long(), 2),
+    "trace": lambda x: x[:4].trace(),
+    "quantile": lambda x: x.quantile(0.3),
+    "quantiles of dim 0": lambda x: x.quantile(torch.tensor([0.25, 0.75], dtype=x.dtype), dim=0),
+    "nanquantile": lambda x: x.nanquantile(0.5, dim=1),
+    "median": lambda x: x.median(),
+    "median of dim 0": lambda x: x.median(0),
+    "mode": lambda x: (x > 0).int().mode(0),
+    "kthvalue": lambda x: x.kthvalue(2, 0),
+    "std": lambda x: x.std(),
+    "var_mean": lambda x: torch.var_mean(x, 0),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "prod": lambda x: x.prod(1),
+    "cumprod": lambda x: x.cumprod(0),
+    "argmax": lambda x: x.argmax(1),
+    "topk": lambda x: x.topk(2, 1),
+    "any": lambda x: (x > 0).any(0),
+    "aminmax": lambda x: torch.aminmax(x),
+    "count_nonzero": lambda x: x.count_nonzero(0),
+    "outer": lambda x: torch.outer(x[:, 0], x[0]),
+    "bmm": lambda x: torch.bmm(x.view(2, 4, 4), x.view(2, 4, 4)),
+    "kron": lambda x: torch.kron(x, x),
+    "diag": lambda x: x[:4].diag(),
+    "triu": lambda x: x.triu(1),
+    "roll": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "repeat": lambda x: x.repeat(2, 1),
+    "stack": lambda x: torch.stack([x, x]),
+    "unbind": lambda x: x.unbind(1),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "meshgrid": lambda x: torch.meshgrid(x[0], x[1], indexing="ij"),
+    "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
+    "t_ of a view": lambda x: x.clone()[1:5].t_().mul_(2),
+    "det": lambda x: torch.linalg.det(x[:4]),
+    "solve": lambda x: torch.linalg.solve(x[:4], x[4:]),
+    "qr": lambda x: torch.linalg.qr(x).R.abs(),
+    "cdist": lambda x: torch.cdist(x, x),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0)),
+    "normalize": lambda x: F.normalize(x),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 4)] * 3, is_causal=True),
+    "conv1d": lambda x: F.conv1d(x.view(2, 4, 4), x.view(2, 4, 4)[:, :, :3]),
+    "interpolate": lambda x: F.interpolate(x.view(2, 4, 4), scale_factor=2.0),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "cov": lambda x: torch.cov(x),
+    "diff": lambda x: x.diff(dim=0),
+    "searchsorted": lambda x: torch.searchsorted(x.sort(1).values, x),
+    "fft": lambda x: torch.fft.fft(x),
+    "lerp": lambda x: torch.lerp(x, x * 2, 0.3),
+    "vmap": lambda x: torch.vmap(torch.sum)(x),
+}
+REGULAR = torch.arange(32.0, dtype=torch.float64).view(8, 4).pow(2).sin()  # of full rank, unlike X
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_functions_equal_torch(name: str) -> None:
+    expected = COMMON[name](REGULAR)
+    for spec in ("(dp b) (tp d)", "b (tp d)"):
+        same(COMMON[name](d(REGULAR, spec)), expected)
+
+
+def test_answers_that_are_no_tensors() -> None:
+    x = d(X, "(dp b) (tp d)")
+    assert torch.equal(x, d(X, "b d")) and not torch.equal(x, x + 1)
+    assert torch.allclose(x, x + 1e-12) and not x.allclose(x + 1)
+    assert list(range(x.argmax())) == list(range(int(X.argmax())))
+    assert type(x.new_tensor([1.0])) is torch.Tensor  # it has nothing of x but the dtype
+
+
+def test_gradients_pass_through_indices() -> None:
+    x, dx = REGULAR.clone().requires_grad_(), d(REGULAR, "(dp b) (tp d)").requires_grad_()
+    for leaf in (x, dx):
+        (leaf[[0, 0, -1]].pow(2).sum() + leaf.index_select(1, torch.tensor([2])).exp().sum() + leaf.quantile(0.3)).backward()
+    torch.testing.assert_close(dx.grad.full(), x.grad, rtol=1e-12, atol=1e-12)
+
+
+# ---- random numbers ----
+
+RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "a layer": lambda x: torch.nn.Dropout(0.3)(x),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "two at once": lambda x: F.dropout(F.dropout(x, 0.2, training=False), 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "dropout1d": lambda x: F.dropout1d(x.view(2, 4, 4), 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 4)] * 3, dropout_p=0.5),
+    "rand_like": lambda x: torch.rand_like(x),
+    "randint_like": lambda x: torch.randint_like(x, 5),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: x.softmax(1).multinomial(2),
+    "normal_": lambda x: x.clone().normal_(),
+    "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x.clone()),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_the_single_devices(name: str) -> None:
+    torch.manual_seed(3)
+    with single_device():
+        expected = RANDOM[name](X)
+    for spec in SPECS:
+        torch.manual_seed(3)
+        same(RANDOM[name](d(X, spec)), expected)
+
+
+def test_dropout_draws_anew_and_its_gradient_has_the_same_mask() -> None:
+    x = d(torch.ones(8, 4), "(dp b) (tp d)").requires_grad_()
+    torch.manual_seed(0)
+    first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
+    assert not torch.equal(first, second)
+    assert first.sharding is x.sharding
+    first.sum().backward()
+    assert torch.equal(x.grad, first.detach())  # ones: both are the mask over 1 - p
+    with cf.random(5):
+        kept = F.dropout(x, 0.5)
+    with cf.random(5):
+        assert torch.equal(kept, F.dropout(x, 0.5))
+    assert torch.rand_like(x).sharding is x.sharding
+
+
 def test_in_place_keeps_the_layout() -> None:
     x = d(X, "(dp b) d")
     before = x.sharding
@@ -226,8 +367,32 @@ def test_refused_mixtures() -> None:
         X.clone().copy_(x)
     with pytest.raises(cf.InputError, match=r"writes to 'self', .*foreach=False"):
         torch._foreach_add_([x, x.clone()], 1.0)
-    with pytest.raises(cf.RuleError, match=r"draws random numbers .* inside a staged step"):
-        torch.rand_like(x)
+
+
+REFUSED: dict[str, tuple[Callable[[cf.DTensor], Any], type[Exception], str]] = {
+    "a mask": (lambda x: x[x > 0], cf.InputError, "takes or wants as many elements as the mask has, .* torch.where"),
+    "a plain mask": (lambda x: x[X > 0], cf.InputError, "takes or wants as many elements as the mask has, .* torch.where"),
+    "a list of bools": (lambda x: x[[True] * 8], cf.InputError, "takes or wants as many elements as the mask has"),
+    "a row to a mask": (lambda x: x.clone().__setitem__(x > 0, x[0]), cf.InputError, "takes or wants as many elements"),
+    "nonzero": (lambda x: x.nonzero(), cf.InputError, r"aten.nonzero.default .* depends on data; ask it of x.full\(\)"),
+    "unique": (lambda x: x.unique(), cf.InputError, "aten._unique2.default .* depends on data"),
+    "no shape function": (lambda x: torch.histogram(x, 4), cf.InputError, "torch cannot say what aten.histogram.bin_ct returns"),
+    "plain values": (lambda x: x.clone().__setitem__([0, 2], X[:2]), cf.SpecError, r"__setitem__ mixes .* of shape \(2, 4\)"),
+    "a plain weight": (lambda x: F.linear(x, W.t()), cf.SpecError, r"torch.nn.functional.linear mixes .* of shape \(6, 4\)"),
+    "an index of floats": (lambda x: x[V], RuntimeError, "tensors used as indices must be long"),
+    "out=": (lambda x: torch.add(x, x, out=X.clone()), cf.InputError, r"torch.add writes a DTensor into a plain tensor of shape \(8, 4\)"),
+    "memory": (lambda x: x.data_ptr(), cf.InputError, r"data_ptr wants the memory of one tensor, .* use x.local"),
+    "a function per element": (lambda x: x.clone().apply_(abs), cf.InputError, "apply_ wants the memory of one tensor"),
+    "no keyed form": (lambda x: x.clone().cauchy_(), cf.RuleError, "aten.cauchy.default draws random numbers and has no form keyed"),
+    "a generator": (lambda x: torch.rand_like(x, generator=torch.Generator()), cf.TraceError, "own torch.Generator"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call(d(X, "(dp b) (tp d)"))
 
 
 # ---- autograd ----
@@ -338,7 +503,8 @@ def on_a_rank() -> tuple[Any, ...]:
     row = x.detach().clone()
     row[2] = 1
     assert isinstance(x.grad, cf.DTensor) and x.grad.sharding is x.sharding
-    return float(loss), x.grad.full(), x.redistribute("(tp b) d").local.detach(), row.full(), tuple(x.local.shape)
+    kept = torch.nn.functional.dropout(x.detach(), 0.5).full()  # by rank 0's seed
+    return float(loss), x.grad.full(), x.redistribute("(tp b) d").local.detach(), row.full(), tuple(x.local.shape), kept
 
 
 @pytest.mark.dist
@@ -346,7 +512,10 @@ def test_real_ranks() -> None:
     x = X.clone().requires_grad_()
     loss = (x @ W).softmax(-1).pow(2).sum()
     loss.backward()
-    for rank, (value, grad, rows, written, shape) in enumerate(cf.launch(on_a_rank, 2, timeout_s=120)):
+    found = cf.launch(on_a_rank, 2, timeout_s=120)
+    assert torch.equal(found[0][-1], found[1][-1])
+    assert 0 < found[0][-1].count_nonzero() < 32
+    for rank, (value, grad, rows, written, shape, _) in enumerate(found):
         assert value == pytest.approx(loss.item(), abs=1e-12)
         torch.testing.assert_close(grad, x.grad)
         assert torch.equal(rows, X[4 * rank : 4 * rank + 4])

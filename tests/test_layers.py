@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("plugins", ["colofunc.plugins"]),
     ("planner", ["colofunc.planner"]),
     ("executors", ["colofunc.executors"]),
-    ("DTensor", ["colofunc.dtensor", "colofunc.dtensor.tensor", "colofunc.dtensor.eager", "colofunc.dtensor.placed"]),
+    ("DTensor", [f"colofunc.dtensor{name}" for name in ("", ".tensor", ".eager", ".eager_functions", ".placed")]),
     ("transforms", ["colofunc.transforms"]),
     ("functional", ["colofunc.functional"]),
     ("config", ["colofunc.config"]),

@@ -28,8 +28,11 @@ from colofunc.program.facts import is_wire
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
 from colofunc.program.trace import record_local
+from colofunc.program.trace_ops import functional_form
 
 Shards = list[torch.Tensor]
+_MASKS = (torch.bool, torch.uint8)
+_WRITES_AT = frozenset({torch.ops.aten.index_put, torch.ops.aten.index_put_})
 
 
 @lru_cache(maxsize=1 << 14)
@@ -68,7 +71,7 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     A result is (shards, layout) or plain data. An in-place operator runs as the one that returns a new tensor: its
     result 0 is what the first argument is to become.
     """
-    plain = _functional(func) if written_argument(func) else func
+    plain = functional(func) if written_argument(func) else func
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
     eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh)
@@ -110,6 +113,27 @@ def written_argument(func: Any) -> bool:
     return True
 
 
+def check_shape_known(func: Any, leaves: Sequence[Any]) -> None:
+    """Refuse operators whose result, or the shape of an operand, follows from data."""
+    packet = func.overloadpacket
+    if packet is torch.ops.aten.index or packet in _WRITES_AT:
+        tensors = [x for x in leaves[1:] if isinstance(x, torch.Tensor)]
+        masked = any(x.dtype in _MASKS for x in (tensors[:-1] if packet in _WRITES_AT else tensors))
+        if masked and (packet not in _WRITES_AT or tensors[-1].numel() > 1):
+            raise InputError(
+                "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only from data; "
+                "keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
+            )
+    elif torch.Tag.dynamic_output_shape in func.tags:
+        raise InputError(f"{target_of(func)} on a DTensor makes a result whose shape depends on data; ask it of x.full()")
+
+
+@lru_cache(maxsize=4096)
+def reshapes(func: Any) -> bool:
+    """Whether an operator changes the shape of its argument where it stands (`squeeze_`)."""
+    return torch.Tag.inplace_view in func.tags
+
+
 @lru_cache(maxsize=4096)
 def is_view(func: Any) -> bool:
     """Whether results of an operator are views of its first argument."""
@@ -117,14 +141,13 @@ def is_view(func: Any) -> bool:
     return first is not None and first.alias_info is not None and not first.alias_info.is_write
 
 
-def _functional(func: Any) -> Any:
+@lru_cache(maxsize=4096)
+def functional(func: Any) -> Any:
     """`aten.add_.Tensor` -> `aten.add.Tensor`."""
-    name = func.overloadpacket._qualified_op_name.split("::")[1].rstrip("_")
-    packet = getattr(torch.ops.aten, name, None)
-    overload = getattr(packet, func._overloadname, None) if packet is not None else None
-    if overload is None:
+    form = functional_form(func)
+    if form is None:
         raise InputError(f"{func} has no form that returns a new tensor; write x = f(x) instead of the in-place call")
-    return overload
+    return form
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +165,10 @@ def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], 
             metas.append(torch.device("meta") if isinstance(leaf, torch.device) else leaf)
             ids.append(leaf)
     meta_args, meta_kwargs = pytree.tree_unflatten(metas, tree)
-    flat, out_tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
+    try:
+        flat, out_tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
+    except NotImplementedError as error:
+        raise InputError(f"torch cannot say what {target_of(func)} returns without data; ask it of x.full()") from error
     args, kwargs = pytree.tree_unflatten(ids, tree)
     outs: list[int | None] = []
     n_inputs = len(values)
@@ -175,7 +201,8 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     rule: Rule | None = rule_for(call)
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
-            f"{call.target} draws random numbers and has no rule; use it inside a staged step, where every draw is keyed by position"
+            f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on every mesh; "
+            "draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
         )
     options: list[Strategy] = []
     if rule is not None:

@@ -8,10 +8,13 @@ merge the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.spec import Spec, parse
+from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -72,3 +75,24 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Te
     return padded[tuple(slice(0, n) for n in layout.shape)] if layout.is_padded else padded
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def global_shape(spec: str | Spec | Layout, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the whole: every local size times the sizes of the axes that its dim names."""
+    if isinstance(spec, Layout):
+        return spec.shape
+    dims = list(parse(str(spec)).dims)
+    if None in dims:  # `...` stands for dims that are not split
+        at = dims.index(None)
+        dims[at : at + 1] = [()] * (len(local_shape) - len(dims) + 1)
+    if len(dims) != len(local_shape):
+        raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
+    names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
+    return tuple(size * prod(mesh.axis_size(a) for a in axes) for size, axes in zip(local_shape, names, strict=True))

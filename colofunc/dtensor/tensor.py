@@ -15,7 +15,6 @@ its base; a view whose base was written otherwise or donated since is refused wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import attrs
@@ -29,8 +28,8 @@ from colofunc.dtensor.eager import check_shape_known, convert_shards, functional
 from colofunc.dtensor.eager_views import write_back
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.lazy import LazyTensor, make_parts
-from colofunc.dtensor.parts import join, part
-from colofunc.dtensor.spec import Spec, bind, parse, spec_of
+from colofunc.dtensor.parts import global_shape, join, part, row_major
+from colofunc.dtensor.spec import Spec, bind, spec_of
 from colofunc.errors import ConsumedError, InputError, MeshError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
@@ -208,7 +207,7 @@ class DTensor(torch.Tensor):
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
         placements = to_placements(self.sharding, self.mesh)
-        return TorchDTensor.from_local(self.local, device_mesh, placements, shape=self.shape, stride=_row_major(self.shape))
+        return TorchDTensor.from_local(self.local, device_mesh, placements, shape=self.shape, stride=row_major(self.shape))
 
     @staticmethod
     def from_torch(y: Any, mesh: Mesh | None = None) -> DTensor:
@@ -234,14 +233,6 @@ class DTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
@@ -282,7 +273,7 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
     if len(shards) != len(owned):
         raise InputError(f"{len(shards)} parts were given for the {len(owned)} ranks in this process of {mesh}")
     local_shape = tuple(shards[0].shape)
-    layout = bind(spec, mesh, tuple(shape) if shape is not None else _global_shape(spec, mesh, local_shape))
+    layout = bind(spec, mesh, tuple(shape) if shape is not None else global_shape(spec, mesh, local_shape))
     for shard in shards:
         if tuple(shard.shape) != layout.local_shape:
             raise SpecError(
@@ -298,20 +289,6 @@ def _apart(shards: list[torch.Tensor], source: DTensor) -> list[torch.Tensor]:
         return shards
     taken = {x.untyped_storage().data_ptr() for x in source.parts}
     return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in shards]
-
-
-def _global_shape(spec: SpecLike, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the whole: every local size times the sizes of the axes that its dim names."""
-    if isinstance(spec, Layout):
-        return spec.shape
-    dims = list(parse(str(spec)).dims)
-    if None in dims:  # `...` stands for dims that are not split
-        at = dims.index(None)
-        dims[at : at + 1] = [()] * (len(local_shape) - len(dims) + 1)
-    if len(dims) != len(local_shape):
-        raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
-    names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
-    return tuple(size * prod(mesh.axis_size(a) for a in axes) for size, axes in zip(local_shape, names, strict=True))
 
 
 class _Distribute(torch.autograd.Function):

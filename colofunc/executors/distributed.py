@@ -191,6 +191,16 @@ def broadcast_object(thing: Any) -> Any:
     return box[0]
 
 
+def main_seed(watch: Watch | None, seed: torch.Tensor) -> torch.Tensor:
+    """Rank 0's seed. Every rank has drawn one, so that their generators stay in step."""
+    if watch is None:
+        return seed
+    with watch:
+        carried = seed.cuda() if dist.get_backend() == "nccl" else seed
+        dist.broadcast(carried, src=0)
+        return carried.to(seed.device)
+
+
 def program_hash(program: Program, mesh: Mesh) -> str:
     """A hash that is equal exactly on ranks that are about to run the same program."""
     digest = hashlib.sha256(mesh.fingerprint.encode())

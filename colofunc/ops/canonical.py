@@ -131,6 +131,11 @@ def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
     return str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
 
 
+def opened(func: Any) -> Any:
+    """The body of a torch function that is written in Python, to be called under a mode; None for every other one."""
+    return _open(func) if func not in HANDLERS and _can_open(func) else None
+
+
 def _can_open(func: Any) -> bool:
     return isinstance(func, types.FunctionType) and func.__globals__.get("__name__") in OPENED
 

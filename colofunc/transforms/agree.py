@@ -179,13 +179,3 @@ def checksum(x: torch.Tensor) -> int:
     """A 32-bit checksum of a tensor's values in row-major order."""
     flat = x.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-
-
-def main_seed(watch: Watch | None, seed: torch.Tensor) -> torch.Tensor:
-    """Rank 0's seed. Every rank has drawn one, so that their generators stay in step."""
-    if watch is None:
-        return seed
-    with watch:
-        carried = seed.cuda() if dist.get_backend() == "nccl" else seed
-        dist.broadcast(carried, src=0)
-        return carried.to(seed.device)

@@ -24,11 +24,12 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
 from colofunc.program.trace_tree import Tree, flatten, unflatten
-from colofunc.transforms.agree import equal_leaves, main_seed, watch_of
+from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
@@ -87,7 +88,7 @@ class StepCompiler:
 
     def __init__(self) -> None:
         self._ready: dict[Any, list[Ready]] = {}
-        self._last: tuple[Sequence[Leaf], Tree] = (), Tree("sequence")
+        self._last: tuple[Sequence[Leaf], Tree, tuple[Any, ...]] = (), Tree("sequence"), ()
         self._static_retraces = 0
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
@@ -123,7 +124,8 @@ class StepCompiler:
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
-        key = (tree.key(), types, torch.get_default_dtype(), training_flags(staged.fn))
+        around = torch.get_default_dtype(), training_flags(staged.fn)
+        key = (tree.key(), types, *around)
         known = self._ready.setdefault(key, [])
         if any(r.is_stale() for r in known):
             say(f"{getattr(staged.fn, '__name__', 'step')} is traced again: a tensor that it captured was written to")
@@ -131,16 +133,16 @@ class StepCompiler:
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
             if len(self._ready) > 1 and not known:
-                self._tell_retrace(staged, leaves, tree)
+                self._tell_retrace(staged, leaves, tree, around)
             watch = watch_of(mesh_of(staged), staged.executor)
             ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch)
             known.append(ready)
-        self._last = leaves, tree
+        self._last = leaves, tree, around
         return ready
 
-    def _tell_retrace(self, staged: Staged, leaves: Sequence[Leaf], tree: Tree) -> None:
+    def _tell_retrace(self, staged: Staged, leaves: Sequence[Leaf], tree: Tree, around: tuple[Any, ...]) -> None:
         """One line that says why a step is traced again; a third time for a static value is a warning."""
-        before, old = self._last
+        before, old, old_around = self._last
         name = getattr(staged.fn, "__name__", "step")
         pairs = zip(tree.statics(), old.statics(), strict=False)
         static = next((f"argument {a.name}: {b.value!r} -> {a.value!r}" for a, b in pairs if a.value != b.value), None)
@@ -154,10 +156,25 @@ class StepCompiler:
                     stacklevel=4,
                 )
             return
-        shapes = zip(tree.names(), leaves, before, strict=False)
-        changed = (f"argument {n}: {tuple(b.shape)} -> {tuple(a.shape)}" for n, a, b in shapes if a.shape != b.shape)
-        what = next(changed, "its arguments' structure, dtypes or mode")
-        say(f"{name} is traced again for {what}")
+        say(f"{name} is traced again for {_new_signature(tree, leaves, around, old, before, old_around)}")
+
+
+def _new_signature(tree: Tree, leaves: Sequence[Leaf], around: Any, old: Tree, before: Sequence[Leaf], old_around: Any) -> str:
+    """In words, what the arguments of this call have that those of the last one had not."""
+    names, old_names = tree.names(), old.names()
+    if names != old_names:
+        new, gone = (next((n for n in some if n not in set(others)), "") for some, others in ((names, old_names), (old_names, names)))
+        said = [f"{n!r} is {word}" for n, word in ((new, "new"), (gone, "gone")) if n]
+        return f"its arguments' structure{': ' if said else ''}{', '.join(said)}"
+    both = list(zip(names, leaves, before, strict=True))
+    for shown in (lambda x: tuple(x.shape), lambda x: str(x.dtype).removeprefix("torch."), lambda x: f"requires_grad={x.requires_grad}"):
+        other = [(n, shown(b), shown(a)) for n, a, b in both if shown(a) != shown(b)]
+        if other:
+            more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+            return f"argument {other[0][0]}: {other[0][1]} -> {other[0][2]}{more}"
+    if around[0] != old_around[0]:
+        return f"the default dtype: {old_around[0]} -> {around[0]}".replace("torch.", "")
+    return "the train or eval mode, or the frozen weights, of a module" if around != old_around else "its arguments' structure"
 
 
 def training_flags(fn: Callable[..., Any], depth: int = 3, seen: set[int] | None = None) -> tuple[int, ...]:

@@ -20,13 +20,13 @@ from colofunc.dtensor.lazy import make
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
-from colofunc.executors.distributed import broadcast_object
+from colofunc.executors.distributed import broadcast_object, main_seed
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Builder, lower
 from colofunc.program.text import target_text
 from colofunc.program.trace import record_local
-from colofunc.transforms.agree import from_main, main_seed
+from colofunc.transforms.agree import from_main
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
