@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.ops import canonical
@@ -226,3 +227,28 @@ def test_a_model_without_a_loss() -> None:
     step, state = train_step(functional(bias_free_net()), adapt(O.SGD, lr=0.1))
     with pytest.raises(InputError, match="the model returns Tensor without a loss"):
         step(state, torch.randn(5, 3, dtype=D))
+
+
+MODEL, SGD = cf.functional(nn.Linear(3, 3)), cf.adapt(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cf.functional(nn.Linear), "wants an nn.Module, not Linear"),
+        (lambda: cf.functional(print), "not a builtin_function_or_method"),
+        (lambda: cf.lazy(nn.Linear(2, 2)), "wants a function that builds the module, not a Linear"),
+        (lambda: cf.abstract(5), "abstract: 5 is no shape"),
+        (lambda: cf.abstract((-1, 3)), r"abstract: \(-1, 3\) is no shape"),
+        (lambda: cf.train_step(nn.Linear(3, 3), SGD), r"given a Linear. Try: cf.functional\(module\)"),
+        (lambda: cf.train_step(MODEL, torch.optim.SGD([torch.ones(1)])), "given a SGD. Try: cf.adapt"),
+        (lambda: cf.train_step(cf.functional(nn.Linear(3, 3).requires_grad_(False)), SGD), "every parameter of the model is frozen"),
+        (lambda: cf.train_step(MODEL, SGD, clip=0.0), "clip=0.0 would leave nothing"),
+        (lambda: cf.clip_by_global_norm(MODEL.params, -1.0), "turn the gradients around"),
+        (lambda: MODEL.apply(MODEL.params, torch.ones(3)), "the buffers are a Tensor"),
+        (lambda: cf.lora(nn.Linear(3, 3), "*"), r"lora was given a Linear. Try: cf.lora\(cf.functional"),
+    ],
+)
+def test_what_is_given_in_place_of_something_else(call, message) -> None:
+    with pytest.raises(cf.InputError, match=message):
+        call()

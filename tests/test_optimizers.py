@@ -333,3 +333,27 @@ def test_state_of_large_parameters_is_made_where_it_is_placed(cls) -> None:
     step = cf.shard(lambda s, g: opt.update(g, s, params)[1], cf.Mesh(dp=2, topology="ideal"))
     placed = step.init(state, params)
     assert all(torch.equal(t.full(), torch.zeros(1024, 512)) for k, part in placed.items() if k != "step" for t in part.values())
+
+
+P = {"w": torch.ones(2, 2)}
+SGD, ADAM = cf.adapt(torch.optim.SGD, lr=0.1), cf.adapt(torch.optim.AdamW, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cf.adapt("adamw"), "wants a class of torch.optim, not 'adamw'"),
+        (lambda: cf.adapt(torch.optim.SGD([torch.ones(1)])), "wants a class of torch.optim, not SGD"),
+        (lambda: cf.adapt(torch.optim.SGD, lr=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 3)), "Try: cf.schedule"),
+        (lambda: cf.adapt(torch.optim.AdamW, groups={"w": dict(weight_decay=-3)}), r"groups\['w'\]: AdamW refuses.*weight_decay value: -3"),
+        (lambda: cf.adapt(torch.optim.AdamW, groups=[dict(params=["w"])]), "is no mapping to options"),
+        (lambda: ADAM.init([torch.ones(2)]), "a list is there. Try: model.params"),
+        (lambda: ADAM.init({"layer": P}), "a dict is there"),
+        (lambda: ADAM.update(P, SGD.init(P), P), r"not that of AdamW.*missing \[\"exp_avg\['w'\]\""),
+        (lambda: SGD.update(P, ADAM.init(P), P), r"not that of SGD.*unknown \[\"exp_avg\['w'\]\""),
+        (lambda: SGD.update([P["w"]], SGD.init(P), P), "the gradients are a list"),
+    ],
+)
+def test_what_is_given_in_place_of_an_optimizer_s_own(call, message) -> None:
+    with pytest.raises(cf.InputError, match=message):
+        call()

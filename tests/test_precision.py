@@ -552,3 +552,9 @@ def losses_of_every_policy():
 def test_real_ranks_move_narrow_numbers() -> None:
     """gloo has its own kernels for sums of bfloat16 and float16; a sum of two has one order."""
     assert cf.launch(losses_of_every_policy, 2) == [losses_of_every_policy()] * 2
+
+
+def test_an_override_that_speaks_of_nothing_is_an_error() -> None:
+    step_fn, state = training(net())
+    with pytest.raises(cf.InputError, match=r"overrides\['1\.weights'\] matches no module and no parameter.*did you mean"):
+        cf.precision(step_fn, cf.Policy(overrides={"0": "fp32", "1.weights": "fp32"})).lower(state, batch())

@@ -38,6 +38,8 @@ def lazy(build: Callable[[], M], draw: bool | None = None) -> M:
     draw: whether the generator is moved on now, so that code after this draws the numbers that it would draw after eager
     construction. None: if the model draws at most `DRAWS` numbers, and at most a quarter of that for one tensor.
     """
+    if isinstance(build, nn.Module) or not callable(build):
+        raise InputError(f"lazy wants a function that builds the module, not a {type(build).__name__}. Try: cf.lazy(lambda: Model(config))")
     tape = Tape(limit={None: DRAWS, True: None, False: 0}[draw])
     with Recording(tape):
         module = build()

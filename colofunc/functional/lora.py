@@ -33,11 +33,21 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
     where: globs over module paths (or their ends from some dot on). alpha: the product of the adapters is scaled by
     alpha / rank. dropout: of the adapters' input, in train mode. Raises InputError where a glob matches no linear layer.
     """
+    if not isinstance(model, Model):
+        raise InputError(f"lora was given a {type(model).__name__}. Try: cf.lora(cf.functional(module), ...)")
     if rank < 1 or not 0 <= dropout < 1:
         raise InputError(f"lora: rank={rank}, dropout={dropout}. Try: a rank of at least 1, a dropout of at least 0 and below 1")
     paths = _chosen(model.module, (where,) if isinstance(where, str) else tuple(where))
     module, scale = _shared_copy(model.module), alpha / rank
     frozen = {**model.frozen, **model.params}
+    for path in paths:
+        if f"{path}.weight" not in frozen:
+            weight = model.module.get_submodule(path).weight
+            owner = next(n for n, p in model.module.named_parameters() if p is weight)
+            raise InputError(
+                f"lora: {path!r} shares its weight with {owner!r}, and merging adapters of the one would change the other. "
+                "Try: globs that leave it out"
+            )
     params: dict[str, Tensor] = {}
     hook = _adapter(scale, dropout)
     for path in paths:

@@ -72,6 +72,9 @@ class Model:
         return out, {name: placed[name].detach() for name in copies}
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        for what, value in (("parameters", params), ("buffers", buffers)):
+            if not isinstance(value, Mapping):
+                raise InputError(f"apply: the {what} are a {type(value).__name__}. Try: model.apply(params, buffers, *inputs)")
         if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
             return
         found = []
@@ -133,6 +136,9 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
 
     Raises InputError where a glob matches no parameter, or one that cannot be differentiated.
     """
+    if not isinstance(module, nn.Module):
+        what = module.__name__ if isinstance(module, type) else f"a {type(module).__name__}"
+        raise InputError(f"functional wants an nn.Module, not {what}. Try: cf.functional(Model(config))")
     globs = (trainable,) if isinstance(trainable, str) else tuple(trainable)
     named = dict(module.named_parameters())
     for glob in globs:
@@ -157,4 +163,7 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
 
 def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor that has a shape and a dtype and no data, to plan a step before there is a batch."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (-1,)
+    if not all(isinstance(n, int) and n >= 0 for n in sizes):
+        raise InputError(f"abstract: {shape!r} is no shape. Try: cf.abstract((8, 1024), torch.int64)")
+    return torch.empty(sizes, dtype=dtype, device="meta")

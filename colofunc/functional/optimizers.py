@@ -67,6 +67,7 @@ class Optimizer:
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
         self._check_names(grads, params)
+        self._check_state(opt_state, params)
         self._warn_without_masters(params)
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
@@ -228,6 +229,10 @@ class Optimizer:
         return found
 
     def _check(self, params: Mapping[str, Tensor]) -> None:
+        odd = None if isinstance(params, Mapping) else params
+        odd = odd if odd is not None else next((p for p in params.values() if not isinstance(p, Tensor)), None)
+        if odd is not None:
+            raise InputError(f"init: parameters are a dict from names to tensors, and a {type(odd).__name__} is there. Try: model.params")
         for glob in self.groups:
             if not any(fnmatchcase(n, glob) for n in params):
                 raise InputError(f"groups: {glob!r} matches no parameter{near(glob, params)}")
@@ -239,7 +244,29 @@ class Optimizer:
                     f"parameters, adapt(torch.optim.Muon, groups={{{flat!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
                 )
 
+    def _needs(self, name: str) -> list[str]:
+        """The keys of the state that the update of one parameter reads."""
+        o, kind = self.of(name), self.cls.__name__
+        if kind in ("Adam", "AdamW"):
+            return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if o["amsgrad"] else [])]
+        if kind in ("SGD", "Muon"):
+            return ["momentum_buffer"] if kind == "Muon" or o["momentum"] != 0 else []
+        unused = [k for k, on in (("momentum_buffer", o.get("momentum")), ("grad_avg", o.get("centered"))) if not on]
+        return [key for key in KINDS[kind].states if kind != "RMSprop" or key not in unused]
+
+    def _check_state(self, opt_state: State, params: Mapping[str, Tensor]) -> None:
+        wanted = {"step"} | {f"{key}[{n!r}]" for part, names in self._parts(params) for n in names for key in part._needs(n)}
+        found = {f"{key}[{n!r}]" for key, v in opt_state.items() if isinstance(v, Mapping) for n in v}
+        found |= {key for key, v in opt_state.items() if not isinstance(v, Mapping)}
+        if wanted != found:
+            raise InputError(
+                f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - found)[:4]}, "
+                f"unknown {sorted(found - wanted)[:4]}. Try: the state that init(params) of this optimizer made"
+            )
+
     def _check_names(self, grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> None:
+        if not isinstance(grads, Mapping):
+            raise InputError(f"update: the gradients are a {type(grads).__name__}. Try: a dict with the names of the parameters")
         missing = [n for n in params if n not in grads]
         extra = [n for n in grads if n not in params]
         if missing or extra:
@@ -264,6 +291,8 @@ def adapt(
         torch_optim.check(cls)
     defaults = torch_optim.defaults(cls, lr, options)
     rate = defaults.pop("lr") if lr is None else lr
+    if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()):
+        raise InputError(f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}")
     chosen = {g: changed if isinstance(changed, Optimizer) else dict(changed) for g, changed in (groups or {}).items()}
     for glob, changed in chosen.items():
         if isinstance(changed, Optimizer):
@@ -273,5 +302,9 @@ def adapt(
             raise InputError(
                 f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}"
             )
+        try:
+            torch_optim.defaults(cls, changed.get("lr", lr), {**options, **{k: v for k, v in changed.items() if k != "lr"}})
+        except InputError as error:
+            raise InputError(f"groups[{glob!r}]: {error}") from error
     defaults.pop("lr", None)
     return Optimizer(cls, rate, defaults, chosen)

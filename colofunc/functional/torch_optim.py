@@ -34,6 +34,8 @@ RUNNING = ("foreach", "fused", "capturable", "differentiable")
 
 def check(cls: type[torch.optim.Optimizer]) -> None:
     """Raise InputError unless the class is one that is known to trace."""
+    if not isinstance(cls, type):
+        raise InputError(f"adapt wants a class of torch.optim, not {cls!r:.80}. Try: cf.adapt(torch.optim.AdamW, lr=3e-4)")
     name = cls.__name__
     if name in TRACEABLE and cls is getattr(torch.optim, name, None):
         return
@@ -48,6 +50,8 @@ def defaults(cls: type[torch.optim.Optimizer], lr: Any, options: Mapping[str, An
     if unknown:
         raise InputError(f"{cls.__name__} has no option {unknown[0]!r}{near(unknown[0], known)}")
     probe = torch.zeros(1, 1, requires_grad=True)
+    if isinstance(lr, torch.optim.lr_scheduler.LRScheduler):
+        raise InputError(f"lr is a {type(lr).__name__}. Try: cf.schedule(lambda opt: {type(lr).__name__}(opt, ...), lr=1e-3, steps=1000)")
     rate = {} if lr is None or callable(lr) else {"lr": lr}
     if lr is not None and "lr" in known and inspect.signature(cls).parameters["lr"].default is inspect.Parameter.empty:
         rate = {"lr": 1e-3} | rate

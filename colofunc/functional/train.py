@@ -45,10 +45,17 @@ def train_step(
 ) -> tuple[Step, State]:  # fmt: skip
     """(step_fn, state): `step_fn(state, batch) -> (state, metrics)`.
 
-    `loss(out)`; with `inputs` (batch -> args, kwargs of the model) it is `loss(out, batch)`, for models that do not
-    take
+    `loss(out)`; with `inputs` (batch -> args, kwargs of the model) it is `loss(out, batch)`, for models that do not take
     their labels. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
     """
+
+    if not isinstance(model, Model) or not isinstance(opt, Optimizer):
+        what, try_ = (model, "cf.functional(module)") if not isinstance(model, Model) else (opt, "cf.adapt(torch.optim.AdamW, lr=3e-4)")
+        raise InputError(f"train_step was given a {type(what).__name__}. Try: {try_}")
+    if not model.params:
+        raise InputError("train_step: every parameter of the model is frozen. Try: cf.functional(module, trainable='*.head.*'), or cf.lora")
+    if clip is not None and not clip > 0:
+        raise InputError(f"train_step: clip={clip!r} would leave nothing of the gradients. Try: a positive norm, or clip=None")
 
     def step_fn(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         args, kwargs = (inputs or default_inputs)(batch)

@@ -91,10 +91,14 @@ class Policy:
 
     def override(self, name: str) -> torch.dtype | None:
         """What the overrides say of a module or parameter: of itself, or of a module that holds it."""
-        parts = name.split(".")
-        paths = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        found = [d for glob, d in self.overrides if any(fnmatchcase(p, glob) or fnmatchcase(p, f"*.{glob}") for p in paths)]
+        found = [d for glob, d in self.overrides if _speaks_of(glob, name)]
         return found[-1] if found else None
+
+
+def _speaks_of(glob: str, name: str) -> bool:
+    parts = name.split(".")
+    paths = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return any(fnmatchcase(p, glob) or fnmatchcase(p, f"*.{glob}") for p in paths)
 
 
 # Where torch refuses two floating dtypes, by the function's name: the wider operands become the compute dtype.
@@ -152,7 +156,15 @@ class Mixed(TorchFunctionMode):
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # id of a leaf -> it and what computations see
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}  # leaves with a dtype of their own
         self._done: dict[int, Tensor] = {}  # leaves that had their backward pass
+        self._names: dict[str, None] = {}  # of leaves, weights and modules, for the overrides
         self._paused = False
+
+    def check_overrides(self) -> None:
+        """Raise InputError where an override speaks of nothing that the code had."""
+        for glob, _ in self.policy.overrides:
+            if not any(_speaks_of(glob, name) for name in self._names):
+                near_names = near(glob, self._names, "parameters or modules of this step")
+                raise InputError(f"overrides[{glob!r}] matches no module and no parameter{near_names}")
 
     def __enter__(self) -> Any:
         self._token: Token[Mixed | None] = _ACTIVE.set(self)
@@ -186,6 +198,7 @@ class Mixed(TorchFunctionMode):
     def name(self, leaf: Tensor, name: str) -> None:
         """Tell the name of a leaf, for the overrides."""
         dtype = self.policy.override(name)
+        self._names[name] = None
         if dtype is not None:
             self._dtypes[id(leaf)] = leaf, dtype
 
@@ -211,6 +224,8 @@ class Mixed(TorchFunctionMode):
         """
         kept = {f"{path}." if path else "" for path, m in module.named_modules() if dict(m.named_buffers(recurse=False)).keys() & _RUNNING}
         names, before = set(weights), dict(held)
+        if self.policy.overrides:
+            self._names |= dict.fromkeys([*held, *(path for path, _ in module.named_modules() if path)])
         with self._raw():
             for name, t in held.items():
                 dtype = self.policy.override(name)

@@ -117,12 +117,15 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def stepped(*args: Any) -> Any:
         if policy.scales is None or not args:
-            with Mixed(policy):
-                return _checked(policy, args, fn(*args))
+            with Mixed(policy) as mixed:
+                out = fn(*args)
+            mixed.check_overrides()
+            return _checked(policy, args, out)
         record = args[0][KEY]
         state = {k: v for k, v in args[0].items() if k != KEY}
         with Mixed(policy, record["scale"]) as mixed:
             out = _checked(policy, (state,), fn(state, *args[1:]))
+        mixed.check_overrides()
         return _scaled(policy, record, state, out, mixed.finite)
 
     return stepped
