@@ -51,10 +51,11 @@ from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
 from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
+from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
 from colofunc.planner.plan import Plan
 from colofunc.planner.wishes import NamedPlan, Wish
-from colofunc.plugins import hookimpl, topology
+from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
@@ -88,6 +89,7 @@ __all__ = [
     "ProgramError",
     "Rule",
     "RuleError",
+    "Rules",
     "Spec",
     "SpecError",
     "Staged",
@@ -113,6 +115,7 @@ __all__ = [
     "lazy",
     "load",
     "lora",
+    "operator",
     "pad",
     "pattern",
     "precision",

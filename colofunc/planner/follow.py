@@ -14,15 +14,17 @@ each other the flow ends too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
 
 import attrs
 
 from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind
-from colofunc.dtensor.strategies import build, place, placements
+from colofunc.dtensor.strategies import FREE, build, place, placements, usable
 from colofunc.dtensor.strategies import follow as take
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, SpecError
 from colofunc.mesh import Mesh
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Node, Program
@@ -50,57 +52,108 @@ def follow(
     mesh: Mesh,
     seeds: Mapping[int, str | Spec | Layout],
     rule_of: RuleOf | None = None,
-    stop: frozenset[int] = frozenset(),
+    rest: Mapping[int, str] | None = None,
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
-    `stop`: indices of nodes that are reached, but that hand nothing on.
+    `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and what
+    is not in it is whole), and they are followed further. None: the flow ends there.
     """
-    rules = rule_of or registered_rules(program)
+    rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
-    lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
+    if rest is None:
+        lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
     found: dict[int, Strategy] = {}
     for index, node in enumerate(program.nodes):
         if node.phase == "update" or not any(r in lies for r in node.refs):
             continue
-        call, ids = call_of(node, program.values)
-        strategy = _fitting(call, rules(node), tuple(lies.get(i) for i in ids), mesh)
+        mine = {r: lies[r] for r in node.refs if r in lies}
+        if rest is not None and any(layout.pending for layout in mine.values()) and not _passes(node, mine, rules):
+            for r, layout in mine.items():
+                if layout.pending:
+                    mine[r] = lies[r] = _at_rest(layout, mesh, rest)
+        strategy = rules.take(node, mine)
         if strategy is None:
             continue
         found[index] = strategy
         for o, layout in zip(node.outs, strategy.outs, strict=True):
-            if o is not None and layout is not None and not layout.pending and not layout.is_replicated and index not in stop:
+            if o is not None and layout is not None and (rest is not None or not (layout.pending or layout.is_replicated)):
                 lies.setdefault(o, layout)
     return Followed(program, lies, found)
 
 
-def registered_rules(program: Program) -> RuleOf:
-    """Rules of operators as the installed plugins and the built-in tables know them."""
-    registry = build_registry(())
-    known: dict[Call, Rule | None] = {}
-
-    def rule_of(node: Node) -> Rule | None:
-        call = call_of(node, program.values)[0]
-        if call not in known:
-            known[call] = registry.rule(call)
-        return known[call]
-
-    return rule_of
+def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules) -> bool:
+    """Whether a pending sum is carried on: through views, and through sums of nothing but pending terms."""
+    base = node.target.rsplit(".", 1)[0]
+    sums = base in ("aten.add", "aten.sub") and all(r in lies and lies[r].pending for r in node.refs)
+    return (sums or base in FREE) and rules.take(node, lies) is not None
 
 
-def _fitting(call: Call, rule: Rule | None, lies: tuple[Layout | None, ...], mesh: Mesh) -> Strategy | None:
-    """The strategy that takes every operand as it lies (those that lie nowhere as it likes); None where there is none."""
-    options = []
-    for k, layout in enumerate(lies):
-        if layout is not None:
-            if rule is not None and (strategy := take(call, rule, k, layout)) is not None:
-                options.append(strategy)
-    registry = build_registry(())
-    options += list(registry.extra_strategies(call, mesh))
-    for strategy in options:
-        if all(have is None or have is want for have, want in zip(lies, strategy.ins, strict=True)):
-            return strategy
-    return None
+def _at_rest(layout: Layout, mesh: Mesh, rest: Mapping[int, str]) -> Layout:
+    try:
+        return bind(rest.get(len(layout.shape), "..."), mesh, layout.shape)
+    except SpecError:  # a size that the axis does not divide
+        return layout.with_pending(())
+
+
+class Rules:
+    """What the operators of a program can do on a mesh, for plans that look before they wish.
+
+    `rule_of`: None: the rules of the installed plugins and the built-in ones.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None) -> None:
+        self.program, self.mesh = program, mesh
+        self._rule_of, self._registry = rule_of, build_registry(())
+        self._known: dict[Call, Rule | None] = {}
+        self._taken: dict[Any, Strategy | None] = {}
+
+    def rule(self, node: Node) -> Rule | None:
+        """The einops rule of an operator call; None: it has none."""
+        if self._rule_of is not None:
+            return self._rule_of(node)
+        call = call_of(node, self.program.values)[0]
+        if call not in self._known:
+            self._known[call] = self._registry.rule(call)
+        return self._known[call]
+
+    def take(self, node: Node, lies: Mapping[int, Layout], opened: bool = True) -> Strategy | None:
+        """The strategy that takes operands as they lie (value id -> layout), the others as it likes; None: there is none.
+
+        `opened`: also strategies with local code of their own, such as softmax over a split dim.
+        """
+        call, ids = call_of(node, self.program.values)
+        have = tuple(lies.get(i) for i in ids)
+        key = (call, have, opened)
+        if key not in self._taken:
+            self._taken[key] = self._take(call, self.rule(node), have, opened)
+        return self._taken[key]
+
+    def _take(self, call: Call, rule: Rule | None, have: tuple[Layout | None, ...], opened: bool) -> Strategy | None:
+        options = [] if rule is None else [take(call, rule, k, layout) for k, layout in enumerate(have) if layout is not None]
+        more = self._registry.extra_strategies(call, self.mesh) if opened else ()
+        for strategy in (*options, *more):
+            if strategy is not None and all(h is None or h is want for h, want in zip(have, strategy.ins, strict=True)):
+                return strategy
+        return None
+
+    def place(self, node: Node, factor: str, axis: str, stripes: int = 1) -> Strategy | None:
+        """The strategy with `axis` on a factor, in so many stripes; None where the sizes do not divide."""
+        rule, n = self.rule(node), self.mesh.axis_size(axis)
+        if rule is None or rule.sizes.get(factor, 0) % (n * stripes) or factor not in usable(rule):
+            return None
+        atoms = ((stripes, None), (n, axis), (rule.sizes[factor] // n // stripes, None))
+        return build(call_of(node, self.program.values)[0], rule, {factor: tuple(a for a in atoms if a[0] > 1)})
+
+    def cuts(self, node: Node, value: int, layout: Layout) -> tuple[int, ...]:
+        """Numbers of stripes with which the split dim of an operand keeps clear of the factors that its rule cuts it into."""
+        rule, found = self.rule(node), dict[int, None]()
+        for operand, ref in zip(rule.ins if rule is not None else (), node.refs, strict=False):
+            for factors, dim in zip(operand, layout.dims, strict=False) if ref == value else ():
+                if rule is not None and len(factors) > 1 and any(axis is not None for _, axis in dim):
+                    for k in range(1, len(factors)):
+                        found[prod(rule.sizes[f] for f in factors[:k])] = None
+        return tuple(found)
 
 
 def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh) -> tuple[Strategy, ...]:

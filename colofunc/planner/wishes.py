@@ -18,9 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from colofunc.dtensor.layout import Layout, is_major
+from colofunc.dtensor.layout import Layout, is_major, make_layout
 from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind, parse
+from colofunc.dtensor.strategies import enumerate_layouts
 from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
@@ -42,7 +43,8 @@ class Wish:
     tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
-    source are followed together. `regather`: whether a parameter is gathered anew in backward; None: as memory asks.
+    source are followed together. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
+    works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks.
     """
 
     match: str | Callable[[str], bool]
@@ -54,6 +56,7 @@ class Wish:
     targets: tuple[str, ...] = ()  # operators meant ("colofunc.linear"); () for all of the module
     along: bool = False
     regather: bool | None = None
+    rest: Mapping[int, str] | None = None
 
     @property
     def on_operator(self) -> bool:
@@ -192,7 +195,7 @@ def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, 
         axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
         wheres = [places(layout, axes) for layout in layouts]
         where = {a: frozenset(w[a] for w in wheres) if len(wheres) > 1 else wheres[0][a] for a in axes}
-        yield k, where, _any_of([_leaf_constraint(wish, layout, axes) for layout in layouts])
+        yield k, where, _any_of([_leaf_constraint(wish, layout, axes, mesh) for layout in layouts])
 
 
 def _any_of(some: Sequence[Constraint]) -> Constraint:
@@ -222,10 +225,14 @@ def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...]) -> Constraint:
+def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Constraint:
     exact = leaf_strategy(layout)
-    if not _is_major(layout):  # striped or padded: meant exactly, and not among the enumerated ones
+    if layout.is_padded or set(layout.axes) - set(axes):  # meant exactly, and not among the enumerated ones
         return Constraint(("leaf", layout), lambda s: s.outs[0] is layout, str(wish), (exact,))
+    if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
+        stripes = _shape_of(layout, axes)
+        offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
+        return Constraint(("leaf", layout, axes), lambda s: _shape_of(s.outs[0], axes) == stripes, str(wish), offers)
     want = _orders(layout, axes)
 
     def accepts(s: Strategy) -> bool:
@@ -240,10 +247,15 @@ def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
     return dims, tuple(p for p in layout.pending if p[0] in axes)
 
 
-def _is_major(layout: Layout) -> bool:
-    """Whether in every dim all mesh axes stand before the local factor, unpadded: what enumeration offers."""
-    seen_local = [[axis is None for _, axis in dim] for dim in layout.dims]
-    return not layout.is_padded and all(flags == sorted(flags) for flags in seen_local)
+def _with_others(layout: Layout, mesh: Mesh) -> tuple[Layout, ...]:
+    """A layout as it is, and with every way to split what it leaves whole (of each dim the last part) over the other axes."""
+    names = tuple(a for a in mesh.axis_names if a not in layout.axes)
+    last = tuple(dim[-1][0] if dim and dim[-1][1] is None else 1 for dim in layout.dims)
+    found: dict[Layout, None] = {layout: None}
+    for other in enumerate_layouts(last, mesh, names):
+        dims = tuple(a[:-1] + b if a and a[-1][1] is None else a for a, b in zip(layout.dims, other.dims, strict=True))
+        found.setdefault(make_layout(dims, layout.shape), None)
+    return tuple(found)
 
 
 def places(layout: Layout, axes: Iterable[str]) -> Where:
@@ -307,8 +319,9 @@ def _along(
     rule_of: Callable[[Node], Rule | None],
 ) -> Iterator[tuple[int, Wish, Where, Constraint]]:
     """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
-    followed = follow(program, mesh, {program.inputs[item]: layout for item, (_, layout) in seeds.items()}, rule_of)
     wish = next(wish for wish, _ in seeds.values())
+    starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
+    followed = follow(program, mesh, starts, rule_of, wish.rest)
     axes = tuple(dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes))
     n = len(program.inputs)
     for index, strategy in followed.strategies.items():
@@ -316,7 +329,7 @@ def _along(
         odd = strategy.local is not None or any(lay is not None and not is_major(lay) for lay in (*strategy.ins, *strategy.outs))
         offers = beside(call_of(program.nodes[index], program.values)[0], rule, strategy, mesh) if odd else ()
         key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
-        if _works(program.nodes[index], rule, program, strategy):
+        if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
             yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers)
         elif offers:
@@ -337,9 +350,9 @@ def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], boo
 
 
 def _shape_of(layout: Layout | None, axes: tuple[str, ...]) -> object:
-    """Where `axes` lie: their order per dim where they are major, what stands before each where they are not."""
-    if layout is None or is_major(layout):
-        return None if layout is None else _orders(layout, axes)
+    """Where `axes` lie: their order per dim, and how many local parts stand before each (stripes)."""
+    if layout is None:
+        return None
     before: list[object] = []
     for d, dim in enumerate(layout.dims):
         at = 1

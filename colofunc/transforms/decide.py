@@ -80,26 +80,36 @@ class Candidates:
         Enumeration offers only layouts in which axes are major; a wish may be for another one, and without this the
         first operator would convert it away.
         """
-        layouts: dict[int, Layout] = {}
-        for position, some in constraints.items.items():
-            for constraint in some:
-                for offer in constraint.offers:
-                    if position < len(self.program.inputs) and offer.outs[0] is not None and not is_major(offer.outs[0]):
-                        layouts[self.program.inputs[position]] = offer.outs[0]
+        layouts: dict[int, tuple[Layout, ...]] = {}
+        for position, given in constraints.items.items():
+            offers = [offer for constraint in given for offer in constraint.offers] if position < len(self.program.inputs) else []
+            odd = dict.fromkeys(
+                s.outs[0] for s in offers
+                if s.outs[0] is not None and not is_major(s.outs[0]) and all(c.accepts(s) for c in given)
+            )  # fmt: skip
+            if odd:
+                layouts[self.program.inputs[position]] = tuple(odd)
         if not layouts:
             return
+        of_shape: dict[tuple[int, ...], tuple[Layout, ...]] = {}
+        for id_, some in layouts.items():  # gradients come to lie as their parameters do
+            shape = self.program.values[id_].shape
+            of_shape[shape] = tuple(dict.fromkeys((*of_shape.get(shape, ()), *some)))
+        for id_, value in self.program.values.items():
+            if value.role == "grad" and value.shape in of_shape:
+                layouts.setdefault(id_, of_shape[value.shape])
         for node in self.program.nodes:
             call, ids = call_of(node, self.program.values)
             rule = self.rule(call)
             odd = [k for k, i in enumerate(ids) if i in layouts]
             if rule is None or not odd:
                 continue
-            options = {s: None for k in odd if (s := follow(call, rule, k, layouts[ids[k]])) is not None}
+            options = {s: None for k in odd for lay in layouts[ids[k]] if (s := follow(call, rule, k, lay)) is not None}
             self.followed[id(node)] = tuple(options)
-            for strategy in options:
-                for o, layout in zip(node.outs, strategy.outs, strict=True):
-                    if o is not None and layout is not None and not is_major(layout):
-                        layouts.setdefault(o, layout)
+            for j, o in enumerate(node.outs):
+                made = dict.fromkeys(lay for s in options if (lay := s.outs[j]) is not None and not is_major(lay))
+                if o is not None and made:
+                    layouts.setdefault(o, tuple(made))
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         mine = self._over(item, self.mesh.axis_names if fixed is not None else axes)
