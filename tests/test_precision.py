@@ -387,6 +387,47 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
     assert int(new["n"]) == int(new["loss_scale"]["good"])
 
 
+def test_a_state_with_a_loss_scale_is_updated_in_place() -> None:
+    step_fn, state = training(nn.Linear(512, 512), clip=1.0)
+    data = {"x": torch.randn(4, 512), "y": torch.randn(4, 512)}
+    lows = {p: cf.precision(step_fn, p).lower(state, data) for p in ("bf16", "fp16")}
+    names = [n.target for n in lows["fp16"].program.nodes]
+    assert names.count("colofunc.adamw_") == 2 and "colofunc.adamw" not in names
+    peaks = {p: low.memory().peak_bytes["device"] for p, low in lows.items()}
+    # Parameters and two moments of 1 MiB each; a choice between old and new state held all of them twice.
+    assert peaks["fp16"] <= peaks["bf16"] + (1 << 20) // 4
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon])
+def test_a_skipped_step_leaves_every_bit_of_every_optimizer(cls) -> None:
+    options = dict(momentum=0.9) if cls is not torch.optim.AdamW else dict(amsgrad=True)
+    opt = cf.adapt(cls, lr=1e-2, **options)
+    step_fn, state = cf.train_step(cf.functional(nn.Linear(8, 4, bias=False)), opt, loss=lambda out: out.square().mean(), clip=1.0)
+    step = cf.precision(cf.shard(step_fn, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i")), "fp16")
+    data = [torch.randn(4, 8), torch.full((4, 8), 1e4)]
+    state, _ = step(step.init(state, data[0]), data[0])
+    before = [t.full().clone() for t in torch.utils._pytree.tree_leaves({k: v for k, v in state.items() if k != "loss_scale"})]
+    state, _ = step(state, data[1])
+    assert int(state["loss_scale"]["skipped"]) == 1
+    after = [t.full() for t in torch.utils._pytree.tree_leaves({k: v for k, v in state.items() if k != "loss_scale"})]
+    assert len(before) > 2 and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_backward_pass_after_the_update_counts_as_well() -> None:
+    opt = cf.adapt(torch.optim.SGD, lr=0.1)
+
+    def step(state, x):
+        _, grads = cf.value_and_grad(lambda p: (x[0] @ p["w"]).sum())(state["p"])
+        p, o = opt.update(grads, state["o"], state["p"])
+        late, _ = cf.value_and_grad(lambda p: (x[1] @ p["w"]).sum())(p)
+        return {"p": p, "o": o}, late
+
+    p = {"w": torch.ones(4, 4)}
+    x = torch.stack([torch.ones(2, 4), torch.full((2, 4), float("inf"))])
+    new, _ = cf.precision(step, "fp16")({"p": p, "o": opt.init(p)}, x)
+    assert torch.equal(new["p"]["w"].full(), p["w"]) and int(new["loss_scale"]["skipped"]) == 1
+
+
 def test_a_scaled_step_has_the_gradients_of_one_that_is_not() -> None:
     data = {"x": batch()["x"] / 16, "gain": torch.tensor(0.01)}
     outs = [

@@ -27,6 +27,7 @@ from torch import Tensor
 from colofunc.dtensor.lazy import zeros_like
 from colofunc.errors import InputError, near
 from colofunc.functional import torch_optim
+from colofunc.ops import policy
 from colofunc.ops import update as ops
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.trace_meta import phase
@@ -71,6 +72,8 @@ class Optimizer:
         self._warn_without_masters(params)
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
+            mixed = policy.active()
+            finite = None if mixed is None else mixed.all_finite()
             new: Tensors = {}
             state: dict[str, Tensors] = {key: {} for key in opt_state if key != "step"}
             for part, names in self._parts(params):
@@ -78,7 +81,11 @@ class Optimizer:
                 full = {n: torch.zeros_like(p) if (g := grads[n]) is None else g for n, p in mine.items()}
                 rates = part._rates(mine, step, lr if part is self else None)
                 held = {k: {n: v[n] for n in names if n in v} for k, v in opt_state.items() if k != "step"}
-                moved, kept = part._update(full, held, mine, step, rates)
+                moved, kept = part._update(full, held, mine, step, rates, finite)
+                if mixed is not None and finite is not None and part.cls.__name__ != "Muon":
+                    for before, after in ((mine, moved), *((held[key], values) for key, values in kept.items())):
+                        for n, value in after.items():
+                            mixed.keeps(value, before[n], finite)
                 new |= moved
                 for key, values in kept.items():
                     state[key] |= values
@@ -115,15 +122,15 @@ class Optimizer:
         return torch_optim.init(self.cls, self._grouped(params), params)
 
     def _update(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            return self._adamw(grads, state, params, step, rates)
+            return self._adamw(grads, state, params, step, rates, finite)
         if kind == "sgd":
-            return self._sgd(grads, state, params, step, rates)
+            return self._sgd(grads, state, params, step, rates, finite)
         if self.cls.__name__ in KINDS:
-            return self._elementwise(grads, state, params, step, rates)
+            return self._elementwise(grads, state, params, step, rates, finite)
         return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
 
     def _warn_without_masters(self, params: Mapping[str, Tensor]) -> None:
@@ -138,7 +145,7 @@ class Optimizer:
     # ---- one operator per parameter ----
 
     def _elementwise(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
         name = self.cls.__name__
         new: Tensors = {}
@@ -146,14 +153,14 @@ class Optimizer:
         for n, p in params.items():
             held = [state[key].get(n) if key in state else None for key in KINDS[name].states]
             held += [None] * (3 - len(held))
-            new[n], *found = update(name, p, grads[n], *held, step, rates[n], options_of(name, self.of(n)))
+            new[n], *found = update(name, p, grads[n], *held, step, rates[n], options_of(name, self.of(n)), finite)
             for key, before, after in zip(KINDS[name].states, held, found, strict=False):
                 if before is not None:
                     kept[key][n] = after
         return new, kept
 
     def _adamw(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
         new: Tensors = {}
         first: Tensors = {}
@@ -166,14 +173,14 @@ class Optimizer:
             new[n], first[n], second[n], maximum = ops.adamw(
                 p, grads[n], state["exp_avg"][n], state["exp_avg_sq"][n], step, rates[n], *map(float, o["betas"]),
                 o["eps"],
-                o["weight_decay"], decoupled, o["amsgrad"], top, o["maximize"],
+                o["weight_decay"], decoupled, o["amsgrad"], top, o["maximize"], finite,
             )  # fmt: skip
             if top is not None:
                 largest[n] = maximum
         return new, {"exp_avg": first, "exp_avg_sq": second} | ({"max_exp_avg_sq": largest} if largest else {})
 
     def _sgd(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors
+        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
         new: Tensors = {}
         buffers: Tensors = {}
@@ -191,6 +198,7 @@ class Optimizer:
                 o["weight_decay"],
                 o["nesterov"],
                 o["maximize"],
+                finite,
             )
             if buffer is not None:
                 buffers[n] = kept

@@ -156,8 +156,28 @@ class Mixed(TorchFunctionMode):
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # id of a leaf -> it and what computations see
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}  # leaves with a dtype of their own
         self._done: dict[int, Tensor] = {}  # leaves that had their backward pass
+        self._all: list[Tensor] = []  # per number of backward passes: whether the gradients of all of them are finite
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id of a new value -> it, the old one, the flag it was chosen by
         self._names: dict[str, None] = {}  # of leaves, weights and modules, for the overrides
         self._paused = False
+
+    def all_finite(self) -> Tensor | None:
+        """Whether all gradients up to now are finite, 0-dim; None where nothing is scaled."""
+        while len(self._all) < len(self.finite):
+            self._all.append(torch.stack(self.finite).all() if len(self.finite) > 1 else self.finite[0])
+        return self._all[-1] if self._all else None
+
+    def keeps(self, new: Tensor, old: Tensor, finite: Tensor) -> None:
+        """Say that `new` is `old` already where `finite` is false, so that nobody has to choose between them."""
+        self._kept[id(new)] = new, old, finite
+
+    def chosen(self, new: Tensor, old: Tensor) -> Tensor:
+        """`new`, or `old` where a gradient is not finite."""
+        finite = self.all_finite()
+        if new is old or finite is None:
+            return new
+        _, held, by = self._kept.get(id(new), (new, new, finite))
+        return new if held is old and by is finite else torch.where(finite, new, old)
 
     def check_overrides(self) -> None:
         """Raise InputError where an override speaks of nothing that the code had."""

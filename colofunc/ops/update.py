@@ -8,6 +8,9 @@ no later reader; `IN_PLACE` says which result then lives in which argument.
     param, m, v, _ = adamw(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)
     adamw_(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)            # same numbers, no allocation
 
+`finite`, a 0-dim bool where there is one, says whether the update happens at all: where it is false every result is the
+old value, bit for bit, so that a step whose gradients overflowed can be skipped in place and nobody asks the device.
+
 `step` (already incremented) and `lr` are 0-dim tensors, so that a schedule needs no retrace. A result that does not
 exist (the maximum without amsgrad, the buffer without momentum) is an empty tensor.
 Source: Kingma and Ba, Adam (2015), algorithm 1; Loshchilov and Hutter, Decoupled weight decay (2019), algorithm 2;
@@ -42,6 +45,11 @@ def _aligned(grad: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param).copy_(grad)
 
 
+def _write(old: Tensor, new: Tensor, finite: Tensor | None) -> Tensor:
+    """`new` written over `old`, or nothing."""
+    return old.copy_(new if finite is None else torch.where(finite, new.to(old.dtype), old))
+
+
 # ---- Adam and AdamW ----
 
 
@@ -49,7 +57,7 @@ def _adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
     beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False,
+    maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     # On CUDA the fused kernel reads lr as float32, which is too coarse for float64 parameters.
@@ -60,6 +68,7 @@ def _adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, [step.to(torch.float32)],
             lr=lr if param.device.type == "cpu" else lr.to(param.device, torch.float32), beta1=beta1, beta2=beta2,
             weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize,
+            found_inf=None if finite is None else finite.logical_not().to(torch.float32),
         )  # fmt: skip
         return
     wide = torch.promote_types(param.dtype, torch.float32)
@@ -67,25 +76,25 @@ def _adamw_(
     g = -g if maximize else g
     if weight_decay != 0.0:
         p, g = (p * (1 - lr * weight_decay), g) if decoupled else (p, g + weight_decay * p)
-    exp_avg.copy_(exp_avg.to(wide).lerp(g, 1 - beta1))
-    exp_avg_sq.copy_(exp_avg_sq.to(wide) * beta2 + (1 - beta2) * g * g)
+    _write(exp_avg, exp_avg.to(wide).lerp(g, 1 - beta1), finite)
+    _write(exp_avg_sq, exp_avg_sq.to(wide) * beta2 + (1 - beta2) * g * g, finite)
     second = exp_avg_sq
     if maxima:
-        second = maxima[0].copy_(torch.maximum(maxima[0], exp_avg_sq))
+        second = _write(maxima[0], torch.maximum(maxima[0], exp_avg_sq), finite)
     first_scale, second_scale = 1 - beta1**count, (1 - beta2**count).sqrt()
     denominator = second.to(wide).sqrt() / second_scale.to(wide) + eps
-    param.copy_(p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator)
+    _write(param, p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator, finite)
 
 
 def _adamw(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
     beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False,
+    maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     maximum = max_exp_avg_sq.clone() if amsgrad and max_exp_avg_sq is not None else None
     out = (param.clone(), exp_avg.clone(), exp_avg_sq.clone())
-    _adamw_(out[0], grad, *out[1:], step, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximum, maximize)
+    _adamw_(out[0], grad, *out[1:], step, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximum, maximize, finite)
     return *out, param.new_empty(0) if maximum is None else maximum
 
 
@@ -93,7 +102,7 @@ def _adamw_fake(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
     beta2: float,
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False,
+    maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     maximum = torch.empty_like(max_exp_avg_sq) if amsgrad and max_exp_avg_sq is not None else param.new_empty(0)
     return torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq), maximum
@@ -104,7 +113,7 @@ def _adamw_fake(
 
 def _sgd_(
     param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False,
+    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     g = grad.neg() if maximize else grad
     if weight_decay != 0.0:
@@ -112,23 +121,28 @@ def _sgd_(
     if momentum != 0.0 and buffer is not None:
         # The first gradient enters the buffer undamped, as torch.optim.SGD has it.
         fresh = 1.0 - dampening * (step > 1).to(buffer.dtype) if dampening != 0.0 else 1.0
-        buffer.mul_(momentum).add_(g * fresh)
-        g = g.add(buffer, alpha=momentum) if nesterov else buffer
-    param.sub_(lr.to(param.dtype) * g)
+        held = buffer if finite is None else buffer.clone()
+        held.mul_(momentum).add_(g * fresh)
+        g = g.add(held, alpha=momentum) if nesterov else held
+        if finite is not None:
+            _write(buffer, held, finite)
+    moved = lr.to(param.dtype) * g
+    # Not a product with `finite`: 0 times infinity is no number.
+    param.sub_(moved if finite is None else torch.where(finite, moved, torch.zeros_like(moved)))
 
 
 def _sgd(
     param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False,
+    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     new, kept = param.clone(), None if buffer is None else buffer.clone()
-    _sgd_(new, grad, kept, step, lr, momentum, dampening, weight_decay, nesterov, maximize)
+    _sgd_(new, grad, kept, step, lr, momentum, dampening, weight_decay, nesterov, maximize, finite)
     return new, param.new_empty(0) if kept is None else kept
 
 
 def _sgd_fake(
     param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False,
+    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(param), param.new_empty(0) if buffer is None else torch.empty_like(buffer)
 
@@ -142,14 +156,14 @@ def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
         f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor "
         f"lr, float beta1, float beta2, "
         f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? "
-        f"max_exp_avg_sq=None, bool maximize=False)"
+        f"max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None)"
     )
 
 
 def _sgd_schema(p: str = "", m: str = "") -> str:
     return (
         f"(Tensor{p} param, Tensor grad, Tensor{m}? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
-        "float weight_decay, bool nesterov, bool maximize=False)"
+        "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None)"
     )
 
 

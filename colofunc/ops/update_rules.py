@@ -148,7 +148,8 @@ def _named(kind: Kind, options: Sequence[float]) -> dict[str, float]:
 
 
 def _next(
-    name: str, param: Tensor, grad: Tensor, states: Sequence[Tensor | None], step: Tensor, lr: Tensor, options: Sequence[float]
+    name: str, param: Tensor, grad: Tensor, states: Sequence[Tensor | None], step: Tensor, lr: Tensor, options: Sequence[float],
+    finite: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """(new parameter, new states), each in the dtype of the old one."""
     kind = KINDS[name]
@@ -163,14 +164,18 @@ def _next(
     held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states[: len(kind.states)]]
     new, made = kind.rule(p, g, tuple(held), count, rate, o)
     kept = [None if s is None else m.to(s.dtype) for s, m in zip(states, made, strict=False)]
-    return new.to(param.dtype), kept + [None] * (len(states) - len(kept))
+    new = new.to(param.dtype)
+    if finite is not None:  # a step that is skipped leaves everything as it was
+        new = torch.where(finite, new, param)
+        kept = [m if m is None or s is None else torch.where(finite, m, s) for m, s in zip(kept, states, strict=False)]
+    return new, kept + [None] * (len(states) - len(kept))
 
 
 def _update(
     kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float],
+    options: Sequence[float], finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    new, (x, y, z) = _next(kind, param, grad, (a, b, c), step, lr, options)
+    new, (x, y, z) = _next(kind, param, grad, (a, b, c), step, lr, options, finite)
     none = param.new_empty(0)
     # A state may come back as it was (RMSprop's unused ones): an operator's result is never its operand.
     x, y, z = (none if t is None else t.clone() if t is s else t for t, s in ((x, a), (y, b), (z, c)))
@@ -179,9 +184,9 @@ def _update(
 
 def _update_(
     kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float],
+    options: Sequence[float], finite: Tensor | None = None,
 ) -> None:  # fmt: skip
-    new, states = _next(kind, param, grad, (a, b, c), step, lr, options)
+    new, states = _next(kind, param, grad, (a, b, c), step, lr, options, finite)
     param.copy_(new)
     for old, state in zip((a, b, c), states, strict=True):
         if old is not None and state is not None:
@@ -190,7 +195,7 @@ def _update_(
 
 def _fake(
     kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float],
+    options: Sequence[float], finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, y, z = (param.new_empty(0) if s is None else torch.empty_like(s) for s in (a, b, c))
     return torch.empty_like(param), x, y, z
@@ -202,7 +207,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
     states = f"Tensor{a}? a, Tensor{b}? b, Tensor{c}? c"
-    return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options)"
+    return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options, Tensor? finite=None)"
 
 
 update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake)

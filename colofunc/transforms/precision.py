@@ -6,7 +6,8 @@
 
 Problem: a script in mixed precision has casts in its model, masters in its optimizer and a loss scaler that asks the
 device after every step whether to skip it. Idea: the policy is a function mode around the step (`colofunc.ops.policy`),
-masters are the state itself, and the loss scale is three more numbers in the state, so that skipping is a `where`.
+masters are the state itself, and the loss scale is three more numbers in the state, so that skipping is a `where`:
+inside the update operators, which so stay in place, and around everything else in the state.
 
     state["loss_scale"] = {"scale": 32768.0, "good": 0, "skipped": 0}      # fp16 only; the state is a dict then
 
@@ -126,7 +127,7 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
         with Mixed(policy, record["scale"]) as mixed:
             out = _checked(policy, (state,), fn(state, *args[1:]))
         mixed.check_overrides()
-        return _scaled(policy, record, state, out, mixed.finite)
+        return _scaled(policy, record, state, out, mixed)
 
     return stepped
 
@@ -155,22 +156,22 @@ def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:
     return out
 
 
-def _scaled(policy: Policy, record: Any, state: Any, out: Any, flags: list[Tensor]) -> Any:
+def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> Any:
     """What the step returns with the loss scale in it; the old state where a gradient was not finite."""
     new, back = _first(out)
     old_leaves, old_tree = flatten(state)
     leaves, tree = flatten(new)
     if tree.key() != old_tree.key():
-        if flags:
+        if mixed.finite:
             raise InputError(
                 "a step with a loss scale returns its new state first, with the tree of the old one, so that a step whose gradients "
                 "overflow can be skipped"
             )
         return out  # evaluates, and returns no state
-    if not flags:
+    finite = mixed.all_finite()
+    if finite is None:
         return back({**new, KEY: record})
-    finite = torch.stack(flags).all() if len(flags) > 1 else flags[0]
-    kept = [b if a is b else torch.where(finite, b, a) for a, b in zip(old_leaves, leaves, strict=True)]
+    kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
     return back({**unflatten(tree, kept), KEY: _next(policy, record, finite)})
 
 
