@@ -13,7 +13,7 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -64,6 +64,7 @@ def follow(
     if rest is None:
         lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
     found: dict[int, Strategy] = {}
+    stream: set[int] = set()  # values that lie as they do because a sum came to rest there
     for index, node in enumerate(program.nodes):
         if node.phase == "update" or not any(r in lies for r in node.refs):
             continue
@@ -72,10 +73,17 @@ def follow(
             for r, layout in mine.items():
                 if layout.pending:
                     mine[r] = lies[r] = _at_rest(layout, mesh, rest)
+                    stream.add(r)
+        resting = {r for r in mine if r in stream}
         strategy = rules.take(node, mine)
+        if strategy is None and resting:  # what rests is converted to what the others need: a gather before a column product
+            strategy = rules.take(node, {r: layout for r, layout in mine.items() if r not in resting})
+            resting = set()
         if strategy is None:
             continue
         found[index] = strategy
+        if len(resting) == len(mine):
+            stream.update(o for o in node.outs if o is not None)
         for o, layout in zip(node.outs, strategy.outs, strict=True):
             if o is not None and layout is not None and (rest is not None or not (layout.pending or layout.is_replicated)):
                 lies.setdefault(o, layout)
@@ -172,4 +180,15 @@ def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh) -> tup
     for more, passing in placements(rule, mesh, others, orders=False):
         if not set(more) & set(placement):
             found.setdefault(build(call, rule, {**placement, **more}, passing), None)
+    for axis in others:
+        for factor, dim in placement.items():
+            for both in _within(dim, axis, mesh.axis_size(axis)):
+                found.setdefault(build(call, rule, {**placement, factor: both}), None)
     return tuple(found)
+
+
+def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:
+    """The dim with `axis` as the major part of each local atom that it divides."""
+    for k, (size, owner) in enumerate(dim):
+        if owner is None and size % n == 0:
+            yield (*dim[:k], (n, axis), *(((size // n, None),) if size > n else ()), *dim[k + 1 :])

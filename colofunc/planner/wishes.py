@@ -14,11 +14,12 @@ wish that matches nothing is an error with near names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from colofunc.dtensor.layout import Layout, is_major, make_layout
+from colofunc.dtensor.layout import Dim, Layout, is_major, make_layout
 from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind, parse
 from colofunc.dtensor.strategies import enumerate_layouts
@@ -60,7 +61,8 @@ class Wish:
 
     @property
     def on_operator(self) -> bool:
-        return isinstance(self.want, str) and self.want.lstrip().startswith("{")
+        wants = self.want if isinstance(self.want, tuple) else (self.want,)
+        return all(isinstance(want, str) and want.lstrip().startswith("{") for want in wants)
 
     def meets(self, name: str) -> bool:
         return matches(name, self.match) if isinstance(self.match, str) else bool(self.match(name))
@@ -230,9 +232,8 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
     if layout.is_padded or set(layout.axes) - set(axes):  # meant exactly, and not among the enumerated ones
         return Constraint(("leaf", layout), lambda s: s.outs[0] is layout, str(wish), (exact,))
     if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
-        stripes = _shape_of(layout, axes)
         offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
-        return Constraint(("leaf", layout, axes), lambda s: _shape_of(s.outs[0], axes) == stripes, str(wish), offers)
+        return Constraint(("leaf", layout, axes), lambda s: _alike(layout, s.outs[0], axes), str(wish), offers)
     want = _orders(layout, axes)
 
     def accepts(s: Strategy) -> bool:
@@ -268,17 +269,17 @@ def places(layout: Layout, axes: Iterable[str]) -> Where:
 def _on_operators(
     wish: Wish, program: Program, mesh: Mesh, rule_of: Callable[[Node], Rule | None]
 ) -> Iterator[tuple[int, Where, Constraint]]:
-    pairs = parse_axes(str(wish.want))
-    if not pairs:
+    some = [parse_axes(str(want)) for want in (wish.want if isinstance(wish.want, tuple) else (wish.want,))]
+    if not all(some):
         raise PlanError(f"{wish}: write a strategy as '{{tp: o, dp: b0}}', each mesh axis on a factor of the rule")
-    for axis, _ in pairs:
+    for axis in (axis for pairs in some for axis, _ in pairs):
         mesh.axis_size(axis)  # raises on unknown axes, with near names
     n = len(program.inputs)
     hits = [
         (k, node) for k, node in enumerate(program.nodes)
         if node.phase == "forward" and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
     ]  # fmt: skip
-    able = [(k, node) for k, node in hits if _has(rule_of(node), pairs)]
+    able = [(k, node) for k, node in hits if any(_has(rule_of(node), pairs) for pairs in some)]
     if hits and not able:
         rules = {
             f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
@@ -289,21 +290,23 @@ def _on_operators(
             f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
             "name factors of a rule"
         )
-    want = {a: f for a, f in pairs if mesh.axis_size(a) > 1}
+    wants = [{a: f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
     for k, node in able:
         rule = rule_of(node)
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
-        yield n + k, dict(want), Constraint(("node", tuple(want.items())), _placer(want), says)
+        where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
+        key = ("node", *(tuple(want.items()) for want in wants))
+        yield n + k, dict(where), Constraint(key, _placer(wants), says)
 
 
 def _has(rule: Rule | None, pairs: Sequence[tuple[str, str]]) -> bool:
     return rule is not None and all(f == "whole" or f in rule.sizes for _, f in pairs)
 
 
-def _placer(want: Mapping[str, str]) -> Callable[[Strategy], bool]:
+def _placer(wants: Sequence[Mapping[str, str]]) -> Callable[[Strategy], bool]:
     def accepts(s: Strategy) -> bool:
         on = dict(s.axes)
-        return all(on.get(axis, "whole") == factor for axis, factor in want.items())
+        return any(all(on.get(axis, "whole") == factor for axis, factor in want.items()) for want in wants)
 
     return accepts
 
@@ -345,20 +348,27 @@ def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) 
 
 def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
     """Whether another strategy places `axes` in every operand and result as this one does."""
-    want = [_shape_of(lay, axes) for lay in (*strategy.ins, *strategy.outs)]
-    return lambda s: [_shape_of(lay, axes) for lay in (*s.ins, *s.outs)] == want
+    want = (*strategy.ins, *strategy.outs)
+    return lambda s: all(_alike(a, b, axes) for a, b in zip(want, (*s.ins, *s.outs), strict=True))
 
 
-def _shape_of(layout: Layout | None, axes: tuple[str, ...]) -> object:
-    """Where `axes` lie: their order per dim, and how many local parts stand before each (stripes)."""
-    if layout is None:
-        return None
-    before: list[object] = []
-    for d, dim in enumerate(layout.dims):
-        at = 1
-        for size, axis in dim:
-            if axis in axes:
-                before.append((d, axis, at))
-            elif axis is None:
-                at *= size
-    return *_orders(layout, axes), tuple(before)
+def _alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> bool:
+    """Whether `axes` lie in a layout as in one that has no others: per dim in that order, behind as many parts (stripes).
+
+    What stands before an axis may be split over others itself: `(8 tp s)` is met by `(dp 4 tp s)`, `(tp o)` by `(dp tp o)`.
+    """
+    if want is None or layout is None or want is layout:
+        return want is layout
+    if _orders(want, axes) != _orders(layout, axes):
+        return False
+    for mine, theirs in zip(want.dims, layout.dims, strict=True):
+        for axis in (a for _, a in mine if a in axes):
+            whole = prod(size for size, a in _before(mine, axis) if a not in axes)
+            before = [(size, a) for size, a in _before(theirs, axis) if a not in axes]
+            if whole not in (prod(size for size, _ in before), prod(size for size, a in before if a is None)):
+                return False
+    return True
+
+
+def _before(dim: Dim, axis: str | None) -> Dim:
+    return dim[: next(k for k, (_, a) in enumerate(dim) if a == axis)]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find
+from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, products
 
 import colofunc as cf
 
@@ -102,7 +102,19 @@ class Auto:
         return f"tensor(auto, {self.axes[0]})"
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        raise cf.PlanError("tensor('auto') is not there yet")
+        (axis,) = mesh.atoms(self.axes)
+        n = mesh.axis_size(axis)
+        if n == 1:
+            return []
+        found, rules = [], cf.Rules(program, mesh)
+        for product in products(program, rules):
+            node = program.nodes[product.index]
+            ways = tuple(f"{{{axis}: {f}}}" for f in product.weight_factors if rules.place(node, f, axis) is not None)
+            if ways:
+                found.append(cf.Wish(node.path, ways, self.axes, source=self.name, targets=(node.target,)))
+        if not found:
+            raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")
+        return list(dict.fromkeys(found))
 
 
 def _whole(shape: tuple[int, ...]) -> str:
