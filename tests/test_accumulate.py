@@ -448,6 +448,21 @@ def test_leaves_of_another_leading_size_stay_whole():
     cf.testing.check(cf.accumulate(step, 4), torch.randn(4, 4, dtype=torch.float64), doubles)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_every_reduction_of_a_loss_with_ignored_labels_runs_in_one_loop(reduction):
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 4, dtype=torch.float64), "y": torch.tensor([0, -100, 2, -100, -100, 3, 1, 0])}
+
+    def step(w, batch):
+        def loss_of(w):
+            return F.cross_entropy(batch["x"] @ w, batch["y"], reduction=reduction).sum() / 7
+
+        return w - cf.value_and_grad(loss_of)(w)[1]
+
+    staged = cf.accumulate(cf.shard(step, MESHES["dp"]), 2)
+    cf.testing.check(staged, torch.randn(4, 5, dtype=torch.float64), batch)
+
+
 # ---- any program ----
 
 # Layers of (b, 6) -> (b, 6) that do not mix rows; `t` is a table of the state, `i` the batch's own integers.

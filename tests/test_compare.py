@@ -229,6 +229,25 @@ def test_a_function_that_is_not_what_was_traced() -> None:
     assert found.first.made_by.startswith("tracing or simplifying")
 
 
+FACTOR = {"of": 2.0}
+
+
+def scaled_loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).square().mean() * FACTOR["of"]
+
+
+def test_what_changed_outside_is_named_where_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        loss, grad = cf.value_and_grad(scaled_loss)(w, x)
+        return w - grad, loss
+
+    staged, args = cf.shard(step, MESH), (torch.ones(4, 4), torch.ones(8, 4))
+    assert staged.compare(*args).equal
+    monkeypatch.setitem(FACTOR, "of", 3.0)
+    found = staged.compare(*args)
+    assert "in scaled_loss" in found.first.line and "has changed since its trace" in str(found)
+
+
 # ---- real ranks ----
 
 

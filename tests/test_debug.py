@@ -126,6 +126,16 @@ def test_over_microbatches_it_is_still_the_global_value(capsys: pytest.CaptureFi
     assert _rounded(staged) == _rounded(capsys.readouterr().out)
 
 
+def test_over_microbatches_every_rank_shows_all_of_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cf.debug.print("{}", x * 2, ranks=True)
+        return state + x.mean()
+
+    x = torch.arange(8.0)
+    cf.accumulate(cf.shard(step, MESHES[0], in_specs=(None, "(dp b)")), microbatches=2)(torch.zeros(()), x)
+    assert capsys.readouterr().out.splitlines() == [f"[rank {r}] {x[4 * r : 4 * r + 4] * 2}" for r in range(2)]
+
+
 def test_outside_of_a_step_a_dtensor_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     x = cf.distribute(torch.arange(4.0), "(dp b)", MESHES[0])
     cf.debug.print("{}", x)

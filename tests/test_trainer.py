@@ -125,6 +125,15 @@ def test_microbatches_of_a_chain(tmp_path: Path) -> None:
     assert history(mine) == pytest.approx(history(theirs), rel=1e-10)
 
 
+def test_microbatches_of_a_language_models_own_loss(tmp_path: Path) -> None:
+    """The Trainer hands it the number of labels, so it is a sum divided by an argument."""
+    with cf.testing.float64():
+        mine = trainer(tmp_path, None, chain={"mesh": {"dp": 2, "topology": "ideal"}, "accumulate": 2}, max_steps=2)
+        theirs = trainer(tmp_path, None, max_steps=2)
+        mine.train(), theirs.train()
+    assert history(mine) == pytest.approx(history(theirs), rel=1e-10)
+
+
 def test_a_saved_model_loads_and_a_checkpoint_resumes(tmp_path: Path) -> None:
     """Here on another mesh, and in the plain Trainer."""
     with cf.testing.float64():

@@ -70,6 +70,8 @@ class Scope:
         return node if node is not None and node.target in targets and len(node.outs) == 1 else None
 
 
+NLL_SUM = 2  # torch's number of reduction="sum"
+
 # A rewrite returns an operand that the result equals, another node, or None to leave the node.
 Rewrite = Callable[[Node, Scope], "int | Node | None"]
 
@@ -211,7 +213,17 @@ def _scatter(node: Node, scope: Scope) -> int | None:
     return int(part.id) if scope.shape(whole) == scope.shape(part) and step == 1 and same else None
 
 
+def _nll_sum(node: Node, scope: Scope) -> Node | None:
+    """The gradient of a summed loss does not read the total weight: it need not wait until that is known."""
+    grad, *middle, reduction, ignored, total = node.args
+    if reduction != NLL_SUM or total == grad or scope.shape(grad) != () or scope.values[grad.id].dtype != scope.values[total.id].dtype:
+        return None
+    return attrs.evolve(node, args=(grad, *middle, reduction, ignored, grad))
+
+
 REWRITES: dict[str, Rewrite] = {
+    "aten.nll_loss_backward.default": _nll_sum,
+    "aten.nll_loss2d_backward.default": _nll_sum,
     "aten.clone.default": _clone,
     "aten.contiguous.default": _clone,
     "aten._to_copy.default": _to_copy,

@@ -50,6 +50,11 @@ def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
     return rule_of(call)
 
 
+def _whole(call: Call) -> Rule | None:
+    """No rule: once for all microbatches."""
+    return None
+
+
 def _dims(shape: Iterable[int], first: int = 0) -> tuple[Operand, dict[str, int]]:
     names = {f"d{k}": n for k, n in enumerate(shape, first)}
     return tuple((name,) for name in names), names
@@ -125,6 +130,7 @@ _RULES: dict[str, Callable[[Call], Rule | None]] = {
     "colofunc.reduce_scatter": _chunk,
     "colofunc.all_to_all": _chunks,
     "colofunc.rearrange": _rearrange,
+    "colofunc.debug": _whole,
 }
 
 

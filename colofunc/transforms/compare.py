@@ -218,11 +218,15 @@ class _Look:
         mine, tree = flatten(args)
         with canonical.single_device(seed), quiet(), torch.enable_grad():
             leaves, _ = flatten(fn(*unflatten(tree, [whole(x).requires_grad_(x.requires_grad) for x in mine])))
+        order = {id(node): k for k, node in enumerate(self.low.global_program.nodes)}
+        made: list[int] = []
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
             worst = _distance(want, got.detach())
             if not worst <= self.bounds[owner]:
-                why = "tracing or simplifying: the traced program itself gives another value than the function"
+                why = "tracing or simplifying, unless what the function reads from outside (a global, an attribute) has changed since its trace"
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
+                made.append(order.get(id(self.makers.get(owner)), -1))
+        self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
 
 def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:

@@ -109,8 +109,8 @@ def nll_forward(call: Call) -> Rule | None:
         return None
     operands, sizes, target = found
     result = () if not out.shape else target
-    # Without a mean the total weight is a sum like the loss; with one it is needed whole, and so is reduced at once.
-    complete = frozenset((1, f) for f in sizes) if nll.reduction == MEAN else frozenset()
+    # Of a sum the total weight is a sum like the loss; for a mean it is needed whole, and so is reduced at once; else it is 0.
+    complete = frozenset((1, f) for f in sizes) if nll.reduction != SUM else frozenset()
     return Rule(
         tuple(operands[k] for k in range(len(call.ins))),
         (result, ()),
