@@ -57,6 +57,7 @@ from colofunc.planner.plan import Plan
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
+from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
@@ -114,6 +115,7 @@ __all__ = [
     "launch",
     "lazy",
     "load",
+    "local_stats",
     "lora",
     "operator",
     "pad",

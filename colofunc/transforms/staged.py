@@ -29,6 +29,7 @@ class Intent:
     """What one transform wishes. `options` are the transform's own arguments.
 
     `around`: wraps the step function before it is traced, and before the single-device reference runs it.
+    `within`: the same for a transform that has to know the chain: `within(staged, fn)`.
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
     `last`: makes, from the trace and the registry, a rewrite of one rank's program that runs after all others.
@@ -44,6 +45,7 @@ class Intent:
     local: Callable[[Any, Any], Any] | None = None
     last: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None
     constrain: Callable[[Any, Any, Any], Any] | None = None
+    within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 class Compiler(Protocol):
@@ -115,6 +117,8 @@ class Staged:
         for intent in sorted(self.intents, key=lambda intent: intent.transform):
             if intent.around is not None:
                 fn = intent.around(fn)
+            if intent.within is not None:
+                fn = intent.within(self, fn)
         return fn
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
