@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+import time
 import traceback
 
 import numpy as np
@@ -444,3 +445,38 @@ def test_two_ranks_read_rows_of_their_own():
     assert "DistributedSampler gives each rank rows of its own already" in errors0[3]
     assert "let cf.batches(loader, mesh, spec) read each rank's rows, or enter them with cf.from_local" in errors0[4]
     equal(own, [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])
+
+
+class LateReader:
+    """A store whose answers come late."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def wait(self, *args):
+        self.store.wait(*args)
+        time.sleep(1.0)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def ends_with_an_epoch():
+    """Workers of a loader inside a launched rank, and nothing after the last batch."""
+    mesh = cf.Mesh(dp=2)
+    data = cf.batches(DataLoader(samples(), 4, num_workers=1), mesh)
+    watch = data._together.watch
+    if mesh.rank == 1:
+        watch._store = LateReader(watch._store)
+    return [int(batch["labels"].local.sum()) for batch in data]
+
+
+@pytest.mark.dist
+def test_rank_0_may_end_with_the_epoch():
+    first, second = cf.launch(ends_with_an_epoch, 2, timeout_s=100)
+    assert len(first) == len(second) == 3
+
+
+def test_a_batch_without_rows():
+    with pytest.raises(InputError, match="a batch of this loader has no rows: labels; leave it out"):
+        list(cf.batches([{"labels": torch.ones(n).long()} for n in (2, 0)], cf.Mesh(dp=2)))

@@ -1,13 +1,14 @@
 """Folders of Hugging Face models: loaded straight into shards, saved so that transformers loads them."""
 
 import glob
+import importlib
 import json
 import os
 
 import pytest
 import torch
 import transformers as tr
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import colofunc as cf
@@ -238,3 +239,34 @@ def test_two_processes(tmp_path) -> None:
     want, got = (cls.from_pretrained(tmp_path / k) for k in "ab")
     assert torch.equal(torch.cat(parts), want.model.layers[1].mlp.experts.down_proj)
     assert all(torch.equal(x, y) for x, y in zip(got.parameters(), want.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["library", "late"])
+def test_a_full_disk_leaves_the_weights_that_were_there(tmp_path, monkeypatch, how) -> None:
+    """Errors of safetensors are no OSErrors; one after the first of several files must not leave old and new ones together."""
+    torch.manual_seed(0)
+    model = cf.functional(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    ones = {name: torch.ones_like(x) for name, x in model.params.items()}
+    cf.save_pretrained(model, ones, tmp_path / "m", shard_bytes=100)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    module = importlib.import_module("colofunc.functional.pretrained")
+    if how == "library":
+        monkeypatch.setattr(module, "save_file", lambda *a, **k: (_ for _ in ()).throw(SafetensorError("No space left")))
+    else:
+        monkeypatch.setattr(module.Writing, "commit", lambda self: (_ for _ in ()).throw(OSError("No space left")))
+    with pytest.raises(CheckpointError, match="No space left; the weights that were there are intact"):
+        cf.save_pretrained(model, {name: x * 2 for name, x in ones.items()}, tmp_path / "m", shard_bytes=100)
+    assert os.listdir(tmp_path) == ["m"] and len(list((tmp_path / "m").iterdir())) > 3
+    assert all((x == 1).all() for x in cf.load(tmp_path / "m").values())
+    monkeypatch.undo()
+    cf.save_pretrained(model, {name: x * 2 for name, x in ones.items()}, tmp_path / "m")
+    assert sorted(os.listdir(tmp_path / "m")) == ["model.safetensors", "tokenizer.json"] and os.listdir(tmp_path) == ["m"]
+    assert all((x == 2).all() for x in cf.load(tmp_path / "m").values())
+
+
+def test_into_the_working_directory(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = cf.functional(torch.nn.Linear(2, 2))
+    for k in range(2):
+        cf.save_pretrained(model, {name: torch.full_like(x, k) for name, x in model.params.items()}, ".", shard_bytes=16)
+    assert all((x == 1).all() for x in cf.load(".").values()) and os.getcwd() == str(tmp_path)

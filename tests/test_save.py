@@ -689,3 +689,119 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path) -> None:
     said = launch(one_disk_full, 2, str(tmp_path / "c"), timeout_s=120)
     assert "rank 1 failed" in said[0] and "No space left" in said[1]
     assert os.listdir(tmp_path) == ["c"] and cf.load(tmp_path / "c")["x"].sum() == 16
+
+
+def saves_behind_and_returns(path: str) -> None:
+    make, started = files.write_file, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        started.set()
+        time.sleep(0.5)
+        return make(*args)
+
+    importlib.import_module("colofunc.functional.save").write_file = slow
+    cf.save(path, {"x": torch.ones(3)}, wait=False)
+    assert started.wait(10)
+
+
+@pytest.mark.dist
+def test_a_launched_rank_ends_its_background_save(tmp_path) -> None:
+    launch(saves_behind_and_returns, 1, str(tmp_path / "c"), timeout_s=100)
+    assert cf.load(tmp_path / "c")["x"].tolist() == [1, 1, 1]
+
+
+def test_keep_removes_what_killed_saves_left_under_other_names(tmp_path) -> None:
+    cf.save(tmp_path / "step-1", state())
+    held = folder.Writing(tmp_path / "step-2")
+    held.begin()
+    killed = folder.Writing(tmp_path / "step-3")
+    killed.begin()
+    os.close(killed._lock._fd)  # as the end of its process does
+    cf.save(tmp_path / "step-4", state())
+    (tmp_path / "step-4" / "colofunc.json").unlink()  # killed while it was being removed
+    cf.save(tmp_path / "step-5", state(), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2.lock", held.folder.name, "step-5"]
+    held.abandon()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-5"]
+
+
+def test_keep_with_dcp(tmp_path) -> None:
+    for k in range(3):
+        cf.save(tmp_path / f"step-{k}", {"x": torch.ones(1)}, format="dcp", keep=1)
+    assert os.listdir(tmp_path) == ["step-2"]
+
+
+def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch) -> None:
+    cf.save(tmp_path / "step-1", {"x": torch.ones(1)})
+    real = shutil.rmtree
+
+    def refuse(path: Any, **options: Any) -> None:
+        if str(path).endswith("step-1"):
+            raise PermissionError(errno.EACCES, "no", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(CheckpointError, match=r"step-2' is saved, but an older one could not be removed"):
+        cf.save(tmp_path / "step-2", {"x": torch.ones(1)}, keep=1)
+    assert int(cf.load(tmp_path / "step-*")["x"]) == 1
+
+
+def test_a_folder_that_is_given_up_is_gone_at_once(tmp_path) -> None:
+    """Other ranks may be writing into it, so removing it file by file may leave it there, and they would wait."""
+    writing = folder.Writing(tmp_path / "c")
+    writing.begin()
+    real = shutil.rmtree
+
+    def late(path: Any, **options: Any) -> None:
+        assert not writing.folder.exists()
+        real(path, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", late)
+        writing.abandon()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_stays_a_link(tmp_path) -> None:
+    cf.save(tmp_path / "a", {"x": torch.ones(1)})
+    (tmp_path / "latest").symlink_to("a")
+    cf.save(tmp_path / "latest", {"x": torch.zeros(1)})
+    assert (tmp_path / "latest").is_symlink() and cf.load(tmp_path / "a")["x"] == 0
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
+
+
+def test_parts_without_their_index_are_no_plain_folder(tmp_path) -> None:
+    cf.save(tmp_path / "c", state())
+    (tmp_path / "c" / "colofunc.json").unlink()
+    with pytest.raises(CheckpointError, match=r"not their index colofunc\.json; the checkpoint is incomplete"):
+        cf.load(tmp_path / "c")
+
+
+def test_changed_dcp_folders(tmp_path) -> None:
+    x = torch.arange(2048.0)
+    cf.save(tmp_path / "c", {"x": x}, format="dcp")
+    data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
+    at = data.index(x.numpy().tobytes())
+    for name, where, says in (("__0_0.distcp", at + 4000, "the bytes of 'x' are not those that were saved"), (".metadata", 50, "checksum")):
+        flip(tmp_path / "c" / name, where)
+        with pytest.raises(CheckpointError, match=says):
+            cf.load(tmp_path / "c")
+        flip(tmp_path / "c" / name, where)
+    assert torch.equal(cf.load(tmp_path / "c")["x"], x)
+    (tmp_path / "c" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read .*; the checkpoint is incomplete"):
+        cf.load(tmp_path / "c")
+
+
+def test_an_index_that_leads_out_of_its_folder(tmp_path) -> None:
+    cf.save(tmp_path / "c", {"x": torch.ones(1)})
+    content = folder.read_index(tmp_path / "c")
+    content["tensors"]["x"]["pieces"][0][0] = "../secret"
+    folder.write_index(tmp_path / "c", content)
+    with pytest.raises(CheckpointError, match=r"'\.\./secret', which is not one of its folder"):
+        cf.load(tmp_path / "c")
+
+
+def test_sizes_come_back_as_tuples(tmp_path) -> None:
+    cf.save(tmp_path / "c", {"shape": torch.ones(2, 3).shape})
+    assert cf.load(tmp_path / "c") == {"shape": (2, 3)}

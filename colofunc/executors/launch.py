@@ -31,6 +31,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc.errors import CollectiveError, InputError
 
+_before_end: list[Callable[[], None]] = []
+
+
+def before_end(work: Callable[[], None]) -> None:
+    """Have `work` done when the function of a launched rank has returned: its process ends without Python's own exit."""
+    _before_end.append(work)
+
 
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, threads: int = 1) -> list[Any]:
     """`[fn(*args) on rank 0, on rank 1, ...]`, each in a process of its own that is one of `ranks` gloo ranks.
@@ -48,8 +55,9 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
     try:
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
+            # No daemon: those may not have children, and loaders have workers.
             options = (rank, ranks, store.port, timeout_s, threads, payload, theirs)
-            worker = context.Process(target=_worker, args=options, name=f"colofunc rank {rank}", daemon=True)
+            worker = context.Process(target=_worker, args=options, name=f"colofunc rank {rank}")
             worker.start()
             theirs.close()
             workers.append(worker)
@@ -137,6 +145,8 @@ def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, pay
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         message = pickle.dumps((True, fn(*args)))
+        for work in _before_end:
+            work()
     except BaseException as error:
         message = _failure(error)
     sys.stdout.flush()

@@ -105,9 +105,9 @@ class Watch:
         except Exception as lost:
             error.add_note(f"the other ranks could not be told: {lost}")
 
-    def agree(self, what: str, mine: str, timeout_s: float) -> None:
+    def agree(self, what: str, mine: str, timeout_s: float, last: bool = False) -> None:
         """Raise CollectiveError unless all ranks give the same string; the error names the ranks that differ."""
-        texts = self.exchange(what, mine, timeout_s)
+        texts = self.exchange(what, mine, timeout_s, last)
         if len(set(texts)) > 1:
             common = max(set(texts), key=lambda t: (texts.count(t), -texts.index(t)))
             odd = [r for r, t in enumerate(texts) if t != common]
@@ -136,9 +136,12 @@ class Watch:
         except CollectiveError as late:
             error.add_note(str(late))
 
-    def exchange(self, what: str, mine: str, timeout_s: float) -> list[str]:
-        """Every rank's string, in rank order. Raises CollectiveError where a rank is late, failed, or elsewhere."""
-        said = self._everyone("", what, mine, timeout_s)
+    def exchange(self, what: str, mine: str, timeout_s: float, last: bool = False) -> list[str]:
+        """Every rank's string, in rank order. Raises CollectiveError where a rank is late, failed, or elsewhere.
+
+        last: a script may well end after this; equal on ranks that give equal strings.
+        """
+        said = self._everyone("", what, mine, timeout_s, last)
         for r, (state, there, text, _) in enumerate(said):
             if state == "failed":
                 raise CollectiveError(f"{there} failed on rank {r}: {text}")
@@ -151,7 +154,7 @@ class Watch:
             )
         return [text for _, _, text, _ in said]
 
-    def _everyone(self, state: str, what: str, mine: str, timeout_s: float) -> list[list[str]]:
+    def _everyone(self, state: str, what: str, mine: str, timeout_s: float, last: bool = False) -> list[list[str]]:
         """Every rank's (state, what, text, line) of this round."""
         self._rounds += 1
         prefix, line = f"colofunc/agree/{self._rounds}", user_line()
@@ -165,7 +168,7 @@ class Watch:
         said = [json.loads(text) for text in texts]
         # All ranks have come to this round, so all have read what was said in the one before.
         self._store.delete_key(f"colofunc/agree/{self._rounds - 1}/{self.rank}")
-        self._leave(prefix, len({(state, there, text) for state, there, text, _ in said}) > 1)
+        self._leave(prefix, last or len({(state, there, text) for state, there, text, _ in said}) > 1)
         return said
 
     def _late(self, here: str, keys: list[str], timeout_s: float) -> str:
@@ -222,11 +225,11 @@ class Watch:
             words.append(f"rank {r}: {there}")
         return "; ".join(words)
 
-    def _leave(self, prefix: str, odd: bool) -> None:
+    def _leave(self, prefix: str, last: bool) -> None:
         """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
-        read = self._store.add(f"{prefix}/read", 1) if odd else 0
+        read = self._store.add(f"{prefix}/read", 1) if last else 0
         until = time.monotonic() + 5.0
-        while odd and self.rank == 0 and read < self.size and time.monotonic() < until:
+        while last and self.rank == 0 and read < self.size and time.monotonic() < until:
             time.sleep(0.002)
             read = self._store.add(f"{prefix}/read", 0)
 

@@ -94,7 +94,7 @@ def _together(mesh: Mesh | None, path: str | os.PathLike[str], work: Callable[[]
             watch.give_up(what, error, DEADLINE_S)
         raise
     if watch is not None:
-        watch.agree(what, token, DEADLINE_S)
+        watch.agree(what, token, DEADLINE_S, last=True)
     return result
 
 
@@ -172,10 +172,11 @@ def _aside(found: _Found, what: str, folder: Path) -> Any:
 def _open(folder: Path, verify: bool) -> _Found:
     if (folder / INDEX).exists():
         content = read_index(folder)
-        entries = _dcp_entries(folder)[0] if content.get("format") == "dcp" else _own_entries(folder, content, verify)
+        dcp_format = content.get("format") == "dcp"
+        entries = _dcp_entries(folder, verify, content.get("metadata"))[0] if dcp_format else _own_entries(folder, content, verify)
         return _Found(content["state"], entries, content, content["token"])
     if (folder / dcp.METADATA).exists():
-        return _torch_folder(folder)
+        return _torch_folder(folder, verify)
     entries = plainfile.entries(folder)
     return _Found({"dict": {name: {"tensor": name} for name in entries}}, entries, {})
 
@@ -198,26 +199,28 @@ def _read_own(folder: Path, name: str, dtype: torch.dtype, verify: bool, piece: 
     return read_piece(folder, name, dtype, piece, picks, verify)
 
 
-def _dcp_entries(folder: Path) -> tuple[dict[str, Entry], dict[str, dcp.Chunk], dict[str, tuple[Any, ...]]]:
+def _dcp_entries(
+    folder: Path, verify: bool, crc32: int | None = None
+) -> tuple[dict[str, Entry], dict[str, dcp.Chunk], dict[str, tuple[Any, ...]]]:
     """(tensors, objects, keys)."""
-    stored, paths = dcp.read_metadata(folder)
+    stored, paths = dcp.read_metadata(folder, crc32 if verify else None)
     entries, objects = {}, {}
     for name, entry in stored.items():
         if entry.dtype is None:
             objects[name] = entry.chunks[0]
             continue
-        read = partial(dcp.read_chunk, folder, name)
+        read = partial(dcp.read_chunk, folder, name, verify)
         chunks: tuple[tuple[Region, Any], ...] = tuple((chunk.region, chunk) for chunk in entry.chunks)
         entries[name] = Entry(name, entry.shape, entry.dtype, chunks, read)
     return entries, objects, paths
 
 
-def _torch_folder(folder: Path) -> _Found:
+def _torch_folder(folder: Path, verify: bool) -> _Found:
     """A DCP folder that torch wrote: nested as its metadata says, else by its flat names."""
-    entries, objects, paths = _dcp_entries(folder)
+    entries, objects, paths = _dcp_entries(folder, verify)
     root: dict[str, Any] = {}
     for name in [*entries, *objects]:
-        leaf: Any = {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name])}
+        leaf: Any = {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name], verify)}
         at, *rest = paths.get(name, (name,))
         here = root
         for key in rest:

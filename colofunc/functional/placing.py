@@ -169,6 +169,8 @@ class Placer:
         tree = self._clean(tree)
         specs = self._specs(tree)
         n, by_row = self._count(tree, leaves, specs)
+        if n == 0:
+            raise InputError(f"a batch of this loader has no rows: {', '.join(tree.names())}; leave it out in the loader")
         samples = item.rows or n
         regular = regular or samples
         held = Held(tree, leaves, specs, by_row, n, item.padded, torch.zeros(n, dtype=torch.bool), samples)

@@ -29,7 +29,7 @@ from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.checkpoint import hf, plainfile
-from colofunc.functional.checkpoint.folder import Writing
+from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.regions import Region
@@ -147,33 +147,35 @@ def save_pretrained(
     if ranks.rank == 0:
         try:
             shards = _Shards(writing.begin(), shard_bytes, sum(1 for _ in _split(module, values, groups, cast, shard_bytes)))
-        except (OSError, CheckpointError) as problem:
+        except Exception as problem:
             error = problem
-    for files in _split(module, values, groups, cast, shard_bytes):
-        # Every rank takes part in every gather, also when writing has failed.
-        gathered = {name: _whole(values[name], cast) for group in files for name in group}
+    try:
+        for files in _split(module, values, groups, cast, shard_bytes):
+            # Every rank takes part in every gather, also when writing has failed (the library's errors are no OSErrors).
+            gathered = {name: _whole(values[name], cast) for group in files for name in group}
+            if shards is not None and error is None:
+                try:
+                    shards.add({k: v for group in files for k, v in hf.to_stored(module, {n: gathered[n] for n in group}).items()})
+                except Exception as problem:
+                    error = problem
         if shards is not None and error is None:
             try:
-                shards.add({k: v for group in files for k, v in hf.to_stored(module, {n: gathered[n] for n in group}).items()})
-            except OSError as problem:
+                shards.finish()
+                hf.save_config(module, writing.folder, cast)
+                _put(writing)
+            except Exception as problem:
                 error = problem
-    if shards is not None and error is None:
-        try:
-            shards.finish()
-            hf.save_config(module, writing.folder, cast)
-            _merge(writing)
-        except OSError as problem:
-            error = problem
+    finally:
+        if ranks.rank == 0:
+            writing.abandon()  # what was good has its name
     _end(writing, ranks, error)
 
 
 def _end(writing: Writing, ranks: Ranks, error: BaseException | None) -> None:
     what = f"save_pretrained to {str(writing.path)!r}"
-    if ranks.rank == 0:
-        writing.abandon()  # what was good has been moved
     if error is None:
         if ranks.watch is not None:
-            ranks.watch.agree(what, "done", DEADLINE_S)
+            ranks.watch.agree(what, "done", DEADLINE_S, last=True)
         return
     if ranks.watch is not None:
         ranks.watch.give_up(what, error, DEADLINE_S)
@@ -247,19 +249,49 @@ class _Shards:
             (self._folder / plainfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _put(writing: Writing) -> None:
+    """Give the files their place: the folder with what else was in it, in one step."""
+    path = writing.path
+    if path.is_dir() and (path.is_mount() or Path.cwd().is_relative_to(path)):
+        _merge(writing)  # a folder that cannot be exchanged for another
+        return
+    if path.is_dir():
+        _link(path, writing.folder, [p.name for p in _weights(path)])
+    for file in writing.folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            sync(file)
+    writing.commit()
+
+
+def _weights(path: Path) -> list[Path]:
+    """Where the weights of an earlier save are."""
+    return [p for p in [*path.glob("model-*-of-*.safetensors"), path / plainfile.INDEX, path / plainfile.SINGLE] if p.exists()]
+
+
+def _link(old: Path, new: Path, skip: list[str]) -> None:
+    """Hard links (copies, where the system has none) in `new` to the files of `old` that it lacks."""
+    for file in old.iterdir():
+        target = new / file.name
+        if file.is_dir() and not file.is_symlink():
+            target.mkdir(exist_ok=True)
+            _link(file, target, [])
+        elif file.name not in skip and not os.path.lexists(target):
+            try:
+                os.link(file, target, follow_symlinks=False)
+            except OSError:
+                shutil.copy2(file, target, follow_symlinks=False)
+
+
 def _merge(writing: Writing) -> None:
-    """Move the files into the folder: weights first, then what names them; then remove weights of an earlier save."""
-    writing.path.mkdir(exist_ok=True)
+    """Move the files into the folder. The index goes first and comes last, so that nobody reads old and new shards together."""
+    (writing.path / plainfile.INDEX).unlink(missing_ok=True)
     new = sorted(writing.folder.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
-    kept = {p.name for p in new}
     for path in new:
         if path.is_dir():
             shutil.copytree(path, writing.path / path.name, dirs_exist_ok=True)
         else:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
             os.replace(path, writing.path / path.name)
-    stale = [*writing.path.glob("model-*-of-*.safetensors"), writing.path / plainfile.INDEX, writing.path / plainfile.SINGLE]
-    for path in stale:
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
+    for path in _weights(writing.path):
+        if path.name not in {p.name for p in new}:
+            path.unlink()

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -30,6 +31,8 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
+from colofunc.executors.launch import before_end
+from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import INDEX, Writing, keep_newest, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
@@ -203,9 +206,16 @@ class _Job:
             names = [item.name for rank in range(self.ranks.size) for item in leaf.items(rank)]
             tensors[leaf.name] = {**leaf.to_json(), "pieces": [pieces[name] for name in names]}
         write_index(folder, {**self.content, "token": self.writing.token, "tensors": tensors})
+        self._commit()
+
+    def _commit(self) -> None:
+        assert self.writing is not None
         self.writing.commit()
-        if self.keep is not None:
-            keep_newest(self.path, self.keep)
+        try:
+            if self.keep is not None:
+                keep_newest(self.path, self.keep)
+        except OSError as error:
+            raise CheckpointError(f"{str(self.path)!r} is saved, but an older one could not be removed (keep=): {error}") from error
 
     def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
         files: list[list[Item]] = []
@@ -262,8 +272,9 @@ class _Job:
         assert self.writing is not None
         write(self.writing.folder, self.leaves, self.content, self.ranks)
         if self.ranks.rank == 0:
-            write_index(self.writing.folder, {**self.content, "token": self.writing.token, "format": "dcp"})
-            self.writing.commit()
+            said = {"token": self.writing.token, "format": "dcp", "metadata": zlib.crc32((self.writing.folder / METADATA).read_bytes())}
+            write_index(self.writing.folder, self.content | said)
+            self._commit()
         else:
             self._outcome()
 
@@ -339,6 +350,7 @@ class _Saver:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colofunc-save")
         self._last: Saving | None = None
         atexit.register(self._report)
+        before_end(self._finish)
 
     def start(self, path: Path, work: Callable[[], None]) -> Saving:
         self._last = Saving(path, self._pool.submit(work))
@@ -354,6 +366,10 @@ class _Saver:
             last._reported = True
             failed.add_note(f"this was an earlier save, to {str(last.path)!r}, in the background; the new one has not begun")
         return failed
+
+    def _finish(self) -> None:
+        self._pool.shutdown()
+        self._report()
 
     def _report(self) -> None:
         if self._last is not None and self._last.unreported is not None:

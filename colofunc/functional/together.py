@@ -60,7 +60,7 @@ class Together:
         """What every rank says, in rank order. Raises InputError on all ranks unless all have a batch, or none."""
         if self.watch is None:
             return [mine]
-        said = [Said.of(text) for text in self.watch.exchange(WHAT, mine.text(), self.watch.deadline_s)]
+        said = [Said.of(text) for text in self.watch.exchange(WHAT, mine.text(), self.watch.deadline_s, mine.ended)]
         _compare(said, epoch, batch)
         return said
 
@@ -89,8 +89,8 @@ def _compare(said: Sequence[Said], epoch: int, batch: int) -> None:
         )
     if len({s.ids for s in said}) > 1:
         raise InputError(
-            f"{where} has other rows on ranks {_odd([s.ids for s in said])}: their samplers shuffle otherwise; shuffle with torch's "
-            "generators only, which cf.batches keeps equal"
+            f"{where} has other rows on ranks {_odd([s.ids for s in said])}: their samplers shuffle otherwise or their data sets differ; "
+            "give every rank the same data, and shuffle with torch's generators only, which cf.batches keeps equal"
         )
     kinds = [tuple((name, dtype, len(shape)) for name, dtype, shape, _ in s.leaves) for s in said]
     if len(set(kinds)) > 1:

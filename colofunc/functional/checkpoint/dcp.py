@@ -13,6 +13,8 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError, InputError
-from colofunc.functional.checkpoint.files import Item
+from colofunc.functional.checkpoint.files import Item, inside
 from colofunc.functional.checkpoint.regions import Pick, Region, Span, common, take
 
 METADATA = ".metadata"
@@ -82,14 +84,23 @@ class Stored:
     chunks: tuple[Chunk, ...]
 
 
-def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[Any, ...]]]:
-    """(name -> entry, name -> keys) of a DCP folder. Raises CheckpointError where its pickle wants what is not torch's."""
+def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, Stored], dict[str, tuple[Any, ...]]]:
+    """(name -> entry, name -> keys) of a DCP folder. Raises CheckpointError where its pickle wants what is not torch's.
+
+    crc32: the checksum that its bytes must have, if it is known.
+    """
     path = folder / METADATA
     try:
-        metadata: Any = _Restricted(io.BytesIO(path.read_bytes()), path).load()
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is incomplete") from error
+    if crc32 is not None and zlib.crc32(data) != crc32:
+        raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
+    try:
+        metadata: Any = _Restricted(io.BytesIO(data), path).load()
         infos: dict[tuple[str, Any], Any] = {(at.fqn, at.offset): info for at, info in metadata.storage_data.items()}
         found = {name: _stored(name, entry, infos) for name, entry in metadata.state_dict_metadata.items()}
-    except (CheckpointError, OSError):
+    except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}") from error
@@ -100,25 +111,26 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[Any,
 def _stored(name: str, entry: Any, infos: dict[tuple[str, Any], Any]) -> Stored:
     if type(entry).__name__ == "BytesStorageMetadata":
         info = infos[name, None]
-        return Stored((), None, (Chunk(info.relative_path, info.offset, info.length, Region(())),))
+        return Stored((), None, (Chunk(inside(info.relative_path), info.offset, info.length, Region(())),))
     chunks = []
     for chunk in entry.chunks:
         info = infos.get((name, chunk.offsets)) or infos[name, None]
         if info.transform_descriptors:
             raise CheckpointError(f"{name!r} is stored through {info.transform_descriptors}, which only its writer can undo")
-        chunks.append(Chunk(info.relative_path, info.offset, info.length, Region.box(chunk.offsets, chunk.sizes)))
+        chunks.append(Chunk(inside(info.relative_path), info.offset, info.length, Region.box(chunk.offsets, chunk.sizes)))
     return Stored(tuple(entry.size), entry.properties.dtype, tuple(chunks))
 
 
-def read_chunk(folder: Path, name: str, chunk: Chunk, picks: tuple[Pick, ...]) -> torch.Tensor:
+def read_chunk(folder: Path, name: str, verify: bool, chunk: Chunk, picks: tuple[Pick, ...]) -> torch.Tensor:
     """The elements at `picks` of a chunk, which is read whole."""
-    value = read_object(folder, name, chunk)
+    value = read_object(folder, name, chunk, verify)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.region.shape:
         raise CheckpointError(f"{folder / chunk.file}: {name!r} {chunk.region.text()} is not the tensor that the metadata says")
     return take(value, picks)
 
 
-def read_object(folder: Path, name: str, chunk: Chunk) -> Any:
+def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> Any:
+    """What `torch.save` wrote. verify: compare the checksums that its zip archive has of each record."""
     path = folder / chunk.file
     try:
         with open(path, "rb") as file:
@@ -126,6 +138,12 @@ def read_object(folder: Path, name: str, chunk: Chunk) -> Any:
             data = file.read(chunk.nbytes)
         if len(data) < chunk.nbytes:
             raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {chunk.start + chunk.nbytes}")
+        changed = zipfile.ZipFile(io.BytesIO(data)).testzip() if verify else None
+        if changed is not None:
+            raise CheckpointError(
+                f"{path}: the bytes of {name!r} are not those that were saved (checksum of {changed!r}); load another checkpoint, copy "
+                "this one again, or write verify=False where torch was told to write no checksums"
+            )
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise

@@ -71,7 +71,15 @@ class Piece:
     @staticmethod
     def from_json(data: Sequence[Any]) -> Piece:
         file, start, nbytes, region, sums = data
-        return Piece(file, start, nbytes, Region.from_json(region), base64.b64decode(sums))
+        return Piece(inside(file), start, nbytes, Region.from_json(region), base64.b64decode(sums))
+
+
+def inside(file: Any) -> str:
+    """The name of a file as an index gives it. Raises CheckpointError where it leads out of the folder."""
+    name = str(file)
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"the checkpoint names the file {name!r}, which is not one of its folder; it is not read")
+    return name
 
 
 def dtype_name(dtype: torch.dtype) -> str:

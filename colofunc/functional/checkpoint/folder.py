@@ -12,6 +12,7 @@ that nobody holds). What a killed save left is removed by the next.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -84,7 +85,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    name = re.search(r"\.(tmp|old)-\w+$", path.name)
+    name = re.search(r"\.(tmp|old)-[\w-]+$", path.name)
     return name is None and any((path / f).exists() for f in (INDEX, ".metadata", "config.json"))
 
 
@@ -102,6 +103,29 @@ def keep_newest(path: Path, count: int) -> None:
             for name in (INDEX, ".metadata"):  # first, so that one that is killed here leaves no half checkpoint
                 (old / name).unlink(missing_ok=True)
             shutil.rmtree(old)
+    for half in path.parent.glob(shape):
+        if re.sub(r"\d+", "*", half.name) == shape and half.is_dir() and _is_half_removed(half):
+            shutil.rmtree(half)
+    for lock in path.parent.glob(shape + ".lock"):
+        other = Lock(lock.with_name(lock.name.removesuffix(".lock")))
+        if other.free():
+            _remove_left(lock.with_name(lock.name.removesuffix(".lock")))
+            other.release()
+
+
+def _is_half_removed(path: Path) -> bool:
+    """A save gives a folder its name when it is whole: files without an index were left when it was being removed."""
+    files = {p.name for p in path.iterdir()}
+    ours = re.compile(r"rank-\d{5}-\d{5}\.safetensors|__\d+_\d+\.distcp")
+    return bool(files) and all(ours.fullmatch(name) for name in files)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed saves to `path` left; its lock is held."""
+    for left in path.parent.glob(path.name + ".tmp-*"):
+        shutil.rmtree(left)
+    for left in path.parent.glob(path.name + ".old-*"):
+        shutil.rmtree(left) if path.exists() else left.rename(path)
 
 
 # ---- the lock ----
@@ -134,6 +158,14 @@ class Lock:
         said = f"process {os.getpid()} on host {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
         os.pwrite(fd, said.encode(), 0)
 
+    def free(self) -> bool:
+        """Take it where nobody holds it."""
+        try:
+            self.take()
+        except CheckpointError:
+            return False
+        return True
+
     def _is_current(self, fd: int) -> bool:
         try:
             return os.fstat(fd).st_ino == os.stat(self.path).st_ino
@@ -154,7 +186,7 @@ class Writing:
     """The temporary folder of a save to `path`; `commit` makes it `path`, `abandon` removes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.realpath(path))  # a link stays one
         self.token = os.urandom(6).hex()
         self.folder = self.path.with_name(f"{self.path.name}.tmp-{self.token}")
         self._lock = Lock(self.path)
@@ -166,10 +198,7 @@ class Writing:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.take()
         try:
-            for left in self.path.parent.glob(self.path.name + ".tmp-*"):
-                shutil.rmtree(left)
-            for left in self.path.parent.glob(self.path.name + ".old-*"):
-                shutil.rmtree(left) if self.path.exists() else left.rename(self.path)
+            _remove_left(self.path)
             self.folder.mkdir()
         except BaseException:
             self._lock.release()
@@ -183,16 +212,20 @@ class Writing:
 
     def commit(self) -> None:
         """Everything is written: make it durable and put it in the place of what was there."""
-        _sync(self.folder)
+        sync(self.folder)
         if self.path.exists():
             self._swap()
         else:
             os.rename(self.folder, self.path)
-        _sync(self.path.parent)
+        sync(self.path.parent)
         self._lock.release()
 
     def abandon(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Under another name first: other ranks may still be writing, and they look whether the folder is there.
+        gone = self.folder.with_name(self.folder.name + "-gone")
+        with contextlib.suppress(OSError):
+            os.rename(self.folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
         self._lock.release()
 
     def __enter__(self) -> Path:
@@ -218,8 +251,9 @@ class Writing:
         shutil.rmtree(old)
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file or folder on disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

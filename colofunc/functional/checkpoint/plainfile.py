@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from colofunc.functional.checkpoint.place import Entry
 from colofunc.functional.checkpoint.regions import Region
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OWN = re.compile(r"rank-\d{5}-\d{5}\.safetensors")  # files of cf.save
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -44,6 +46,8 @@ def files(folder: Path) -> list[Path]:
     some = sorted(folder.glob("*.safetensors"))
     if not some:
         raise CheckpointError(_nothing(folder))
+    if all(OWN.fullmatch(path.name) for path in some):
+        raise CheckpointError(f"{folder} holds parts of tensors, but not their index colofunc.json; the checkpoint is incomplete")
     return some
 
 

@@ -30,6 +30,8 @@ def pack(obj: Any, prefix: str = "") -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def _pack(obj: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
+    if isinstance(obj, torch.Size):
+        obj = tuple(obj)
     if isinstance(obj, torch.Tensor):
         return {"tensor": _add(tensors, name or "value", obj)}
     if isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc":
