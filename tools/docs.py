@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from colofunc import errors  # noqa: E402
-from colofunc.plugins import hookspecs  # noqa: E402
+from colofunc.plugins import hookspecs, operators  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
 READ = frozenset(
@@ -24,14 +24,14 @@ READ = frozenset(
 EXAMPLE = ROOT / "examples" / "scan_plugin"
 
 
-def _code(text: str) -> str:
-    """Indented passages of a docstring as fenced code."""
+def _code(text: str, language: str = "py") -> str:
+    """Indented passages of a docstring as fenced code; `py` is an excerpt, which no test can run by itself."""
     out: list[str] = []
     inside = False
     for line in text.splitlines():
         indented = line.startswith("    ")
         if indented and not inside:
-            out += ["```py"]  # not `python`: an excerpt, which no test can run by itself
+            out += [f"```{language}"]
         elif inside and line and not indented:
             while not out[-1]:
                 out.pop()
@@ -51,12 +51,22 @@ def hooks_page() -> str:
         note = "" if name in READ else "\n\n*Collected and checked; nothing in this version reads it yet.*"
         parts.append(f"### {name}\n\n`-> {returns}`\n\n{inspect.getdoc(hook)}{note}\n")
     parts += [
+        "## Operators of your own\n",
+        _code(inspect.getdoc(operators) or "", "python") + "\n",
+        f"`cf.operator{_signature(operators.operator)}`\n\n{inspect.getdoc(operators.operator)}\n",
         "## A whole plugin\n",
         "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` finds it.\n",
         f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
         f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
     ]
     return "\n".join(parts)
+
+
+def _signature(fn: object) -> str:
+    """The arguments of a function, without the types that its documentation says."""
+    given = inspect.signature(fn).parameters.values()  # type: ignore[arg-type]
+    words = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given]
+    return f"({', '.join(words)})"
 
 
 def errors_page() -> str:

@@ -20,8 +20,8 @@ import attrs
 import torch
 
 NAMESPACE = "colofunc"
-# Fragments live as long as this object: it is the registration itself.
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Fragments live as long as these objects: they are the registration itself.
+LIBRARIES: dict[str, torch.library.Library] = {}
 # "colofunc.linear" -> the plain Python kernel.
 KERNELS: dict[str, Callable[..., Any]] = {}
 
@@ -48,21 +48,28 @@ class Operator:
 
 
 def define(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], gradient: Gradient | None = None
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Gradient | None = None,
+    namespace: str = NAMESPACE,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward)."""
     name = schema.split("(", 1)[0].strip()
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if namespace not in LIBRARIES:
+        LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library = LIBRARIES[namespace]
+    library.define(schema)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    op = getattr(getattr(torch.ops, namespace), name).default
     function = None
     if gradient is not None:
         save, backward = gradient
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=save, lib=LIBRARY)
-        function = _function(name, op, save, backward)
-    KERNELS[f"{NAMESPACE}.{name}"] = kernel
-    return Operator(f"{NAMESPACE}.{name}", op, kernel, function)
+        torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=save, lib=library)
+        function = _function(f"{namespace}_{name}", op, save, backward)
+    KERNELS[f"{namespace}.{name}"] = kernel
+    return Operator(f"{namespace}.{name}", op, kernel, function)
 
 
 def _function(
@@ -77,4 +84,4 @@ def _function(
         "backward": staticmethod(backward),
         "generate_vmap_rule": True,
     }
-    return type(f"Colofunc_{name}", (torch.autograd.Function,), body)
+    return type(name.capitalize(), (torch.autograd.Function,), body)

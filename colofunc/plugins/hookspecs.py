@@ -17,6 +17,8 @@ Hooks take no arguments, return data, and are called once, when a registry is bu
 is merged to one frozen `Registry`. Two plugins that give the same key, a hook that does not exist and a value of the
 wrong type are `PluginError`s that name the plugin. Plugins import public names only (`import colofunc as cf`), never
 each other. `cf.testing.check_strategies(plugin, op)` proves strategies right on small meshes.
+
+Hooks speak of operators by name: those of torch, of any library, and those that you register with `cf.operator` (below).
 """
 
 from __future__ import annotations

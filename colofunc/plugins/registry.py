@@ -15,7 +15,7 @@ import attrs
 import pluggy
 
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.rules import RULES, STRATEGIES, base_of, rule_for
+from colofunc.dtensor.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 from colofunc.errors import PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.plugins import hookspecs
@@ -113,7 +113,9 @@ def _check_names(manager: pluggy.PluginManager) -> None:
 def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
     """One table from all plugins; clashes name both plugins. Strategies of one operator add up."""
     merged: dict[Any, Any] = {}
-    owner: dict[Any, str] = dict.fromkeys(RULES, "colofunc") if hook == "colofunc_rules" else {}
+    owner: dict[Any, str] = {}
+    if hook == "colofunc_rules":
+        owner = {**dict.fromkeys(RULES, "colofunc"), **dict.fromkeys(REGISTERED, "cf.operator")}
     impls: Sequence[Any] = getattr(manager.hook, hook).get_hookimpls()
     for impl in sorted(impls, key=lambda i: _name(manager, i.plugin)):
         who = _name(manager, impl.plugin)

@@ -21,12 +21,14 @@ from colofunc.dtensor.eager import convert_shards
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.parts import part
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
+from colofunc.dtensor.rules import REGISTERED
 from colofunc.dtensor.strategies import enumerate_strategies, replicated_strategy
 from colofunc.errors import CheckError, InputError
 from colofunc.executors.backend import backend_for
 from colofunc.mesh import Mesh
 from colofunc.ops.targets import resolve
 from colofunc.plugins import Registry, build_registry
+from colofunc.plugins.operators import PluginOperator
 from colofunc.program.closeness import scaled_difference
 from colofunc.program.cost import program_cost
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
@@ -93,8 +95,8 @@ def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Me
 
 def target_of(op: Any) -> str:
     """The name that programs and plugins use: "aten.mm.default", "mylib.scan"."""
-    if isinstance(op, str):
-        return op
+    if isinstance(op, (str, PluginOperator)):
+        return op if isinstance(op, str) else op.name
     schema = getattr(op, "_schema", None) or getattr(getattr(op, "default", None), "_schema", None)
     if schema is None:
         raise InputError(f"check_strategies wants an operator or its name, not {op!r}. Try: \"aten.cumsum.default\"")
@@ -182,7 +184,7 @@ def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -
 def _claimed(call: Call, mesh: Mesh, registry: Registry, known: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
     """The strategies to prove and the rule they came from: all, or those that `known` does not have."""
     rule = registry.rule(call)
-    if rule is not None and (known is None or call.target in registry.rules):
+    if rule is not None and (known is None or call.target in registry.rules or call.target in REGISTERED):
         rule.check(call)
         yield from ((s, rule) for s in enumerate_strategies(call, rule, mesh))
     before = known.extra_strategies(call, mesh) if known is not None else ()

@@ -36,6 +36,7 @@ from colofunc.planner.constraints import Constraints
 from colofunc.planner.explain import node_keys
 from colofunc.planner.plan import Decision, Plan
 from colofunc.plugins import Registry
+from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice, call_of
 from colofunc.transforms.decide import Candidates, Decided
@@ -85,13 +86,14 @@ def key_of(program: Program, mesh: Mesh, registry: Registry, constraints: Constr
     for position in sorted(constraints.outputs):
         digest.update(repr((position, constraints.outputs[position].text())).encode())
     digest.update(repr((more, registry.plugins, torch.__version__)).encode())
-    digest.update(_sources(registry).encode())
+    digest.update(_sources(registry, program).encode())
     return digest.hexdigest()[:40]
 
 
-def _sources(registry: Registry) -> str:
-    """The text of colofunc and of every module that gave a rule, a strategy or a pass."""
+def _sources(registry: Registry, program: Program) -> str:
+    """The text of colofunc and of every module that gave a rule, a strategy, a pass, or an operator of the program."""
     functions = [*registry.rules.values(), *registry.passes.values(), *(f for fns in registry.strategies.values() for f in fns)]
+    functions += [OPERATORS[target].reference for target in sorted({n.target for n in program.nodes}) if target in OPERATORS]
     files = {f.__code__.co_filename for f in functions if inspect.isfunction(f)}
     return own_sources() + "".join(_of_file(name) for name in sorted(files))
 

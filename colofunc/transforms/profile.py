@@ -63,7 +63,8 @@ def _figures(low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float,
     why = "the mesh is simulated" if simulated else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
     exposed = tuple(sum(node.mean_s for node in nodes if node.communication) for nodes in everyone)
     return Profile(
-        simulated, low.executor == "compiled", low.mesh.size, steps, *seconds, flops, ideal_s, f"of topology {topology.name!r}" if known else why,
+        simulated, low.executor == "compiled", low.mesh.size, steps, *seconds, flops, ideal_s,
+        f"of topology {topology.name!r}" if known else why,
         ideal_s / seconds[0] if known else None, exposed, everyone[0], dict(cost.bytes), dict(cost.calls),
     )  # fmt: skip
 

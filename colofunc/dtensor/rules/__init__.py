@@ -86,6 +86,8 @@ def _add(
 
 
 RULES, STRATEGIES = _merge()
+# Rules of operators that `cf.operator` registered. They are the process's own, as the operators are in torch.
+REGISTERED: dict[str, RuleFn] = {}
 
 
 def base_of(target: str) -> str:
@@ -95,7 +97,7 @@ def base_of(target: str) -> str:
 
 def rule_for(call: Call) -> Rule | None:
     """The call's rule, or None where it runs replicated."""
-    fn = RULES.get(call.target) or RULES.get(base_of(call.target))
+    fn = RULES.get(call.target) or RULES.get(base_of(call.target)) or REGISTERED.get(call.target)
     if fn is None:
         if not pointwise.is_pointwise(call):
             return None

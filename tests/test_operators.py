@@ -1,0 +1,292 @@
+"""cf.operator: one node in a trace, differentiable, proven, the same eagerly, on simulated and on real ranks, and saved."""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import colofunc as cf
+from colofunc.executors.backend import backend_for
+from colofunc.program.serialize import load, save
+from colofunc.testing import check, check_strategies, sample
+
+MESH = cf.Mesh(dp=2, tp=2)
+
+
+@cf.operator("opstest.gated", rule="b* d, b* d -> b* d")
+def gated(x: torch.Tensor, gate: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x * torch.sigmoid(scale * gate)
+
+
+def tripled_backward(inputs: Any, output: Any, grad: Any) -> Any:
+    x, w = inputs
+    return 3 * grad * w, (3 * grad * x).flatten(0, -2).sum(0)
+
+
+@cf.operator("opstest.scaled", rule="b* d, d -> b* d", linear=[{0}, {1}], backward=tripled_backward)
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * w
+
+
+@cf.operator("opstest.best", rule="b [d] -> b, b")
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = x.max(-1)
+    return found.values, found.indices
+
+
+@cf.operator("opstest.projected", rule="b i, o i -> b o", reduce={"i": "sum"}, linear=[{0}, {1}], mults=True)
+def projected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w)
+
+
+@cf.operator("opstest.bare")
+def bare(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.cumsum(0) if bias is None else x.cumsum(0) + bias
+
+
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def train(p: Any, x: torch.Tensor) -> Any:
+    def loss(p: Any) -> torch.Tensor:
+        values, _ = best(projected(gated(x @ p["a"], x @ p["b"], scale=0.7), p["w"]))
+        return values.pow(2).mean()
+
+    value, grads = cf.value_and_grad(loss)(p)
+    return {k: v - 0.1 * grads[k] for k, v in p.items()}, value
+
+
+def train_plain(p: Any, x: torch.Tensor) -> Any:
+    def loss(p: Any) -> torch.Tensor:
+        h = (x @ p["a"]) * torch.sigmoid(0.7 * (x @ p["b"]))
+        return F.linear(h, p["w"]).max(-1).values.pow(2).mean()
+
+    grads = torch.func.grad(loss)(p)
+    return {k: v - 0.1 * grads[k] for k, v in p.items()}, loss(p)
+
+
+STATE = {"a": randn(6, 8), "b": randn(6, 8) * 2, "w": randn(4, 8)}
+
+
+# ---- in a step ----
+
+
+def test_a_step_keeps_it_whole_and_has_the_references_numbers() -> None:
+    step, x = cf.shard(train, MESH), randn(4, 6)
+    low = step.lower(STATE, x)
+    whole = [n.target for n in low.program.nodes if n.target.startswith("opstest.")]
+    assert whole == ["opstest.gated", "opstest.projected", "opstest.best"]
+    assert low.coverage().fallbacks == ()
+    check(step, STATE, x)
+    state, loss = step(STATE, x)
+    expected, expected_loss = train_plain(STATE, x)
+    torch.testing.assert_close(float(loss), float(expected_loss), rtol=1e-12, atol=0)
+    for k, v in expected.items():
+        torch.testing.assert_close(state[k].full(), v, rtol=1e-12, atol=1e-12)
+
+
+def test_a_given_backward_is_the_gradient() -> None:
+    x, w = randn(8, 4), randn(4)
+    grad_of = torch.func.grad(lambda x, w: scaled(x, w).sum(), argnums=(0, 1))
+    dx, dw = cf.shard(lambda x, w: grad_of(x, w), MESH, in_specs=("(dp b) (tp d)", "(tp d)"))(x, w)
+    torch.testing.assert_close(dx.full(), (3 * w).expand(8, 4))  # three times the reference's: it is ours that is called
+    torch.testing.assert_close(dw.full(), 3 * x.sum(0))
+
+
+def test_without_a_rule_it_is_replicated_and_reported() -> None:
+    x, bias = randn(8, 4), randn(4)
+    step = cf.shard(lambda x, bias: bare(x) + bare(x, bias), MESH, in_specs=("(dp b) (tp d)", None))
+    assert step.lower(x, bias).coverage().fallbacks == ("opstest.bare",)
+    torch.testing.assert_close(step(x, bias).full(), 2 * x.cumsum(0) + bias)
+
+
+def test_hooks_speak_of_it() -> None:
+    def blocks(call: Any, mesh: cf.Mesh) -> Any:
+        for axis in mesh.axis_names:
+            words = [f"d{i}" for i in range(len(call.ins[0].shape))]
+            words[1] = f"({axis} d1)"
+            layout = cf.Spec(" ".join(words)).bind(mesh, call.ins[0].shape)
+            yield cf.Strategy(f"{{{axis}: columns}}", (layout,), (layout,), cf.Cost(nbytes=1.0))
+
+    module = types.ModuleType("columns")
+    module.colofunc_strategies = cf.hookimpl(lambda: {"opstest.bare": blocks})  # type: ignore[attr-defined]
+    assert {p.strategy for p in check_strategies(module, bare, sample(randn(8, 12)))} == {"{a: columns}", "{b: columns}"}
+    step = cf.shard(lambda x: bare(x), cf.Mesh(tp=2), in_specs="b (tp d)", out_specs="b (tp d)", plugins=[module])
+    assert step.lower(randn(8, 4)).plan.find("opstest.bare")[0].strategy == "{tp: columns}"
+    rules = types.ModuleType("rules")
+    rules.colofunc_rules = cf.hookimpl(lambda: {"opstest.gated": cf.pattern("b d, b d -> b d")})  # type: ignore[attr-defined]
+    with pytest.raises(cf.PluginError, match=r"'opstest.gated' comes from both 'cf.operator' and 'rules'"):
+        cf.shard(lambda x: gated(x, x), MESH, plugins=[rules])(randn(8, 4))
+
+
+def test_rules_are_proven() -> None:
+    assert max(p.worst for p in check_strategies(None, gated)) < 1e-12
+    check_strategies(None, projected, sample(randn(12, 6), randn(4, 6)))
+    check_strategies(None, best, sample(randn(12, 6)))
+
+    @cf.operator("opstest.wrong", rule="b d -> b", reduce={"d": "sum"})
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+    with pytest.raises(cf.CheckError, match=r"opstest.wrong \{a: d\} on a=2, result 0 .* differs"):
+        check_strategies(None, wrong)
+
+
+# ---- elsewhere ----
+
+
+def test_eagerly_on_a_dtensor() -> None:
+    x, g = randn(8, 4), randn(8, 4) + 1
+    a, b = x.clone().requires_grad_(), cf.distribute(x, "(dp b) (tp d)", MESH).requires_grad_()
+    (gated.reference(a, g) ** 2).sum().backward()
+    out = gated(b, cf.distribute(g, "(dp b) (tp d)", MESH))
+    assert out.sharding is b.sharding
+    (out**2).sum().backward()
+    torch.testing.assert_close(b.grad.full(), a.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_on_plain_tensors_with_second_derivatives() -> None:
+    x, g = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
+    assert torch.autograd.gradcheck(gated, (x, g))
+    assert torch.autograd.gradgradcheck(gated, (x, g))
+    torch.library.opcheck(torch.ops.opstest.gated.default, (x, g, 0.5))
+
+
+def test_results_have_memory_of_their_own() -> None:
+    @cf.operator("opstest.same", rule="b d -> b d")
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape)
+
+    x = randn(4, 4)
+    same(x).zero_()
+    assert torch.equal(x, randn(4, 4))
+
+
+LOADS = """
+import sys
+import torch
+import colofunc as cf
+from colofunc.executors.backend import backend_for
+from colofunc.program.serialize import load
+
+if sys.argv[2] == "register":
+    @cf.operator("opstest.gated", rule="b* d, b* d -> b* d")
+    def gated(x: torch.Tensor, gate: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x * torch.sigmoid(scale * gate)
+
+mesh, x = cf.Mesh(dp=2), torch.arange(8.0).view(4, 2)
+try:
+    print([part.tolist() for part in backend_for(mesh).run(load(sys.argv[1]), mesh, [[x[:2], x[2:]]])[0]])
+except cf.ProgramError as error:
+    print(error)
+"""
+
+
+def test_a_saved_program_runs_where_the_operator_is_registered(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
+    mesh, x = cf.Mesh(dp=2), torch.arange(8.0).view(4, 2)
+    low = cf.shard(lambda x: gated(x, x), mesh, in_specs="(dp b) d", out_specs="(dp b) d").lower(x)
+    save(low.program, tmp_path / "program")
+    again = load(tmp_path / "program")
+    here = backend_for(mesh).run(again, mesh, [[x[:2], x[2:]]])[0]
+    torch.testing.assert_close(torch.cat(here), gated.reference(x, x))
+    said = []
+    for word in ("register", "nothing"):
+        run = [sys.executable, "-c", LOADS, str(tmp_path / "program"), word]
+        done = subprocess.run(run, env=subprocess_env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout.splitlines()[-1])
+    assert said == [str([p.tolist() for p in here]), "operator 'opstest.gated' is not registered; import the module that defines it"]
+
+
+def on_a_rank() -> Any:
+    state, loss = cf.shard(train, cf.Mesh(tp=2))(STATE, randn(4, 6))
+    return float(loss), {k: v.full() for k, v in state.items()}
+
+
+@pytest.mark.dist
+def test_on_real_ranks() -> None:
+    expected, expected_loss = train_plain(STATE, randn(4, 6))
+    for loss, state in cf.launch(on_a_rank, 2, timeout_s=120):
+        assert loss == pytest.approx(float(expected_loss), rel=1e-12)
+        for k, v in expected.items():
+            torch.testing.assert_close(state[k], v, rtol=1e-12, atol=1e-12)
+
+
+# ---- mistakes ----
+
+
+def one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def listed(x: list[torch.Tensor]) -> torch.Tensor:
+    return x[0]
+
+
+def counted(x: torch.Tensor) -> int:
+    return x.numel()
+
+
+def unsaid(x):  # type: ignore[no-untyped-def]
+    return x
+
+
+def named(x: torch.Tensor, *, n: int = 1) -> torch.Tensor:
+    return x * n
+
+
+def random(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5)
+
+
+def writing(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1) * 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "name", "rule", "message"),
+    [
+        (one, "one", None, "'one' is no name for an operator. Try: \"mylib.gated\""),
+        (one, "aten.one", None, "'aten.one' is no name for an operator"),
+        (one, "opstest.gated", None, "'opstest.gated' is registered already in this process"),
+        (one, "opstest.m1", "b d, b d -> b d", "the rule 'b d, b d -> b d' has 2 operands, the function has 1"),
+        (one, "opstest.m2", "b d -> b, d", "the rule 'b d -> b, d' has 2 results, the function has 1"),
+        (one, "opstest.m3", "b d", "the rule 'b d' has no `->`"),
+        (listed, "opstest.m4", None, "takes or returns a list of tensors"),
+        (counted, "opstest.m5", None, "returns something else than tensors: SymInt"),
+        (unsaid, "opstest.m6", None, "no types in the signature"),
+        (named, "opstest.m7", None, "argument 'n' is keyword-only"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(reference: Any, name: str, rule: str | None, message: str) -> None:
+    with pytest.raises(cf.PluginError, match=re.escape(message)):
+        cf.operator(name, rule=rule)(reference)
+    assert not hasattr(torch.ops.opstest, name.partition(".")[2]) or name == "opstest.gated"
+
+
+def test_references_that_are_no_functions_of_their_arguments() -> None:
+    draws, writes = cf.operator("opstest.draws")(random), cf.operator("opstest.writes")(writing)
+    for run in (cf.shard(lambda x: draws(x), MESH), lambda x: draws(cf.distribute(x, "(dp b) d", MESH))):
+        with pytest.raises(cf.PluginError, match=r"operator 'opstest.draws' draws random numbers \(aten\.\w+\.\w+\)"):
+            run(randn(4, 4))
+    with pytest.raises(cf.PluginError, match=r"operator 'opstest.writes' writes to an argument \(aten.add_.Tensor\)"):
+        cf.shard(lambda x: writes(x), MESH)(randn(4, 4))
+
+
+def test_a_backward_of_the_wrong_length() -> None:
+    short = cf.operator("opstest.short", backward=lambda inputs, output, grad: grad)(lambda_of_two)
+    with pytest.raises(cf.PluginError, match=r"gave 1 gradients for 2 tensor arguments"):
+        short(randn(2).requires_grad_(), randn(2)).sum().backward()
+
+
+def lambda_of_two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
