@@ -599,3 +599,34 @@ def test_an_override_that_speaks_of_nothing_is_an_error() -> None:
     step_fn, state = training(net())
     with pytest.raises(cf.InputError, match=r"overrides\['1\.weights'\] matches no module and no parameter.*did you mean"):
         cf.precision(step_fn, cf.Policy(overrides={"0": "fp32", "1.weights": "fp32"})).lower(state, batch())
+
+
+def test_the_planner_pays_for_gradients_what_their_sums_will_cost() -> None:
+    wide, narrow = lowered("bf16"), lowered(cf.Policy(reduce="bf16"))
+    more_bytes = wide.cost().bytes["reduce_scatter", "dp"] - narrow.cost().bytes["reduce_scatter", "dp"]
+    more_s = wide.plan.communication_s - narrow.plan.communication_s
+    bandwidth = wide.mesh.topology.levels[0].bandwidth_bytes_per_s
+    assert more_s == pytest.approx(more_bytes / bandwidth, rel=0.01)
+
+
+class Scaled(nn.Module):
+    """A norm's weight before a column-parallel layer: its gradient is a sum over an activation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4096))
+        self.up, self.down = nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 4096, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x * self.scale).relu())
+
+
+def test_sums_of_activations_over_a_tensor_parallel_axis_stay_narrow() -> None:
+    with torch.device("meta"):
+        model = cf.functional(Scaled())
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    wishes = {"up.weight": "(tp o) i", "down.weight": "o (tp i)", "scale": "i"}
+    step = cf.precision(cf.shard(step_fn, cf.Mesh(tp=2, topology="8xa100-80g"), wishes, in_specs=(None, "b i")), "bf16")
+    low = step.lower(state, cf.abstract((4, 4096), BF16))
+    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in ("colofunc.reduce_scatter", "colofunc.all_reduce")]
+    assert {v.dtype for v in sums if v.shape} == {BF16}

@@ -110,8 +110,9 @@ def assign(
     for regather in dict.fromkeys((always, (_parameters(program) | always) - never)):
         if regather not in memo.models:
             again = build_model(
-                program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions
-            )
+                program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions,
+                constraints.sums,
+            )  # fmt: skip
             memo.models[regather] = again, liveness(program, again, found.ties)
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
@@ -143,7 +144,7 @@ def _fastest(
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
     always = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said)
-    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always)
+    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
     choice = search(model, begin, seed, effort)
     if model.true_cost(choice) >= BIG:
@@ -176,12 +177,17 @@ def assign_by_axes(
     open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
 
     def solve_for(
-        some: tuple[str, ...], current: Assignment | None, budget: int | None, memo: Memo | None = None
+        some: tuple[str, ...],
+        current: Assignment | None,
+        budget: int | None,
+        memo: Memo | None = None,
+        decided: Sequence[str] = mesh.axis_names,
     ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
         here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
-        keyed = constraints if fixed is None else constraints | _apart(fixed)
+        mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
+        keyed = mine if fixed is None else mine | _apart(fixed)
         begin = () if current is None else (current,)
         return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo)
 
@@ -189,8 +195,10 @@ def assign_by_axes(
         return solve_for(tuple(open_axes), None, budget_bytes, memo)
     blocks = [tuple(open_axes[k : k + 2]) for k in range(0, len(open_axes), 2)]
     current: Assignment | None = None
+    decided = [a for a in mesh.axis_names if a not in open_axes]
     for block in blocks:  # the budget binds only once every axis has had its turn
-        current = solve_for(block, current, None)
+        decided += block
+        current = solve_for(block, current, None, None, decided)
     assert current is not None
     for turn in range(rounds):
         before = current.cost_s

@@ -7,7 +7,7 @@ no operands and one result, so one kind of test serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 import attrs
 
@@ -22,13 +22,15 @@ from colofunc.program.ir import Program, Value
 class Constraint:
     """`accepts` must hold. `key` is equal for constraints that accept the same; `says` is for people.
 
-    `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say).
+    `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say). `axes`: it says
+    something of these only, and waits until they have been decided where axes are decided one after another.
     """
 
     key: Hashable
     accepts: Callable[[Strategy], bool] = attrs.field(eq=False)
     says: str = ""
     offers: tuple[Strategy, ...] = attrs.field(default=(), eq=False)
+    axes: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -36,22 +38,29 @@ class Constraints:
     """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout.
 
     `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
+    `sums`: value id -> bytes of an element while it is summed over the mesh, where that is more than the value's own.
     """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
     outputs: Mapping[int, Layout] = attrs.field(factory=dict)
     regather: Mapping[int, bool] = attrs.field(factory=dict)
+    sums: Mapping[int, int] = attrs.field(factory=dict)
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
         return (*(c.key for c in self.items.get(item, ())), self.regather.get(item))
+
+    def on(self, axes: Collection[str]) -> Constraints:
+        """Those that say nothing of other axes than these."""
+        items = {item: tuple(c for c in some if set(c.axes) <= set(axes)) for item, some in self.items.items()}
+        return attrs.evolve(self, items=items)
 
     def __or__(self, other: Constraints) -> Constraints:
         """Both: every test of either."""
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
-        return Constraints(items, {**self.outputs, **other.outputs}, {**self.regather, **other.regather})
+        return Constraints(items, {**self.outputs, **other.outputs}, {**self.regather, **other.regather}, {**self.sums, **other.sums})
 
 
 NONE = Constraints()

@@ -13,7 +13,7 @@ there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import attrs
@@ -47,6 +47,7 @@ class Flow:
     uses: tuple[tuple[int, int, int], ...]
     settle: Layout | str | None
     itemsize: int
+    sum_itemsize: int  # while it is summed over the mesh
     count: int
     values: tuple[int, ...]
 
@@ -63,20 +64,21 @@ class Conversions:
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int], Array] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int], Array] = {}
 
-    def second(self, src: Layout, dst: Layout, itemsize: int) -> float:
+    def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0) -> float:
+        itemsize = max(itemsize, sum_itemsize) if src.pending else itemsize
         try:
             return 0.0 if src is dst else min(self._convert_s(src, dst, self._mesh, itemsize), BIG)
         except SpecError:
             return BIG
 
-    def table(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int) -> Array:
+    def table(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0) -> Array:
         """From each to each; values of one shape often ask for the same."""
-        key = (srcs, dsts, itemsize)
+        key = (srcs, dsts, itemsize, sum_itemsize)
         found = self._tables.get(key)
         if found is None:
-            rows = [[self.second(a, b, itemsize) for b in dsts] for a in srcs]
+            rows = [[self.second(a, b, itemsize, sum_itemsize) for b in dsts] for a in srcs]
             found = self._tables[key] = np.array(rows, dtype=float)
         return found
 
@@ -123,7 +125,7 @@ class Coded:
         key = a * len(self.layouts) + b
         found = self._known.get(key)
         if found is None:
-            found = self.conversions.second(self.layouts[a], self.layouts[b], self.flow.itemsize)
+            found = self.conversions.second(self.layouts[a], self.layouts[b], self.flow.itemsize, self.flow.sum_itemsize)
             self._known[key] = found
         return found
 
@@ -199,7 +201,7 @@ class Coded:
         sources, at = np.unique(np.array(self.source), return_inverse=True)
         targets, which = np.unique(np.array(self.targets[k]), return_inverse=True)
         srcs, dsts = (tuple(self.layouts[n] for n in numbers.tolist()) for numbers in (sources, targets))
-        table = self.conversions.table(srcs, dsts, self.flow.itemsize)
+        table = self.conversions.table(srcs, dsts, self.flow.itemsize, self.flow.sum_itemsize)
         if not table.any():
             return None
         return np.minimum(self.flow.count * table, BIG)[np.ix_(at, which)]
@@ -227,8 +229,12 @@ def flows_of(
     options: Sequence[tuple[Strategy, ...]],
     outputs: dict[int, Layout],
     regather: frozenset[int],
+    sums: Mapping[int, int],
 ) -> tuple[Flow, ...]:
-    """All flows of a program. `outputs`: fixed layouts by output position; `regather`: converted anew in each phase."""
+    """All flows of a program. `outputs`: fixed layouts by output position; `regather`: converted anew in each phase.
+
+    `sums`: bytes of an element of a value while it is summed, where that is more than its own.
+    """
     first = alike(options)
     uses: dict[int, dict[tuple[int, int, int], None]] = {id: {} for id in program.values}
     made = {id: (ties.of_input(k), 0) for k, id in enumerate(program.inputs)}
@@ -251,7 +257,8 @@ def flows_of(
     grouped: dict[Flow, list[int]] = {}
     for id, (c, j) in made.items():
         if uses[id] or id in settle:
-            like = Flow(c, j, tuple(uses[id]), settle.get(id), program.values[id].dtype.itemsize, 0, ())
+            size = program.values[id].dtype.itemsize
+            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), 0, ())
             grouped.setdefault(like, []).append(id)
     return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
 

@@ -155,17 +155,18 @@ def build_model(
     outputs: dict[int, Layout],
     regather: frozenset[int] = frozenset(),
     conversions: Conversions | None = None,
+    sums: Mapping[int, int] | None = None,
 ) -> Model:
     """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase.
 
-    `conversions`: those of another model on this mesh, to know what it knows.
+    `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`.
     """
     seconds = []
     for c, strategies in enumerate(options):
         item = ties.members[c][0]
         node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
         seconds.append(np.array([own_s(program, node, s, mesh) for s in strategies], dtype=float))
-    flows = flows_of(program, ties, options, outputs, regather)
+    flows = flows_of(program, ties, options, outputs, regather, sums or {})
     touched: list[dict[int, None]] = [{} for _ in options]
     for f, flow in enumerate(flows):
         for c in (flow.producer, *(u[0] for u in flow.uses)):

@@ -7,8 +7,12 @@ layout moves stand between the reduction and the cast that was there, that cast 
 
     reduce_scatter(g: bf16)  view  _to_copy(f32)        ->        _to_copy(f32)  reduce_scatter(f32)  view
 
-A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, sums and scalings. Single
-numbers (a loss) are summed wide as well, which costs nothing.
+A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, additions and scalings by a
+number. What is multiplied by another tensor or summed over a dim on its way is an activation (under tensor parallelism), which
+may be many times larger than the gradient, and stays narrow. Single numbers (a loss) are summed wide as well, which costs nothing.
+
+The pass runs after planning, so the planner is told what sums will cost: `gradients(program, dtype)` are the values of the
+global program whose pending sums this pass will widen.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from colofunc.program.facts import kind_of, may_alias
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
-_LINEAR = frozenset({"add", "sub", "mul", "div", "neg", "clone", "sum", "cat", "constant_pad_nd"})
+_LINEAR = frozenset({"add", "sub", "neg", "clone", "cat", "constant_pad_nd"})
+_SCALINGS = frozenset({"mul", "div"})
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
 
 
@@ -68,11 +73,35 @@ def _to_gradient(node: Node, program: Program, readers: dict[int, list[Node]]) -
         if program.values[at].role == "grad":
             return True
         for reader in readers.get(at, ()):
-            passes = _is_move(reader) or reader.target in _CASTS or reader.target.split(".")[1] in _LINEAR or kind_of(reader) is not None
-            if passes:
+            if _passes(reader, program):
                 pending += [o for o in reader.outs if o is not None and o not in seen]
                 seen.update(o for o in reader.outs if o is not None)
     return False
+
+
+def _passes(node: Node, program: Program) -> bool:
+    """Whether the sum of parts of the operand is, element by element, what becomes of the sum in the result."""
+    name = node.target.split(".")[1]
+    if name in _SCALINGS:
+        return sum(bool(program.values[i].shape) for i in node.refs) <= 1
+    return _is_move(node) or node.target in _CASTS or name in _LINEAR or kind_of(node) is not None
+
+
+def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
+    """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened."""
+    made = program.producers()
+    found: set[int] = set()
+    pending = [i for i, value in program.values.items() if value.role == "grad"]
+    while pending:
+        at = pending.pop()
+        if at in found:
+            continue
+        found.add(at)
+        node = made.get(at)
+        if node is not None and _passes(node, program):
+            pending += node.refs
+    values = ((i, program.values[i].dtype) for i in found)
+    return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
 
 
 @attrs.define

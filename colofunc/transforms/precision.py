@@ -28,9 +28,12 @@ from torch import Tensor
 from colofunc.errors import InputError, PrecisionError
 from colofunc.mesh import Mesh
 from colofunc.ops.policy import Mixed, Policy, floating
+from colofunc.planner.constraints import Constraints
+from colofunc.plugins import Registry
 from colofunc.program.ir import Program
+from colofunc.program.trace import Traced
 from colofunc.program.trace_tree import flatten, unflatten
-from colofunc.program.wide_sums import wide_sums
+from colofunc.program.wide_sums import gradients, wide_sums
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
@@ -53,7 +56,7 @@ def precision(step_fn: Callable[..., Any] | str | Policy | None = None, policy: 
     chosen = policy if isinstance(policy, Policy) else Policy(compute=floating("bf16" if policy is None else policy))
     intent = Intent(
         "precision", {"policy": chosen}, around=functools.partial(_around, chosen), grow=_Grow(chosen),
-        local=functools.partial(_local, chosen),
+        local=functools.partial(_local, chosen), constrain=functools.partial(_priced, chosen),
     )  # fmt: skip
     if step_fn is None or isinstance(step_fn, (str, Policy)):
         return lambda fn: stage(fn, intent, StepCompiler)
@@ -63,6 +66,11 @@ def precision(step_fn: Callable[..., Any] | str | Policy | None = None, policy: 
 
 def _local(policy: Policy, program: Program, mesh: Mesh) -> Program:
     return wide_sums(program, policy.reduce)
+
+
+def _priced(policy: Policy, traced: Traced, program: Program, registry: Registry) -> Constraints:
+    """The planner pays for sums of gradients what `_local` makes of them."""
+    return Constraints(sums=dict.fromkeys(sorted(gradients(program, policy.reduce)), policy.reduce.itemsize))
 
 
 # ---- the state ----
