@@ -54,7 +54,7 @@ bench: $(READY)  ## the benchmark table
 	@$(PY) -m bench $(ARGS)
 
 docs: $(DOCS_READY)  ## the documentation as a site in site/
-	@$(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:           ## remove .venv and everything built
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -86,6 +86,22 @@ def test_lengths_that_change_are_traced_once_per_padded_length(capfd):
     assert len(said) == 1 and "argument 0.input_ids: (2, 16) -> (2, 32)" in said[0]
 
 
+def test_a_retrace_says_what_differs(capfd):
+    step = cf.shard(lambda b: {k: v * 2 for k, v in b.items()}, cf.Mesh())
+    x, n = torch.ones(4), torch.ones(4, dtype=torch.int64)
+    for batch in ({"x": x}, {"x": x.double()}, {"x": x.double(), "n": n}, {"n": n}):
+        step(batch)
+    with cf.testing.float64():
+        step({"n": n})
+    said = [line.partition("traced again for ")[2] for line in capfd.readouterr().err.splitlines() if "traced again" in line]
+    assert said == [
+        "argument 0.x: float32 -> float64",
+        "its arguments' structure: '0.n' is new",
+        "its arguments' structure: '0.x' is gone",
+        "the default dtype: float32 -> float64",
+    ]
+
+
 def test_values_by_key():
     ids = torch.ones(2, 3, dtype=torch.int64)
     batch = {

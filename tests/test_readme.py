@@ -68,6 +68,20 @@ def test_links_and_folders_exist() -> None:
         assert (ROOT / ("colofunc" if line.startswith("  ") else "") / name).exists(), line
 
 
+def test_every_page_is_in_the_navigation_and_on_the_first_page() -> None:
+    names = [page.name for page in PAGES]
+    assert sorted(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)) == names
+    linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    assert sorted(linked) == [name for name in names if name != "index.md"]
+
+
+def test_anchors_exist() -> None:
+    for page in (ROOT / "README.md", *PAGES):
+        for target, anchor in re.findall(r"\]\(([^)#: ]*)#([^) ]+)\)", page.read_text()):
+            heads = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads], f"{page.name}: {target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(page, monkeypatch, tmp_path)

@@ -375,3 +375,12 @@ def test_an_unmodified_model_is_pure() -> None:
     step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3))
     ids = torch.zeros(2, 4, dtype=torch.int64)
     testing.check_pure(step, state, {"input_ids": ids, "labels": ids})
+
+
+def test_float32_leaves_that_stay_float32_run_inside_float64() -> None:
+    """`check` makes them float64; a step that is called by itself keeps what it is given, in local code as well."""
+    step_fn, state, batch = cf.testing.programs.mlp()
+    step = cf.shard(step_fn, cf.Mesh(dp=2, tp=2, topology="ideal"), in_specs=(None, "(dp b) ..."))
+    with cf.testing.float64():
+        after, _ = step(step.init(state, batch), batch)
+    cf.testing.compare(after, step_fn(state, batch)[0], "state")

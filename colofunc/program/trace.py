@@ -136,7 +136,8 @@ def _observe(
 def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program:
     """The program of a small function of tensors (a strategy's local code); its result is a tensor, tuple or list."""
     rec = Recorder(handler_of)
-    leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
+    with compat.no_function_modes():  # of the dtypes that are named, also inside `float64()`
+        leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
     fakes, _ = _make_inputs(rec, leaves, [f"arg{i}" for i in range(len(types))])
     result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)

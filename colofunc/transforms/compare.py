@@ -223,7 +223,7 @@ class _Look:
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
             worst = _distance(want, got.detach())
             if not worst <= self.bounds[owner]:
-                why = "tracing or simplifying, unless what the function reads from outside (a global, an attribute) has changed since its trace"
+                why = "tracing or simplifying, unless what it reads from outside (a global, an attribute) has changed since its trace"
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
                 made.append(order.get(id(self.makers.get(owner)), -1))
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
