@@ -3,9 +3,20 @@
     from colofunc_plugins import zero, tensor
 
 Each enters by the same door as a third party's plugin, uses public names of colofunc only, and knows no other plugin.
+This module is what the entry point names; `cf.configure(..., plugins=[colofunc_plugins])` where nothing is installed.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from colofunc_plugins.tp2d_25d_3d import tensor
 from colofunc_plugins.zero import zero
 
+import colofunc as cf
+
 __all__ = ["tensor", "zero"]
+
+
+@cf.hookimpl
+def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
+    return {"tensor": tensor, "zero": zero}

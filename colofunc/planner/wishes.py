@@ -204,7 +204,7 @@ def _any_of(some: Sequence[Constraint]) -> Constraint:
     if len(some) == 1:
         return some[0]
     offers = tuple(offer for c in some for offer in c.offers)
-    return Constraint(("any", *(c.key for c in some)), lambda s: any(c.accepts(s) for c in some), some[0].says, offers)
+    return Constraint(("any", *(c.key for c in some)), lambda s: any(c.accepts(s) for c in some), some[0].says, offers, some[0].axes)
 
 
 def _bounds(wish: Wish, value: Value, mesh: Mesh) -> tuple[Layout, ...]:
@@ -233,13 +233,13 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
         return Constraint(("leaf", layout), lambda s: s.outs[0] is layout, str(wish), (exact,))
     if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
         offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
-        return Constraint(("leaf", layout, axes), lambda s: _alike(layout, s.outs[0], axes), str(wish), offers)
+        return Constraint(("leaf", layout, axes), lambda s: _alike(layout, s.outs[0], axes), str(wish), offers, axes)
     want = _orders(layout, axes)
 
     def accepts(s: Strategy) -> bool:
         return s.outs[0] is not None and _orders(s.outs[0], axes) == want
 
-    return Constraint(("leaf", layout, axes), accepts, str(wish), (exact,))
+    return Constraint(("leaf", layout, axes), accepts, str(wish), (exact,), axes)
 
 
 def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
@@ -296,7 +296,7 @@ def _on_operators(
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
         where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
         key = ("node", *(tuple(want.items()) for want in wants))
-        yield n + k, dict(where), Constraint(key, _placer(wants), says)
+        yield n + k, dict(where), Constraint(key, _placer(wants), says, (), tuple(where))
 
 
 def _has(rule: Rule | None, pairs: Sequence[tuple[str, str]]) -> bool:
@@ -334,7 +334,7 @@ def _along(
         key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
         if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
-            yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers)
+            yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes)
         elif offers:
             yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
 

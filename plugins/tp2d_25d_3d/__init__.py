@@ -23,7 +23,7 @@ from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, products
 
 import colofunc as cf
 
-__all__ = ["Auto", "Megatron", "Pairs", "colofunc_plans", "find", "tensor"]
+__all__ = ["Auto", "Megatron", "Pairs", "find", "tensor"]
 
 MODES = ("1d", "auto")
 
@@ -150,8 +150,3 @@ def _common(a: str, b: str) -> int:
             break
         n += 1
     return n
-
-
-@cf.hookimpl
-def colofunc_plans() -> Mapping[str, Any]:
-    return {"tensor": tensor}

@@ -17,7 +17,7 @@ Source: ZeRO (1910.02054); hybrid sharding: PyTorch FSDP (2304.11277), MiCS (220
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -25,7 +25,7 @@ import attrs
 
 import colofunc as cf
 
-__all__ = ["Zero", "colofunc_plans", "zero"]
+__all__ = ["Zero", "zero"]
 
 SMALL = 1 << 12
 """A tensor of at most so many elements, none of whose dims is divided by the ranks, is copied; a larger one is padded."""
@@ -58,7 +58,7 @@ def zero(
         raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {mine} and replicate {copies}, which the batch lies on")
     if regather is not None and stage != 3:
         raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
-    return Zero(stage, (*mine, *(c for c in copies)), mine, moments, regather)
+    return Zero(stage, (*mine, *copies), mine, moments, regather)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class Zero:
         return f"zero({self.stage}, {', '.join(self.stored)})"
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        axes = mesh.atoms(self.axes)
+        axes = tuple(sorted(mesh.atoms(self.axes), key=mesh.axis_names.index))
         stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
         alone = all(a in axes or mesh.axis_size(a) == 1 for a in mesh.axis_names)
         found = self._batch(program, mesh, axes)
@@ -133,8 +133,3 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
 
 def _spec(shape: tuple[int, ...], dim: int, axes: tuple[str, ...], pad: str = "") -> str:
     return " ".join(f"({' '.join(axes)} d{d}{pad})" if d == dim else f"d{d}" for d in range(len(shape)))
-
-
-@cf.hookimpl
-def colofunc_plans() -> Mapping[str, Any]:
-    return {"zero": zero}

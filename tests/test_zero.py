@@ -1,0 +1,266 @@
+"""zero(stage, axes): where everything lies, what goes over the wire against the closed forms, and the numbers.
+
+Closed forms (ZeRO, 1910.02054), P bytes of parameters on n ranks, n' = (n-1)/n: stages 1 and 2 reduce-scatter gradients
+and gather parameters, 2 n' P; stage 3 gathers parameters for forward and for backward, at most 3 n' P.
+"""
+
+from collections import Counter
+from typing import Any
+
+import colofunc_plugins
+import pytest
+import torch
+from colofunc_plugins import tensor, zero
+from torch import nn
+
+import colofunc as cf
+from colofunc.testing import check
+
+TOPOLOGY = "4xa100-80g"
+DP2, DP4 = (cf.Mesh(dp=n, topology=TOPOLOGY) for n in (2, 4))
+
+
+def mlp(width: int = 32, hidden: int = 128, rows: int = 8, clip: float | None = 1.0, freeze: str = "", opt: Any = torch.optim.AdamW) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)).double()
+    for name, p in net.named_parameters():
+        p.requires_grad_(not freeze or not name.startswith(freeze))
+    batch = {k: torch.randn(rows, width, dtype=torch.float64) for k in "xy"}
+    fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(opt, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}), clip=clip)
+    return step, state, batch
+
+
+def language(family: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    common = dict(vocab_size=64, bos_token_id=1, eos_token_id=1)
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, **common)
+        net = transformers.GPT2LMHeadModel(config)
+    else:
+        size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        net = transformers.LlamaForCausalLM(transformers.LlamaConfig(max_position_embeddings=16, **size, **common))
+    step, state = cf.train_step(cf.functional(net.double()), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
+    ids = torch.randint(0, 64, (8, 8))
+    return step, state, {"input_ids": ids, "labels": ids.clone()}
+
+
+def specs(low: Any) -> dict[str, str]:
+    return {leaf.name: leaf.spec for leaf in low.plan.inputs}
+
+
+def nbytes(state: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in state["params"].values())
+
+
+def wires(low: Any, axis: str = "dp") -> Counter[str]:
+    """Bytes by kind, without scalars (losses, norms)."""
+    return Counter({kind: n for (kind, on), n in low.cost().bytes.items() if on == axis and n > 64})
+
+
+# ---- where things lie, and what moves ----
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("mesh", [DP2, DP4])
+def test_one_and_two_split_moments_and_move_twice_the_parameters(stage: int, mesh: cf.Mesh) -> None:
+    step, state, batch = mlp()
+    low = cf.shard(step, mesh, zero(stage, "dp")).lower(state, batch)
+    lies, n = specs(low), mesh.axis_size("dp")
+    assert lies["batch.x"] == "(dp a) b" and lies["state.params.0.weight"] == "a b" and lies["state.params.0.bias"] == "a"
+    assert lies["state.opt.exp_avg.0.weight"] == "(dp a) b" and lies["state.opt.exp_avg_sq.2.bias"] == "(dp a)"
+    each = nbytes(state) * (n - 1) // n
+    assert wires(low) == {"reduce_scatter": each, "all_gather": each}
+
+
+@pytest.mark.parametrize("mesh", [DP2, DP4])
+def test_three_splits_parameters_and_gathers_again_what_backward_reads(mesh: cf.Mesh) -> None:
+    step, state, batch = mlp()
+    n = mesh.axis_size("dp")
+    kept, again = (cf.shard(step, mesh, zero(3, "dp", regather=how)).lower(state, batch) for how in (False, True))
+    assert specs(again)["state.params.0.weight"] == specs(again)["state.opt.exp_avg.0.weight"] == "(dp a) b"
+    each = nbytes(state) * (n - 1) // n
+    assert wires(kept) == {"reduce_scatter": each, "all_gather": each}
+    # The first layer's weight and the biases have no reader in backward: 3 n' P is what a deep net comes near to.
+    second = state["params"]["2.weight"].numel() * 8 * (n - 1) // n
+    assert wires(again) == {"reduce_scatter": each, "all_gather": each + second}
+
+
+def test_the_plan_says_it_in_the_fields_words() -> None:
+    step, state, batch = mlp()
+    assert str(cf.shard(step, DP2, zero(3, "dp")).lower(state, batch).plan).startswith("dp: ZeRO-3 (zero(3, dp)) on dp=2")
+
+
+def test_memory_falls_with_every_stage() -> None:
+    """AdamW in one precision: 3 P of state. Stage 1 keeps P + 2 P / n of it, stage 3 keeps 3 P / n."""
+    step, state, batch = mlp(128, 512)
+    kept = {}
+    for stage in (1, 3):
+        low = cf.shard(step, DP4, zero(stage, "dp")).lower(state, batch)
+        inputs = [low.program.values[i] for i in low.program.inputs]
+        kept[stage] = sum(v.layout.local_numel * v.dtype.itemsize for v in inputs if v.role in ("param", "state") and v.shape)
+        kept[stage, "peak"] = low.memory().peak_bytes["device"]
+    assert kept[1] == nbytes(state) * (1 + 2 / 4) and kept[3] == nbytes(state) * 3 / 4
+    assert kept[3, "peak"] < kept[1, "peak"] < cf.shard(step, cf.Mesh()).lower(state, batch).memory().peak_bytes["device"]
+
+
+def test_bf16_halves_the_bytes_of_gathers() -> None:
+    step, state, batch = *_single(), {k: torch.randn(8, 32) for k in "xy"}
+    plain = cf.shard(step, DP2, zero(3, "dp"))
+    narrow = cf.precision(plain, "bf16")
+    a, b = wires(plain.lower(state, batch)), wires(narrow.lower(state, batch))
+    assert b["all_gather"] * 2 == a["all_gather"] and b["reduce_scatter"] == a["reduce_scatter"]
+    # A policy of the parameters' own dtype changes nothing, on any mesh.
+    assert check(cf.precision(cf.shard(mlp()[0], DP2, zero(3, "dp")), cf.Policy(torch.float64, torch.float64)), *mlp()[1:]).worst < 1e-10
+
+
+def _single() -> Any:
+    net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32))
+    fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
+    return cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_microbatches_gather_once_and_reduce_once(stage: int) -> None:
+    step, state, batch = mlp()
+    staged = cf.accumulate(cf.shard(step, DP2, zero(stage, "dp")), microbatches=2)
+    assert wires(staged.lower(state, batch)) == {"reduce_scatter": nbytes(state) // 2, "all_gather": nbytes(state) // 2}
+    assert check(staged, state, batch).worst < 1e-10
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_language_models_equal_the_single_device(family: str, stage: int) -> None:
+    with cf.testing.float64():
+        assert check(cf.shard(language(family)[0], DP4, zero(stage, "dp")), *language(family)[1:]).worst < 1e-10
+
+
+def test_one_rank_is_the_step_itself() -> None:
+    step, state, batch = mlp()
+    staged = cf.shard(step, cf.Mesh(dp=1), zero(3, "dp"))
+    assert not staged.lower(state, batch).cost().calls
+    assert check(staged, state, batch).worst < 1e-10
+
+
+def test_shapes_that_nothing_divides() -> None:
+    """Small ones are copied, large ones padded; the numbers are the same."""
+    step, state, batch = mlp(13, 337)
+    staged = cf.shard(step, DP2, zero(3, "dp"))
+    lies = specs(staged.lower(state, batch))
+    assert lies["state.params.0.weight"] == "(dp a~) b" and lies["state.params.0.bias"] == "a"
+    assert check(staged, state, batch).worst < 1e-10
+
+
+def test_another_dim_is_taken_where_the_first_does_not_divide() -> None:
+    step, state, batch = mlp(32, 129)
+    staged = cf.shard(step, DP4, zero(3, "dp"))
+    assert specs(staged.lower(state, batch))["state.params.0.weight"] == "a (dp b)"
+    assert check(staged, state, batch).worst < 1e-10
+
+
+def test_frozen_weights_are_split_and_never_reduced() -> None:
+    step, state, batch = mlp(64, 512, freeze="0")  # above 64 KiB: a hidden input of the step
+    staged = cf.shard(step, DP2, zero(3, "dp"))
+    low = staged.lower(state, batch)
+    frozen = {leaf.name: leaf.spec for leaf in low.plan.inputs if leaf.role == "frozen"}
+    assert frozen and "(dp a) b" in frozen.values()
+    assert wires(low)["reduce_scatter"] == nbytes(state) // 2
+    assert check(staged, state, batch).worst < 1e-10
+
+
+class Odd(nn.Module):
+    """A layer that nobody calls, and one weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_unused_and_tied_parameters_and_groups() -> None:
+    torch.manual_seed(0)
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-2, groups={"*.bias": dict(weight_decay=0)})
+    fn = lambda out, b: (out**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(Odd().double()), opt, loss=fn, inputs=lambda b: ((b,), {}))
+    staged = cf.shard(step, DP2, zero(3, "dp"))
+    batch = torch.randn(4, 16, dtype=torch.float64)
+    assert specs(staged.lower(state, batch))["state.params.unused.weight"] == "(dp a) b"
+    assert check(staged, state, batch).worst < 1e-10
+
+
+@pytest.mark.parametrize("opt", [torch.optim.Adagrad, torch.optim.SGD])
+def test_other_optimizers(opt: Any) -> None:
+    step, state, batch = mlp(opt=opt)
+    assert check(cf.shard(step, DP2, zero(3, "dp")), state, batch).worst < 1e-10
+
+
+# ---- hybrid ----
+
+HYBRID = cf.Mesh(dpo=2, dpi=2, topology=TOPOLOGY)
+
+
+def test_hybrid_copies_over_one_axis_and_may_split_moments_over_both() -> None:
+    step, state, batch = mlp()
+    for moments, spec in ((None, "(dpi a) b"), (("dpi", "dpo"), "(dpi dpo a) b")):
+        staged = cf.shard(step, HYBRID, zero(3, "dpi", replicate="dpo", optimizer=moments))
+        low = staged.lower(state, batch)
+        lies = specs(low)
+        assert lies["batch.x"] == "(dpo dpi a) b" and lies["state.params.0.weight"] == "(dpi a) b"
+        assert lies["state.opt.exp_avg.0.weight"] == spec
+        assert wires(low, "dpi")["all_gather"] == nbytes(state) // 2  # parameters are gathered inside dpi only
+        assert check(staged, state, batch).worst < 1e-10
+
+
+def test_three_axes_with_tensor_parallelism() -> None:
+    mesh = cf.Mesh(dpo=2, dpi=2, tp=2, topology="8xa100-80g")
+    step, state, batch = mlp()
+    staged = cf.shard(step, mesh, zero(3, "dpi", replicate="dpo"), tensor("1d", "tp"))
+    words = [use.words for use in staged.lower(state, batch).plan.axes]
+    assert words == ["data parallel", "ZeRO-3", "Megatron column/row"]
+    assert check(staged, state, batch).worst < 1e-10
+
+
+# ---- refused ----
+
+
+def test_two_plans_for_one_axis_are_both_named() -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.PlanError, match=r"clash on axis 'dp' of 'state.params.2.weight': zero\(3, dp\).*tensor\(1d, dp\)"):
+        cf.shard(step, DP2, zero(3, "dp"), tensor("1d", "dp")).lower(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: zero(4, "dp"), "stages 1, 2 and 3, not 4"),
+        (lambda: zero(True, "dp"), "not True"),
+        (lambda: zero(3, ()), "needs an axis"),
+        (lambda: zero(3, "dp", replicate="dp"), "cannot both split and copy"),
+        (lambda: zero(3, "dp", optimizer="tp"), "must be among"),
+        (lambda: zero(1, "dp", regather=True), "gathers no parameters"),
+    ],
+)
+def test_refused(make: Any, says: str) -> None:
+    with pytest.raises(cf.PlanError, match=says):
+        make()
+
+
+def test_rows_and_axes_are_checked() -> None:
+    step, state, batch = mlp(rows=7)
+    with pytest.raises(cf.PlanError, match=r"the 7 rows of the batch \('batch.x'\) do not divide over 2 ranks"):
+        cf.shard(step, DP2, zero(3, "dp")).lower(state, batch)
+    with pytest.raises(cf.MeshError, match="dpp"):
+        cf.shard(step, DP2, zero(3, "dpp")).lower(state, batch)
+
+
+def test_by_configuration() -> None:
+    chain = cf.configure({"mesh": {"dp": 2}, "parallel": {"zero": {"stage": 3, "axes": "dp"}}}, plugins=[colofunc_plugins])
+    step, state, batch = mlp()
+    assert specs(chain.apply(step).lower(state, batch))["state.params.0.weight"] == "(dp a) b"
