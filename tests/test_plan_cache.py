@@ -1,6 +1,8 @@
 """Plans on disk: found again by everything that decides them, rebuilt without a search, never trusted blindly."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -78,3 +80,26 @@ def test_nothing_is_kept_where_it_is_off_or_quick(folder, monkeypatch):
     monkeypatch.setenv("COLOFUNC_CACHE", "off")
     lowered()
     assert not folder.exists()
+
+
+ANOTHER = """
+import colofunc as cf
+from colofunc.testing import programs
+from colofunc.transforms import plan_cache, prepare
+
+plan_cache.KEEP_ABOVE_S = 0.0
+searched = []
+search = prepare.decide
+prepare.decide = lambda *args: searched.append(1) or search(*args)
+step, state, batch = programs.NAMED["mlp"]()
+low = cf.shard(step, cf.Mesh(dp=2, tp=2, topology="8xa100-80g")).lower(state, batch)
+print(len(searched), plan_cache.local_hash(low.program))
+"""
+
+
+def test_another_process_finds_it(folder, searches, subprocess_env):
+    first = lowered()
+    env = {**subprocess_env, "COLOFUNC_CACHE": str(folder), "PYTHONHASHSEED": "1"}  # sets have another order there
+    done = subprocess.run([sys.executable, "-c", ANOTHER], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == f"0 {local_hash(first.program)}"
