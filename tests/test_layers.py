@@ -46,8 +46,9 @@ OPTIONAL_EXTRAS = {
     "yaml", "lightning", "accelerate",
 }  # fmt: skip
 
-# Parts of torch that take half a second to import and that few programs need, and our module on top of them.
+# Parts of torch that take half a second to import and that few programs need, our module on top of them, and pretty tables.
 SLOW_TO_IMPORT = (
+    "rich.table",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.dtensor.placements",
     "torch.distributed.checkpoint", "colofunc.functional.checkpoint.dcp_planner",
 )  # fmt: skip

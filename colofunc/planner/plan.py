@@ -14,13 +14,15 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-from rich.table import Table
 
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FORMAT_VERSION = 1
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from colofunc.planner.plan import Decision, Plan
 
 
 def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) -> Table:
     """One row per decision; with `costly`, only the dearest, still in the order of the program."""
+    from rich.table import Table
+
     if costly is not None:
         dearest = set(sorted(range(len(decisions)), key=lambda k: -decisions[k].cost_s)[:costly])
         decisions = [d for k, d in enumerate(decisions) if k in dearest]
