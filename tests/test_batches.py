@@ -411,6 +411,9 @@ def read_on_ranks():
     def other_rows():
         list(cf.batches([torch.full((2, 2), float(mesh.rank))], mesh))
 
+    def other_rows_later():
+        list(cf.batches([torch.full((2, 2), float(mesh.rank * k)) for k in range(2)], mesh))
+
     def sharded():
         cf.batches(DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, mesh.rank)), mesh)
 
@@ -419,7 +422,7 @@ def read_on_ranks():
     def plain():
         cf.shard(lambda x: x * 2, mesh)(torch.full((2,), float(mesh.rank)))
 
-    errors = [attempt(f) for f in (early, broken, other_rows, sharded, plain)]
+    errors = [attempt(f) for f in (early, broken, other_rows, sharded, plain, other_rows_later)]
     return got, data.read, same, errors, own
 
 
@@ -444,6 +447,7 @@ def test_two_ranks_read_rows_of_their_own():
     assert errors0[2] == errors1[2] and "must be equal on all ranks, but ranks [1] hold other numbers" in errors0[2]
     assert "DistributedSampler gives each rank rows of its own already" in errors0[3]
     assert "let cf.batches(loader, mesh, spec) read each rank's rows, or enter them with cf.from_local" in errors0[4]
+    assert "of batch 1 of epoch 0 must be equal on all ranks" in errors0[5] == errors1[5]
     equal(own, [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])
 
 

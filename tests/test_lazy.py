@@ -423,3 +423,22 @@ def test_a_lazy_tensor_is_distributed_part_by_part() -> None:
     weight = model.params["weight"]
     placed = cf.distribute(weight, "(dp o) i", cf.Mesh(dp=2))
     assert torch.equal(placed.full(), make(weight)) and placed.shards[0].shape == (3, 8)
+
+
+class Legacy(torch.nn.Module):
+    """Constructors of long ago, as wav2vec2 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.Tensor(4).uniform_())
+        self.b = torch.nn.Parameter(torch.FloatTensor(2, 3).normal_())
+        self.register_buffer("c", torch.Tensor([1.0, 2.0]))
+
+
+def test_legacy_constructors():
+    torch.manual_seed(0)
+    want = Legacy().state_dict()
+    torch.manual_seed(0)
+    model = cf.functional(cf.lazy(Legacy))
+    got = {**model.params, **model.buffers}
+    assert all(torch.equal(cf.distribute(got[name], "...", cf.Mesh()).full(), value) for name, value in want.items())

@@ -120,7 +120,8 @@ class LazyTensor(torch.Tensor):
         self.source = source
         return self
 
-    def __init__(self, source: Source, like: torch.Tensor) -> None: ...
+    def __init__(self, *args: Any) -> None:
+        """Nothing: Python also calls this with the arguments of `torch.Tensor(3)`, where a mode made a lazy tensor of it."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
