@@ -93,7 +93,7 @@ def find(program: Any, mesh: cf.Mesh, axis: str) -> Pairs:
     while True:
         walk = _Walk(program, mesh, axis, rules, every, stripes)
         walk.run()
-        lone = [i for i in walk.columns if i not in walk.paired]
+        lone = [i for i in walk.columns if i not in walk.paired or i in walk.summed]
         if not lone:
             columns = {every[i]: stripes[i] for i in walk.columns}
             rows = tuple(every[i] for i in walk.rows)
@@ -124,6 +124,7 @@ class _Walk:
     columns: list[int] = attrs.field(factory=list)
     rows: list[int] = attrs.field(factory=list)
     paired: set[int] = attrs.field(factory=set)
+    summed: set[int] = attrs.field(factory=set)  # columns over which a statistic is taken (a norm): the flow is a stream's
     lost: set[int] = attrs.field(factory=set)  # columns that end in a loss
     cuts: dict[int, set[int]] = attrs.field(factory=dict)  # column -> stripes that the operator where it ended may pass
 
@@ -141,7 +142,7 @@ class _Walk:
         seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
         if seeds:
             strategy = self.rules.take(node, seeds)
-            if strategy is not None and dict(strategy.axes).get(self.axis) == mine.weight_factors[0] and index in self.stripes:
+            if strategy is not None and dict(strategy.axes).get(self.axis) == mine.weight_factors[0]:
                 self.rows.append(index)
                 self.paired |= frozenset().union(*(self.origins[r] for r in seeds))
             return
@@ -166,6 +167,8 @@ class _Walk:
         if loss:
             self.paired |= origins
             self.lost |= origins
+        elif any(layout is not None and layout.pending for layout in strategy.outs):
+            self.summed |= origins
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is not None and layout is not None and not layout.pending and not layout.is_replicated:
                 self.lies[out], self.origins[out] = layout, origins
