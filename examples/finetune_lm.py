@@ -44,19 +44,19 @@ class Rows(torch.utils.data.Dataset):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
-    parser.add_argument("--data", required=True, help="glob of text files")
-    parser.add_argument("--out", required=True, help="folder for checkpoints and the trained model")
-    parser.add_argument("--dp", type=int, default=-1, help="data-parallel ranks (under torchrun: what is left)")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder with config.json and safetensors", default=argparse.SUPPRESS)
+    parser.add_argument("--data", required=True, help="glob of text files", default=argparse.SUPPRESS)
+    parser.add_argument("--out", required=True, help="folder for checkpoints and the trained model", default=argparse.SUPPRESS)
+    parser.add_argument("--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, also when resumed")
+    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that run one after another")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what is computed in")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 """Train a timm vision transformer on scikit-learn's handwritten digits, to above 95 % of unseen images.
 
     python examples/train_vit.py                                                # four simulated ranks, half a minute
-    torchrun --nproc-per-node 2 examples/train_vit.py --dp 2 --tp 1             # the same file on real ranks (gloo)
+    torchrun --nproc-per-node 2 examples/train_vit.py                           # the same file on real ranks (gloo)
 
 The 1,797 images of 8x8 pixels come with scikit-learn. Training and evaluation are two functions on one state: the state
 that the first one places stays where it is while the second one reads it.
@@ -52,15 +52,16 @@ def make_functions(model: cf.Model, opt: cf.Optimizer):
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the share of unseen digits that are right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=48)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
+    parser.add_argument("--epochs", type=int, default=20, help="times through the images")
+    parser.add_argument("--batch", type=int, default=48, help="images of the global batch")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
-    mesh = cf.Mesh(dp=args.dp, tp=args.tp)
+    real = torch.distributed.is_torchelastic_launched()
+    mesh = cf.Mesh(dp=args.dp if real or args.dp > 0 else 2, tp=args.tp)
     images, labels, test_images, test_labels = digits()
     steps = args.epochs * (len(labels) // args.batch)
     model = cf.functional(
