@@ -13,15 +13,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from colofunc import env
 from colofunc.errors import MeshError, near
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.distributed import Distributed, init_from_env
+from colofunc.executors.distributed import Distributed, init_from_env, overlapped
 from colofunc.executors.keep import Kept
 from colofunc.executors.simulated import SimulatedProgram, compile_program
 from colofunc.executors.source import Tap
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
+from colofunc.program.memory import MemoryReport, memory
 
 Shards = list[torch.Tensor]
 Run = Callable[[Sequence[Shards]], list[Shards]]
@@ -121,6 +123,25 @@ def backend_for(mesh: Mesh, name: str | None = None) -> Backend:
     if name == "distributed":
         return _distributed(_process_group(mesh))
     raise MeshError(f"unknown executor {name!r}{near(name, EXECUTORS, 'executors')}")
+
+
+def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
+    """Whether a step on `mesh` runs, or is about to run, with one process per rank. Joins nothing."""
+    if mesh.size == 1 or name == "simulated":
+        return False
+    launch = env.launched()
+    joined = dist.is_available() and dist.is_initialized()
+    processes = dist.get_world_size() if joined else launch.world_size if launch is not None else 1
+    return processes == mesh.size
+
+
+def held(program: Program, mesh: Mesh, name: str | None = None) -> MemoryReport:
+    """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
+
+    A step that was put on "distributed" counts as on real ranks before there are any.
+    """
+    real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
+    return memory(overlapped(program), sent=True) if real else memory(program)
 
 
 def _process_group(mesh: Mesh) -> Any:

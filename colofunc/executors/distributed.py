@@ -148,7 +148,7 @@ class Distributed:
         return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound)
 
     def order(self, program: Program) -> Program:
-        return overlap(views_late(updates_late(program)))
+        return overlapped(program)
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
         return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
@@ -161,6 +161,11 @@ class Distributed:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
+
+
+def overlapped(program: Program) -> Program:
+    """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer."""
+    return overlap(views_late(updates_late(program)))
 
 
 def init_from_env(mesh: Mesh, timeout_s: float = DEADLINE_S) -> bool:

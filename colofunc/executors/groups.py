@@ -38,14 +38,15 @@ class Started:
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], torch.Tensor], keep: Any = None) -> None:
         self._works = works
-        self._finish = finish
+        self._finish: Callable[[], torch.Tensor] | None = finish
         self._keep = keep
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
             work.wait()
+        assert self._finish is not None, "a collective is waited for once"
         out = self._finish()
-        self._keep = None
+        self._finish = self._keep = None  # the buffers that it received into
         return out
 
 

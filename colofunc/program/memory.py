@@ -10,7 +10,8 @@ depends on strides, so each distinct call is run once on tensors without data (`
     print(report)                                                 # what is alive at the peak, and which line made it
 
 Inputs and constants count from beginning to end, because the caller holds them. Transient workspace inside one operator
-is not counted. `executors.measure` measures the same numbers on the simulated mesh.
+is not counted. `executors.measure` measures the same numbers on the simulated mesh. A collective between its start and its
+wait holds its operand and its result; on real ranks (`sent=True`) also a copy of an operand that is not contiguous.
 """
 
 from __future__ import annotations
@@ -73,13 +74,27 @@ class _Storage:
     inside: Live | None = None  # of a storage in the body of a loop, alive at the body's peak
 
 
-def memory(program: Program) -> MemoryReport:
+def memory(program: Program, sent: bool = False) -> MemoryReport:
     """Live bytes of one rank at every position of a local program (or a global one: then of one device).
 
-    A loop is one position: what its body holds at its peak, beside what it reads and gathers.
+    A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
+    copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only).
     """
-    storages, makers = _storages(program, lifetimes(program))
+    last = lifetimes(program)
+    storages, makers, metas = _storages(program, last)
+    storages += _sent(program, last, metas) if sent else []
     return _report(program, storages, makers)
+
+
+def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[_Storage]:
+    """Contiguous copies of the operands of started collectives, from the start to the wait."""
+    out = []
+    for index, node in enumerate(program.nodes):
+        kind = kind_of(node)
+        if kind is not None and kind[1] and not _tensor(metas[node.refs[0]]).is_contiguous():
+            value, started = program.values[node.refs[0]], node.outs[0]
+            out.append(_Storage(value.nbytes, _tier(value), value.id, index, index if started is None else last.get(started, index)))
+    return out
 
 
 def _report(program: Program, storages: list[_Storage], makers: Mapping[int, Node]) -> MemoryReport:
@@ -119,8 +134,8 @@ def _live(program: Program, storage: _Storage, makers: Mapping[int, Node]) -> Li
 
 def _storages(
     program: Program, last: Mapping[int, int], given: Mapping[int, Meta] | None = None
-) -> tuple[list[_Storage], dict[int, Node]]:
-    """Every storage with its lifetime, and the node that makes each value. `given`: inputs that are counted elsewhere."""
+) -> tuple[list[_Storage], dict[int, Node], dict[int, Meta]]:
+    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere."""
     end = len(program.nodes)
     storages: list[_Storage] = []
     where: dict[int, int] = {}  # value -> storage
@@ -158,14 +173,14 @@ def _storages(
                 continue
             where[o], metas[o], makers[o] = home, meta, node
             storages[home].dies = max(storages[home].dies, last.get(o, index), index)
-    return storages, makers
+    return storages, makers, metas
 
 
 def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int) -> list[_Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body
     given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
-    storages, makers = _storages(body, last_uses(body), given)
+    storages, makers, _ = _storages(body, last_uses(body), given)
     report = _report(body, storages, makers)
     return [
         _Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))

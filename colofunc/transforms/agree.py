@@ -18,14 +18,12 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-import torch.distributed as dist
 
-from colofunc import env
 from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
-from colofunc.executors.backend import backend_for
+from colofunc.executors.backend import backend_for, on_real_ranks
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
@@ -39,12 +37,7 @@ T = TypeVar("T")
 
 def watch_of(mesh: Mesh, executor: str | None) -> Watch | None:
     """The tie to the other processes if `mesh` runs, or is about to run, on real ranks; None if all is in this process."""
-    if mesh.size == 1 or executor == "simulated":
-        return None
-    launch = env.launched()
-    joined = dist.is_available() and dist.is_initialized()
-    processes = dist.get_world_size() if joined else launch.world_size if launch is not None else 1
-    return backend_for(mesh, executor).watch if processes == mesh.size else None
+    return backend_for(mesh, executor).watch if on_real_ranks(mesh, executor) else None
 
 
 def same(watch: Watch | None, what: str, make: Callable[[], T], digest: Callable[[T], str]) -> T:

@@ -15,14 +15,14 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF
-from colofunc.executors.backend import Backend
+from colofunc.executors.backend import Backend, held
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_work, program_cost
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice
-from colofunc.program.memory import MemoryReport, memory
+from colofunc.program.memory import MemoryReport
 from colofunc.program.text import text
 from colofunc.program.trace import Traced
 from colofunc.transforms.compare import Compared, compare
@@ -88,8 +88,12 @@ class Lowered:
         return program_cost(self.program, self.mesh, self.registry.rule)
 
     def memory(self) -> MemoryReport:
-        """Live bytes per tier at every position of the local program."""
-        return memory(self.program)
+        """Live bytes per tier at every position of the local program, as the executor runs it.
+
+        On real ranks collectives are started early and waited for late: what is in flight counts, and positions are those of
+        that order.
+        """
+        return held(self.program, self.mesh, self.executor)
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""

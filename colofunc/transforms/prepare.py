@@ -21,6 +21,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
+from colofunc.executors.backend import held
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
@@ -34,7 +35,7 @@ from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lift import lift
 from colofunc.program.lower import lower
-from colofunc.program.memory import memory
+from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.simplify import simplify
 from colofunc.program.trace import Traced, record_local, trace
 from colofunc.program.trace_tree import Tree
@@ -86,14 +87,16 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
     passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes, parts)
+    count = partial(held, mesh=mesh, name=staged.executor)
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes, parts, count)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, mesh, candidates, constraints)
         return decided, _lowered(program, mesh, decided, temporaries, passes)
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
-    chain = (asked, sorted(named.items()), budget, axes, temporaries, parts)
+    real = staged.executor == "distributed" or watch is not None
+    chain = (asked, sorted(named.items()), budget, axes, temporaries, parts, real)
     recall = lambda: remembered(key_of(program, mesh, registry, constraints, chain), plan_it, again, say)  # noqa: E731
     choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
@@ -164,12 +167,14 @@ def _within(
     temporaries: bool = True,
     passes: Sequence[Callable[[Program, Mesh], Program]] = (),
     parts: int = 1,
+    count: Callable[[Program], MemoryReport] = memory,
     tries: int = 4,
 ) -> tuple[Decided, Program]:
     """Plan and lower so that the accountant agrees that the peak is within the budget.
 
     The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less. It knows
-    nothing of microbatches either: a step in `parts` may hold so many times less than it says.
+    nothing of microbatches either: a step in `parts` may hold so many times less than it says. `count`: the
+    accountant of the executor that will run it.
     """
     aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
     for _ in range(tries + parts.bit_length() - 1):
@@ -182,8 +187,7 @@ def _within(
         local = _lowered(program, mesh, decided, temporaries, passes)
         if budget_bytes is None or aim is None:
             return decided, local
-        report = memory(local)
-        peak = report.peak_bytes["device"]
+        peak = count(local).peak_bytes["device"]
         if peak <= budget_bytes:
             return decided, local
         aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / peak * 0.99)
