@@ -84,9 +84,9 @@ def follow(
         found[index] = strategy
         if len(resting) == len(mine):
             stream.update(o for o in node.outs if o is not None)
-        for o, layout in zip(node.outs, strategy.outs, strict=True):
-            if o is not None and layout is not None and (rest is not None or not (layout.pending or layout.is_replicated)):
-                lies.setdefault(o, layout)
+        for o, out in zip(node.outs, strategy.outs, strict=True):
+            if o is not None and out is not None and (rest is not None or not (out.pending or out.is_replicated)):
+                lies.setdefault(o, out)
     return Followed(program, lies, found)
 
 

@@ -83,18 +83,18 @@ class Candidates:
         layouts: dict[int, tuple[Layout, ...]] = {}
         for position, given in constraints.items.items():
             offers = [offer for constraint in given for offer in constraint.offers] if position < len(self.program.inputs) else []
-            odd = dict.fromkeys(
+            striped = dict.fromkeys(
                 s.outs[0] for s in offers
                 if s.outs[0] is not None and not is_major(s.outs[0]) and all(c.accepts(s) for c in given)
             )  # fmt: skip
-            if odd:
-                layouts[self.program.inputs[position]] = tuple(odd)
+            if striped:
+                layouts[self.program.inputs[position]] = tuple(lay for lay in striped if lay is not None)
         if not layouts:
             return
         of_shape: dict[tuple[int, ...], tuple[Layout, ...]] = {}
-        for id_, some in layouts.items():  # gradients come to lie as their parameters do
+        for id_, lies in layouts.items():  # gradients come to lie as their parameters do
             shape = self.program.values[id_].shape
-            of_shape[shape] = tuple(dict.fromkeys((*of_shape.get(shape, ()), *some)))
+            of_shape[shape] = tuple(dict.fromkeys((*of_shape.get(shape, ()), *lies)))
         for id_, value in self.program.values.items():
             if value.role == "grad" and value.shape in of_shape:
                 layouts.setdefault(id_, of_shape[value.shape])
