@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.dcp import boxes, value_of
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf, Ranks
@@ -85,7 +87,16 @@ def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Rank
     with warnings.catch_warnings():
         # One process is what is meant here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save({}, storage_writer=writer, planner=planner, no_dist=ranks.size == 1)
+        try:
+            save({}, storage_writer=writer, planner=planner, no_dist=ranks.size == 1)
+        except CheckpointException as failed:  # no Exception, so that nobody would catch it
+            rank, (error, _) = next(iter(failed.failures.items()))
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__  # torch's zip writer has words of its own for a full disk
+            if cause is not None:
+                raise OSError(cause.errno, f"{cause.strerror} (on rank {rank})") from error
+            raise CheckpointError(f"torch could not write {folder.name!r} on rank {rank}: {type(error).__name__}: {error}") from error
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
