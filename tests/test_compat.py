@@ -358,7 +358,10 @@ def test_init_optimizer_group(cls) -> None:
 
 # ---- what an import brings along ----
 
-HEAVY = "scipy sympy transformers timm matplotlib yaml rich torch.distributed.tensor torch.distributed.checkpoint torch._dynamo torch._inductor"
+HEAVY = (
+    "scipy sympy transformers timm matplotlib yaml rich "
+    "torch.distributed.tensor torch.distributed.checkpoint torch._dynamo torch._inductor"
+)
 
 
 def test_import_is_light(subprocess_env: dict[str, str]) -> None:

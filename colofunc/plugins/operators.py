@@ -236,6 +236,6 @@ def _of_reference(reference: Reference, ctx: Any, inputs: tuple[Any, ...], grads
         results = out if isinstance(out, tuple) else (out,)
         return tuple(r for r, floating in zip(results, ctx.floating, strict=True) if floating)
 
-    _, pull = torch.func.vjp(again, *(inputs[k] for k in wanted))
+    _, pull, *_ = torch.func.vjp(again, *(inputs[k] for k in wanted))
     found = dict(zip(wanted, pull(tuple(g for g, floating in zip(grads, ctx.floating, strict=True) if floating)), strict=True))
     return tuple(found.get(k) for k in ctx.tensors)
