@@ -103,7 +103,7 @@ def test_with_float64_as_compute_dtype_nothing_is_added_and_meshes_agree_to_the_
 
 def test_float32_computing_under_float64_masters_agrees_over_meshes() -> None:
     step_fn, state = training(net().double())
-    data = {**batch(), "x": batch()["x"].double()}  # targets of float32: before torch 2.12 mse_loss has no backward for two dtypes
+    data = {**batch(), "x": batch()["x"].double()}  # targets of float32: mse_loss of torch 2.11 has no backward for two dtypes
     step = cf.precision(cf.shard(step_fn, IDEAL), cf.Policy(params=F64, compute=F32))
     assert cf.testing.check(step, state, data, tolerance=1e-5).steps == 2
 
