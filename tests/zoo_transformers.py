@@ -185,7 +185,9 @@ MORE = {
     "pegasus": _hf("PegasusForConditionalGeneration", "PegasusConfig", _BART, seq2seq),
     "marian": _hf("MarianMTModel", "MarianConfig", dict(_BART, pad_token_id=0, decoder_start_token_id=0), seq2seq),
     "blenderbot": _hf("BlenderbotForConditionalGeneration", "BlenderbotConfig", _BART, seq2seq),
-    "m2m_100": _hf("M2M100ForConditionalGeneration", "M2M100Config", _BART, seq2seq),
+    "m2m_100": _hf(
+        "M2M100ForConditionalGeneration", "M2M100Config", _BART | dict(encoder_layerdrop=0.0, decoder_layerdrop=0.0), seq2seq
+    ),  # its layer drop is a Python branch on a random number
     "blip": _blip,
     "siglip": _siglip,
     "beit_hf": _hf("BeitForImageClassification", "BeitConfig", dict(_VISION), pixels),
