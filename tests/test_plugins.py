@@ -71,7 +71,7 @@ def test_the_example_is_installed_and_found(tmp_path: Path, subprocess_env: dict
     done = subprocess.run([sys.executable, "-c", PROGRAM.replace("{n}", str(LONG))], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     plugins, strategy, worst = json.loads(done.stdout.splitlines()[-1])
-    assert (plugins, strategy) == (["scan"], "{tp: scan}")  # without it: the next test
+    assert "scan" in plugins and strategy == "{tp: scan}"  # without it: the next test
     assert worst < 1e-12
 
 
@@ -141,7 +141,7 @@ def test_every_hook_is_merged() -> None:
     tables["colofunc_kernels"] = {("aten.mm.default", "cuda"): len}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels == {("aten.mm.default", "cuda"): len}
-    assert registry.plans == {"colofunc_plans.mine": len}
+    assert registry.plans["colofunc_plans.mine"] is len
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
     with pytest.raises(TypeError):
@@ -172,8 +172,8 @@ def test_misspelt_hook() -> None:
 
 
 def test_clashes() -> None:
-    a, b = (plugin(name, colofunc_plans=lambda: {"zero": len}) for name in ("first", "second"))
-    refuses("colofunc_plans: 'zero' comes from both 'first' and 'second'; rename it in one of them", a, b)
+    a, b = (plugin(name, colofunc_plans=lambda: {"mine": len}) for name in ("first", "second"))
+    refuses("colofunc_plans: 'mine' comes from both 'first' and 'second'; rename it in one of them", a, b)
     rule = plugin("late", colofunc_rules=lambda: {"aten.mm.default": cf.pattern("m k, k n -> m n")})
     refuses("colofunc_rules: 'aten.mm.default' comes from both 'colofunc' and 'late'; rename it in one of them", rule)
 
