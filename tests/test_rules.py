@@ -279,3 +279,20 @@ def test_local_code_is_recorded_with_the_shapes_it_promises(name: str) -> None:
 
 def test_vocabulary_parallel_loss_uses_the_global_weight() -> None:
     assert {"d0", "d1"} <= check_op("aten.nll_loss_forward.default", x34, target, None, 1, -100)
+
+
+def test_one_row_of_scores_keeps_its_weight_as_torch_has_it() -> None:
+    """`nll_loss` of a single row returns a total weight although nothing is reduced."""
+    assert "d0" in check_op("aten.nll_loss_forward.default", torch.randn(6), torch.tensor(2), None, 0, -100)
+
+
+def test_complex_numbers_have_no_pending_maximum() -> None:
+    x = torch.randn(6, 6, dtype=torch.complex64)
+    assert check_op("aten.unsqueeze.default", x, 0)
+    assert check_op("aten.diagonal_scatter.default", x, torch.randn(6, dtype=torch.complex64), 0, -2, -1) is not None
+
+
+def test_distances_of_one_matrix_to_a_batch_have_a_gradient_without_rule() -> None:
+    a, b = torch.randn(3, 5), torch.randn(2, 4, 5)
+    grad, distances = torch.randn(2, 3, 4), torch.cdist(a, b, p=1.0)
+    assert check_op("aten._cdist_backward.default", grad, a, b, 1.0, distances) is not None

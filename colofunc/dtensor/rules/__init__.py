@@ -103,11 +103,13 @@ def rule_for(call: Call) -> Rule | None:
             return None
         fn = pointwise.pointwise
     rule = fn(call)
-    return None if rule is None else _guarded(rule)
+    return None if rule is None else _guarded(rule, call)
 
 
-def _guarded(rule: Rule) -> Rule:
-    """Dims of size 0 are never split: every size divides 0, and nothing would be gained."""
+def _guarded(rule: Rule, call: Call) -> Rule:
+    """Dims of size 0 are never split: every size divides 0, and nothing would be gained. Complex numbers have no maximum."""
+    if rule.monotone and any(t.dtype.is_complex for t in call.ins):
+        rule = attrs.evolve(rule, monotone=())
     empty = frozenset(f for f, n in rule.sizes.items() if n == 0)
     return attrs.evolve(rule, whole=rule.whole | empty) if empty else rule
 

@@ -51,9 +51,10 @@ def cdist(call: Call) -> Rule:
 
 def cdist_backward(call: Call) -> Rule | None:
     """g, x1, x2, distances -> gradient of x1 with all batch dims: a sum over all rows of x2."""
-    if any(1 in t.shape[:-2] for t in call.ins):
+    rank, out = len(call.ins[0].shape), call.outs[0]
+    if any(1 in t.shape[:-2] or len(t.shape) > rank for t in call.ins) or out is None or len(out.shape) != rank:
         return None
-    batch = names("b", len(call.ins[0].shape) - 2)
+    batch = names("b", rank - 2)
     own = [" ".join(batch[len(batch) - len(t.shape) + 2 :]) for t in call.ins]
     texts: Texts = {0: f"{own[0]} p q", 1: f"{own[1]} p [m]", 2: f"{own[2]} q [m]", 3: f"{own[3]} p q"}
     return bind(call, texts, [" ".join([*batch, "p [m]"])], reduce={"q": "sum"}, linear=[{0}])

@@ -139,11 +139,13 @@ def _nll_forward_local(call: Call, ins: tuple[Layout, ...], outs: Layouts) -> Ca
         weight = shards[nll.weight][here] if nll.weight is not None else torch.ones_like(picked)
         weight = torch.where(mine, weight, 0)
         loss = torch.where(mine, -picked * weight, 0)
-        if nll.reduction == NONE:
+        if nll.reduction == NONE and x.dim() > 1:
             return loss, torch.zeros((), dtype=x.dtype)
         if nll.reduction == SUM:
             return loss.sum(), weight.sum()
         total = all_reduce(weight.sum(), everywhere, mesh)
+        if nll.reduction == NONE:  # of one row torch keeps the weight although nothing is divided by it
+            return loss, total
         return loss.sum() / total, total
 
     return local
