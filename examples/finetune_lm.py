@@ -84,9 +84,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     data = cf.batches(DataLoader(rows, args.batch, shuffle=True, drop_last=True), mesh)
 
     out = Path(args.out)
-    checkpoints = sorted(out.glob("step-*"))
-    if checkpoints:
-        state = cf.load(checkpoints[-1], mesh=mesh, batches=data)
+    if any(path.name[5:].isdigit() for path in out.glob("step-*")):  # not only what a save left that was killed
+        state = cf.load(out / "step-*", mesh=mesh, batches=data)  # the newest
     done, losses = int(state["opt"]["step"]), []
     if mesh.is_main:
         print(f"{len(rows)} rows of {args.length} ids; {'resumed after' if done else 'from'} step {done}", flush=True)

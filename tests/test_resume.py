@@ -44,15 +44,17 @@ def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS) -> str
     if any("." not in found.name for found in Path(path).glob("step-*")):  # not only what a killed save left
         state = cf.load(Path(path) / "step-*", mesh=mesh, like=state, batches=batches)
     print(f"from {state['steps']}", flush=True)
+    savings = []  # none, where the last step was saved before the kill
     while state["steps"] < steps:
         for batch in batches:
             trained, _ = step(state["train"], batch)
             state = {"train": trained, "steps": state["steps"] + 1}
-            saving = cf.save(f"{path}/step-{state['steps']}", state, batches=batches, wait=False, keep=2)
+            savings.append(cf.save(f"{path}/step-{state['steps']}", state, batches=batches, wait=False, keep=2))
             time.sleep(pause_s)
             if state["steps"] == steps:
                 break
-    saving.wait()
+    for saving in savings:
+        saving.wait()
     return digest(state)
 
 
