@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import colofunc as cf
+from colofunc import env
 from colofunc.executors.backend import backend_for
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -126,6 +127,22 @@ def test_a_mesh_that_is_not_the_process_groups(monkeypatch: pytest.MonkeyPatch) 
         "Mesh(dp=2, tp=2) has 4 ranks but the process group has 2; start as many processes as the mesh has ranks, or write one axis as -1",
         call=lambda: backend_for(MESH),
     )
+
+
+def test_a_mesh_that_does_not_fit_is_said_before_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def counted(state: Any, batch: Any) -> Any:
+        traced.append(1)
+        return step(state, batch)
+
+    monkeypatch.setattr(env, "launched", lambda: env.Launch(0, 2, 0, 2, "127.0.0.1", 29500))
+    staged, too_large = cf.shard(counted, MESH), "Mesh(dp=2, tp=2) has 4 ranks but 2 processes were launched; start as many"
+    for call in (staged, staged.init, staged.compare, lambda *args: staged.profile("trace.json", *args)):
+        refuses(cf.MeshError, too_large, call=lambda: call(state_of(), batch_of()))  # noqa: B023
+    assert not traced
+    staged.lower(state_of(), batch_of())  # may plan for another machine
+    assert traced
 
 
 def test_what_is_no_mesh() -> None:

@@ -93,7 +93,7 @@ class StepCompiler:
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         leaves, tree = flatten(args)
-        ready = self._get(staged, args, leaves, tree)
+        ready = self._get(staged, args, leaves, tree, runs=True)
         ready.compare("call", leaves)
         name = getattr(staged.fn, "__name__", "step")
         with nullcontext() if ready.watch is None else ready.watch.step(name):
@@ -102,7 +102,7 @@ class StepCompiler:
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
         leaves, tree = flatten(args)
-        ready = self._get(staged, args, leaves, tree)
+        ready = self._get(staged, args, leaves, tree, runs=True)
         first, first_tree = flatten(args[0])
         ready.compare("init", first)
         names, layouts = ready.low.traced.names, ready.low.input_layouts
@@ -117,12 +117,13 @@ class StepCompiler:
         return self._get(staged, args, leaves, tree).low
 
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Compared:
-        return compare(self.lower(staged, args), args, staged.reference, tolerance)
+        return compare(self._get(staged, args, *flatten(args), runs=True).low, args, staged.reference, tolerance)
 
     def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Profile:
-        return profile(self.lower(staged, args), args, path, steps)
+        return profile(self._get(staged, args, *flatten(args), runs=True).low, args, path, steps)
 
-    def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree) -> Ready:
+    def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree, runs: bool = False) -> Ready:
+        """The step for these arguments, prepared now if it was not. `runs`: not only to look at, so the mesh has to be there."""
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
         around = torch.get_default_dtype(), training_flags(staged.fn)
         key = (tree.key(), types, *around)
@@ -134,6 +135,8 @@ class StepCompiler:
         if ready is None:
             if len(self._ready) > 1 and not known:
                 self._tell_retrace(staged, leaves, tree, around)
+            if runs:
+                backend_for(mesh_of(staged), staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(mesh_of(staged), staged.executor)
             ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch)
             known.append(ready)
