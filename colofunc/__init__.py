@@ -54,6 +54,7 @@ from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
 from colofunc.planner.plan import Plan
+from colofunc.planner.ways import ways
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
@@ -132,4 +133,5 @@ __all__ = [
     "topology",
     "train_step",
     "value_and_grad",
+    "ways",
 ]

@@ -191,9 +191,11 @@ def assign_by_axes(
         begin = () if current is None else (current,)
         return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo)
 
-    if len(open_axes) <= 2:
+    together = _together(constraints, open_axes)
+    if len(open_axes) <= 2 or together == [tuple(open_axes)]:
         return solve_for(tuple(open_axes), None, budget_bytes, memo)
-    blocks = [tuple(open_axes[k : k + 2]) for k in range(0, len(open_axes), 2)]
+    rest = [a for a in open_axes if not any(a in block for block in together)]
+    blocks = [*together, *(tuple(rest[k : k + 2]) for k in range(0, len(rest), 2))]
     current: Assignment | None = None
     decided = [a for a in mesh.axis_names if a not in open_axes]
     for block in blocks:  # the budget binds only once every axis has had its turn
@@ -210,6 +212,17 @@ def assign_by_axes(
     if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
         current = solve_for(tuple(open_axes[:2]), current, budget_bytes)
     return current
+
+
+def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each alone."""
+    blocks: list[set[str]] = []
+    for constraint in (c for some in constraints.items.values() for c in some if c.pattern):
+        mine = set(constraint.axes) & set(axes)
+        if len(mine) > 1:
+            mine = mine.union(*(b for b in blocks if b & mine))
+            blocks = [b for b in blocks if not b & mine] + [mine]
+    return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -23,7 +23,8 @@ class Constraint:
     """`accepts` must hold. `key` is equal for constraints that accept the same; `says` is for people.
 
     `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say). `axes`: it says
-    something of these only, and waits until they have been decided where axes are decided one after another.
+    something of these only, and waits until they have been decided where axes are decided one after another. `pattern`: they
+    are one pattern of one operator, and decided together.
     """
 
     key: Hashable
@@ -31,6 +32,7 @@ class Constraint:
     says: str = ""
     offers: tuple[Strategy, ...] = attrs.field(default=(), eq=False)
     axes: tuple[str, ...] = ()
+    pattern: bool = attrs.field(default=False, eq=False)
 
 
 @attrs.frozen

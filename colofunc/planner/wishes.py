@@ -45,7 +45,9 @@ class Wish:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
     source are followed together. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
-    works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks.
+    works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
+    phases whose operators an operator wish holds. The words in "{axis: word}" are factors of the operator's rule, or what
+    a plugin's strategy calls its own pattern ("{cp: ring}").
     """
 
     match: str | Callable[[str], bool]
@@ -58,6 +60,7 @@ class Wish:
     along: bool = False
     regather: bool | None = None
     rest: Mapping[int, str] | None = None
+    phases: tuple[str, ...] = ("forward",)
 
     @property
     def on_operator(self) -> bool:
@@ -126,7 +129,11 @@ def _want(want: object, match: object) -> Want:
 
 
 def constraints_of(
-    wishes: Iterable[Wish], program: Program, mesh: Mesh, rule_of: Callable[[Node], Rule | None] = lambda node: None
+    wishes: Iterable[Wish],
+    program: Program,
+    mesh: Mesh,
+    rule_of: Callable[[Node], Rule | None] = lambda node: None,
+    extra_of: Callable[[Node], Iterable[Strategy]] = lambda node: (),
 ) -> Constraints:
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
     items: dict[int, list[Constraint]] = {}
@@ -134,7 +141,7 @@ def constraints_of(
     seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
     regather: dict[int, bool] = {}
     for wish in wishes:
-        found = _on_operators(wish, program, mesh, rule_of) if wish.on_operator else _on_leaves(wish, program, mesh)
+        found = _on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)
         none = True
         for item, where, constraint in found:
             none = False
@@ -157,7 +164,7 @@ def constraints_of(
 
 def _known(wish: Wish, program: Program) -> set[str]:
     if wish.on_operator:
-        return {n.path for n in program.nodes if n.path and n.phase == "forward"}
+        return {n.path for n in program.nodes if n.path and n.phase in wish.phases}
     roles = wish.roles or PARAMETERS
     named = {program.values[i].name for i in program.inputs if program.values[i].role in roles}
     return named or {program.values[i].name for i in program.inputs}
@@ -267,7 +274,11 @@ def places(layout: Layout, axes: Iterable[str]) -> Where:
 
 
 def _on_operators(
-    wish: Wish, program: Program, mesh: Mesh, rule_of: Callable[[Node], Rule | None]
+    wish: Wish,
+    program: Program,
+    mesh: Mesh,
+    rule_of: Callable[[Node], Rule | None],
+    extra_of: Callable[[Node], Iterable[Strategy]],
 ) -> Iterator[tuple[int, Where, Constraint]]:
     some = [parse_axes(str(want)) for want in (wish.want if isinstance(wish.want, tuple) else (wish.want,))]
     if not all(some):
@@ -277,9 +288,10 @@ def _on_operators(
     n = len(program.inputs)
     hits = [
         (k, node) for k, node in enumerate(program.nodes)
-        if node.phase == "forward" and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
+        if node.phase in wish.phases and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
     ]  # fmt: skip
-    able = [(k, node) for k, node in hits if any(_has(rule_of(node), pairs) for pairs in some)]
+    words = [_words(rule_of(node), extra_of(node)) for _, node in hits]
+    able = [hit for hit, known in zip(hits, words, strict=True) if any({f for _, f in pairs} <= known for pairs in some)]
     if hits and not able:
         rules = {
             f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
@@ -296,11 +308,13 @@ def _on_operators(
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
         where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
         key = ("node", *(tuple(want.items()) for want in wants))
-        yield n + k, dict(where), Constraint(key, _placer(wants), says, (), tuple(where))
+        yield n + k, dict(where), Constraint(key, _placer(wants), says, (), tuple(where), pattern=len(where) > 1)
 
 
-def _has(rule: Rule | None, pairs: Sequence[tuple[str, str]]) -> bool:
-    return rule is not None and all(f == "whole" or f in rule.sizes for _, f in pairs)
+def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
+    """What an axis can be placed on: factors of the rule, and the patterns of strategies with local code of their own."""
+    found = {word for strategy in extra for _, word in strategy.axes}
+    return found | {"whole", *rule.sizes} if rule is not None else found
 
 
 def _placer(wants: Sequence[Mapping[str, str]]) -> Callable[[Strategy], bool]:

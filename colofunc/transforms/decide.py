@@ -49,6 +49,7 @@ class Candidates:
     registry: Registry
     followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)  # id of a node -> strategies for its operands as they lie
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
+    _extra: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _made: frozenset[str] | None = None
     memo: Memo = attrs.field(factory=Memo)  # of the planner, for a second try with another budget
@@ -63,6 +64,13 @@ class Candidates:
 
     def rule_of(self, node: Node) -> Rule | None:
         return self.rule(call_of(node, self.program.values)[0])
+
+    def extra_of(self, node: Node) -> tuple[Strategy, ...]:
+        """Strategies of a node with local code of their own, from the registry; memoised by call."""
+        call = call_of(node, self.program.values)[0]
+        if call not in self._extra:
+            self._extra[call] = self.registry.extra_strategies(call, self.mesh)
+        return self._extra[call]
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
@@ -124,7 +132,7 @@ class Candidates:
             return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, axes)]
         call, _ = call_of(item, self.program.values)
         found = list(enumerate_strategies(call, self.rule(call), self.mesh, axes, _orders_matter(item, call)))
-        extra = [s for s in self.registry.extra_strategies(call, self.mesh) if _uses_only(s, axes)]
+        extra = [s for s in self.extra_of(item) if _uses_only(s, axes)]
         made = self.reductions
         return [s for s in (*found, *extra) if _wanted(s) <= made] or [replicated_strategy(call)]
 
@@ -134,8 +142,8 @@ class Candidates:
         if self._made is None:
             rules = (self.rule_of(node) for node in self.program.nodes)
             made = {how for rule in rules if rule is not None for how in rule.reduce.values()}
-            for call in self._rules:
-                made |= {how for s in self.registry.extra_strategies(call, self.mesh) for lay in s.outs if lay for _, how in lay.pending}
+            for node in self.program.nodes:
+                made |= {how for s in self.extra_of(node) for lay in s.outs if lay for _, how in lay.pending}
             self._made = frozenset(made | {"sum"})
         return self._made
 

@@ -76,7 +76,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     traced_s = time.perf_counter() - began
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
-    constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of)
+    constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of, candidates.extra_of)
     constraints = _as_placed(program, traced, hidden, mesh, constraints)
     for each in staged.intents:
         constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints

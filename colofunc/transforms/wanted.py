@@ -7,7 +7,7 @@ plan given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from colofunc.dtensor.layout import Layout
@@ -18,7 +18,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.explain import RuleOf, constraints_from
 from colofunc.planner.wishes import Wish, constraints_of, wishes_of
-from colofunc.program.ir import Program
+from colofunc.program.ir import Node, Program
 from colofunc.program.trace import Traced
 from colofunc.program.trace_tree import Tree
 
@@ -70,6 +70,7 @@ def wanted(
     given: Mapping[int, Layout],
     plan: Any,
     rule_of: RuleOf,
+    extra_of: Callable[[Node], Iterable[Strategy]],
 ) -> tuple[Constraints, dict[str, str]]:
     """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words)."""
     constraints = _given(program, given) | _specs(program, traced, mesh, options)
@@ -83,7 +84,7 @@ def wanted(
             for axis in wish.axes or ():
                 named.setdefault(axis, str(name))
     if wishes:
-        constraints = constraints | constraints_of(wishes, program, mesh, rule_of)
+        constraints = constraints | constraints_of(wishes, program, mesh, rule_of, extra_of)
     if plan is not None:
         constraints = constraints | constraints_from(plan, program, mesh)
     return constraints, named
