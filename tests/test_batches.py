@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import random
 import threading
 import time
 import traceback
@@ -247,6 +248,82 @@ def test_a_left_epoch_is_over_and_positions_of_other_loaders_are_refused():
         data.load_state_dict({"epoch": 0, "batch": 1})
 
 
+def augmented(rows):
+    return {"x": torch.stack([row["x"] for row in rows]) + np.random.rand() + random.random()}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream", "list", "iterator", "keeps", "numpy"])
+def test_peek_moves_nothing(kind, prefetch):
+    def loader():
+        if kind == "keeps":
+            return Keeps()
+        if kind in ("list", "iterator"):
+            made = [torch.full((2, 2), float(k)) for k in range(3)]
+            return iter(made) if kind == "iterator" else made
+        if kind == "stream":
+            return DataLoader(Stream(), 2)
+        generator = torch.Generator().manual_seed(1) if kind == "own generator" else None
+        return DataLoader(Noisy(), 2, shuffle=True, generator=generator, collate_fn=augmented if kind == "numpy" else None)
+
+    def epochs(data, looks):
+        torch.manual_seed(2), np.random.seed(2), random.seed(2)
+        found = []
+        for _ in range(1 if kind == "iterator" else 2):
+            seen = [full(data.peek()) for _ in range(looks)]
+            assert (data.batch, data.state_dict()["batch"]) == (0, 0)
+            found.append([full(batch) for batch in data])
+            assert all(torch.equal(a, b) for x in seen for a, b in zip(leaves(x), leaves(found[-1][0]), strict=True))
+        return [*found, torch.rand(1), data.epoch]
+
+    def leaves(tree):
+        return torch.utils._pytree.tree_leaves(tree)
+
+    equal(epochs(cf.batches(loader(), MESH, prefetch=prefetch), 2), epochs(cf.batches(loader(), MESH, prefetch=prefetch), 0))
+
+
+def test_peek_goes_on_where_it_stopped_and_not_between_batches(capsys):
+    loader = DataLoader(samples(8), 4, shuffle=True)
+    data = cf.batches(loader, MESH)
+    reading = iter(data)
+    next(reading)
+    with pytest.raises(InputError, match=r"epoch 0 has yielded 1 already; use one of them, or go to an epoch with data.set_epoch\(n\)"):
+        data.peek()
+    saved = data.state_dict()
+    again = cf.batches(loader, MESH)
+    again.load_state_dict(saved)
+    equal(full(again.peek()), full(next(reading)))
+    assert again.batch == 1 and len(list(again)) == 1 and "left after" not in capsys.readouterr().err
+    again.load_state_dict({**saved, "batch": 2})  # where epoch 0 ends
+    assert again.peek()["labels"].shape == (4, 5) and (again.epoch, again.batch) == (0, 2)
+    next(iter(data))
+    assert "goes to epoch 1: the loop over epoch 0 was left after 2 batches; to look at a batch without that, write data.peek()" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(InputError, match="no batch to peek at"):
+        cf.batches([], MESH).peek()
+
+
+def test_other_data_than_the_positions_is_refused():
+    def saved_of(loader):
+        data = cf.batches(loader, MESH)
+        reading = iter(data)
+        for _ in range(2):
+            next(reading)
+        return data.state_dict()
+
+    state = saved_of(DataLoader(samples(12), 4))
+    with pytest.raises(InputError, match=r"behind batch 2 of epoch 0 over 12 samples, the loader now has 4: .*data.set_epoch\(1\)"):
+        cf.batches(DataLoader(samples(4), 4), MESH).load_state_dict(state)
+    with pytest.raises(InputError, match="over 3 batches, the loader now has 4"):
+        cf.batches([torch.ones(2)] * 4, MESH).load_state_dict(saved_of([torch.ones(2)] * 3))
+    for fewer in (DataLoader(Stream(), 12), DataLoader(samples(12), 12), iter([torch.ones(2)])):
+        data = cf.batches(fewer, MESH)
+        data.load_state_dict(saved_of(DataLoader(Stream(), 4)) if isinstance(fewer, DataLoader) else {**state, "length": 0})
+        with pytest.raises(InputError, match="behind 2 batches of an epoch, but the loader ended after 1"):
+            list(data)
+
+
 class Keeps:
     """A loader with the protocol of torchdata's StatefulDataLoader."""
 
@@ -391,12 +468,15 @@ def attempt(fn):
 def read_on_ranks():
     mesh = cf.Mesh(dp=2)
     torch.manual_seed(7 + mesh.rank)  # rank 0 decides
+    looked = cf.batches(DataLoader(Reads(), 4, shuffle=True, collate_fn=collate), mesh)
+    first = looked.peek()["labels"].full()
     data = Reads()
     kept = cf.batches(DataLoader(data, 4, shuffle=True, collate_fn=collate), mesh)
     got = []
     for _ in range(2):
         for batch in kept:
             got.append({k: (v.full(), v.local.shape) for k, v in batch.items()})
+    equal(first, got[0]["labels"][0])
     peers = Reads()
     same = [b["labels"].local for b in cf.batches(DataLoader(peers, 4, collate_fn=collate), cf.Mesh(tp=2), "b ...")]
 

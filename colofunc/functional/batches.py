@@ -8,6 +8,7 @@ DTensors, so that the numbers are those of one device over the same loader.
     data = cf.batches(DataLoader(dataset, 32, shuffle=True, collate_fn=collate), mesh, "(dp b) ...")
     for batch in data:                        # one epoch
         state, metrics = step(state, batch)
+    data.peek()                               # the batch that comes next, without moving: for step.init, step.lower
     data.state_dict()                         # saved with the state: epoch, batch, generators
 
 A short last batch is filled up with rows that count for nothing; see `colofunc.functional.padding` and docs/data.md.
@@ -16,6 +17,7 @@ A short last batch is filled up with rows that count for nothing; see `colofunc.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from colofunc.functional.placing import Placer, RowSpec, row_spec
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
+from colofunc.ops.seeds import random_state, set_random_state
+from colofunc.transforms.prepare import say
 
 Specs = str | Spec | Mapping[str, Any] | tuple[Any, ...] | list[Any]
 SHORT = ("pad", "keep", "drop")
@@ -100,6 +104,8 @@ class Batches:
         self._position: Any = None  # of a loader that keeps its own
         self._pending: Mapping[str, Any] | None = None  # a loaded state whose epoch has not begun
         self._ahead: Ahead | None = None
+        self._seen: tuple[int, Iterator[Item]] | None = None  # of an iterator that cannot begin again: (batch, what comes from there)
+        self._told = False
         short_rows = reading.short_rows(loader)
         self._expected = (short_rows,) if short_rows else ()
 
@@ -137,6 +143,7 @@ class Batches:
         if self._pending is not None:
             states = dict(self._pending["generators"])
         state: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "rows": self._regular or 0, "generators": states}
+        state["length"] = reading.length(self.loader)[0]
         if reading.keeps_position(self.loader):
             state["loader"] = self._position if self._position is not None else self.loader.state_dict()
         return state
@@ -148,6 +155,7 @@ class Batches:
         for name in ("epoch", "batch", "rows", "generators"):
             if name not in state:
                 raise InputError(f"the state of cf.batches has epoch, batch, rows and generators; {name!r} is missing")
+        self._check_length(state)
         self.close()
         known = self._states()
         for name in state["generators"]:
@@ -160,17 +168,67 @@ class Batches:
         self._batch, self._fresh = int(state["batch"]), True
         self._regular = reading.regular_rows(self.loader) or int(state["rows"]) or None
         self._pending = dict(state)
-        for name, generator in reading.generators(self.loader).items():
-            if name in state["generators"]:
-                generator.set_state(_bytes(state["generators"][name]))
+        self._set_generators(state["generators"])
         if reading.keeps_position(self.loader) and "loader" in state:
             self.loader.load_state_dict(state["loader"])
 
+    def _check_length(self, state: Mapping[str, Any]) -> None:
+        """The rest of an epoch over other data is not the rest of that epoch."""
+        (now, unit), then = reading.length(self.loader), int(state.get("length", 0))
+        if int(state["batch"]) and now and then and now != then:
+            epoch, batch = int(state["epoch"]), int(state["batch"])
+            raise InputError(
+                f"the position is behind batch {batch} of epoch {epoch} over {then} {unit}, the loader now has {now}: the rest of that "
+                f"epoch is not to be found; give cf.batches the same data, or begin the next epoch: leave batches= out of cf.load and "
+                f"write data.set_epoch({epoch + 1})"
+            )
+
     # ---- reading ----
+
+    def peek(self) -> Any:
+        """The batch that the next loop begins with; position and random numbers stay where they are.
+
+        For `step.init`, `step.lower` and a first look. It is read once more when its turn comes (an iterator that cannot begin
+        again is not). Collective on real ranks. Raises InputError between the batches of an epoch: use one that was yielded.
+        """
+        if not self._fresh:
+            raise InputError(
+                f"cf.batches: peek() looks at the batch that the next loop begins with, and epoch {self._epoch} has yielded {self._batch} "
+                "already; use one of them, or go to an epoch with data.set_epoch(n)"
+            )
+        random, states = random_state(), self._states()
+        epoch, batch, pending, regular = self._epoch, self._batch, self._pending, self._regular
+        place = self.loader.state_dict() if reading.keeps_position(self.loader) else None
+        try:
+            found = self._first()
+            if found is None and self._batch:  # a position at the end of an epoch
+                self._go_to(self._epoch + 1)
+                found = self._first()
+        finally:
+            self._regular = regular
+            self._go_to(epoch, batch, pending)
+            set_random_state(random)
+            self._set_generators(states)
+            if place is not None:
+                self.loader.load_state_dict(place)
+        if found is None:
+            raise InputError("cf.batches: the loader yields no batch to peek at; give one that does")
+        return found[0]
+
+    def _first(self) -> tuple[Any] | None:
+        """The batch at the current position, read."""
+        read: list[Item] = []
+        items = self._begin()
+        try:
+            return self._next(reading.noted(items, read))
+        finally:
+            if isinstance(self.loader, Iterator) and not reading.keeps_position(self.loader):
+                self._seen = self._batch, chain(read, items)
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
         if not self._fresh:  # the last epoch was left in the middle
+            self._tell_left()
             self._go_to(self._epoch + 1)
         self._fresh = False
         items: Iterator[Item] = self._begin()
@@ -192,8 +250,17 @@ class Batches:
             self._ahead.close()
             self._ahead = None
 
-    def _go_to(self, epoch: int) -> None:
-        self._epoch, self._batch, self._start, self._pending, self._position = epoch, 0, {}, None, None
+    def _tell_left(self) -> None:
+        """Once: that a loop that was left has ended its epoch, which who wanted to look at a batch does not expect."""
+        if not self._told and self.mesh.is_main:
+            self._told = True
+            say(
+                f"cf.batches goes to epoch {self._epoch + 1}: the loop over epoch {self._epoch} was left after {self._batch} batches; "
+                "to look at a batch without that, write data.peek()"
+            )
+
+    def _go_to(self, epoch: int, batch: int = 0, pending: Mapping[str, Any] | None = None) -> None:
+        self._epoch, self._batch, self._start, self._pending, self._position = epoch, batch, {}, pending, None
 
     def _begin(self) -> Iterator[Item]:
         """Items of the epoch from the current batch on, shuffled as when it was first begun."""
@@ -210,6 +277,10 @@ class Batches:
             if resumed:
                 torch.set_rng_state(now)
 
+        if self._seen is not None and self._seen[0] <= self._batch:
+            (first, items), self._seen = self._seen, None
+            reading.pass_over(items, self._batch - first)
+            return items
         items = reading.read(self._source, self._sampler, self._batch, on_first)
         return items if self._device is None else reading.on_device(items, self._device)
 
@@ -236,6 +307,12 @@ class Batches:
     def _states(self) -> dict[str, torch.Tensor]:
         own = {name: g.get_state() for name, g in reading.generators(self.loader).items()}
         return {"torch": torch.get_rng_state(), **own}
+
+    def _set_generators(self, states: Mapping[str, Any]) -> None:
+        """The loader's own generators as they were."""
+        for name, generator in reading.generators(self.loader).items():
+            if name in states:
+                generator.set_state(_bytes(states[name]))
 
     def _how(self, read: str | None) -> str:
         """How this process reads: own rows only where it is one of several and the loader can."""

@@ -53,7 +53,7 @@ class RowSampler:
 
     def __iter__(self) -> Iterator[list[Any]]:
         batches = iter(self.inner)
-        deque(islice(batches, self.skip), maxlen=0)
+        pass_over(batches, self.skip)
         self.on_first()  # also where none is left of the epoch
         for batch in batches:
             indices = list(batch)
@@ -153,6 +153,28 @@ def short_rows(loader: Any) -> int:
         return 0
 
 
+def length(loader: Any) -> tuple[int, str]:
+    """(samples of the data set, or batches of a loader without one; which of them). 0 where neither is known."""
+    dataset = getattr(loader, "dataset", None)
+    for place, unit in ((dataset, "samples"), (None if dataset is not None else loader, "batches")):
+        try:
+            if place is not None:
+                return len(place), unit
+        except TypeError:  # a stream
+            continue
+    return 0, "batches"
+
+
+def pass_over(batches: Iterator[Any], skip: int) -> None:
+    """Leave the first `skip` batches unread. Raises InputError where there are fewer."""
+    passed = sum(1 for _ in islice(batches, skip))
+    if passed < skip:
+        raise InputError(
+            f"the position to go on from is behind {skip} batches of an epoch, but the loader ended after {passed}: it is not the one "
+            "that was saved; give cf.batches the same data and batch size, or begin an epoch with data.set_epoch(n)"
+        )
+
+
 def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[Item]:
     """Items of one epoch from batch `skip` on; `on_first` is called when those before it have been passed.
 
@@ -172,10 +194,17 @@ def _read_rows(batches: Iterator[Any], sampler: RowSampler) -> Iterator[Item]:
 
 
 def _read_all(batches: Iterator[Any], skip: int, loader: Any, on_first: Callable[[], None]) -> Iterator[Item]:
-    deque(islice(batches, skip), maxlen=0)
+    pass_over(batches, skip)
     on_first()
     for data in batches:
         yield Item(data, position=None if loader is None else loader.state_dict())
+
+
+def noted(items: Iterator[Item], read: list[Item]) -> Iterator[Item]:
+    """`items`, each put into `read` as it is read."""
+    for item in items:
+        read.append(item)
+        yield item
 
 
 # ---- to a CUDA device ----
