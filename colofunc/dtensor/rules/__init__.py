@@ -17,6 +17,7 @@ from colofunc.dtensor.rules import (
     conv,
     debug,
     embedding,
+    experts,
     factories,
     fft,
     index,
@@ -63,6 +64,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     linalg,
     random,
     attention,
+    experts,
     debug,
 )
 

@@ -1,0 +1,239 @@
+"""Experts of a mixture, kept whole: x (b*, d), index (b*, k), weight (b*, k) -> y (b*, d).
+
+    y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])
+    expert(x) = down @ (act(gate @ x) * (up @ x))            gate_up (e, 2f, d) is [gate; up], down (e, d, f)
+
+Problem: traced through aten, a layer of experts is a sort, gathers, grouped products over segments that data decides,
+and a scatter; which rows belong to which expert is lost, and `grouped_mm` knows neither float64 nor, before torch 2.15,
+float32. Idea: one operator says what is meant, and its gradient is one more. Factors: b* tokens, k choices, e experts,
+f hidden units, d width.
+
+An index outside of 0 .. e-1 means "no expert here": it adds nothing, and its weight has no gradient. So a rank that
+holds some experts runs the same operator on shifted indices, and what ranks give adds up. An expert without tokens has
+zero gradients.
+
+The kernels go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and results
+they need memory for that many rows only. Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
+Sums over choices are taken in the order of experts, in float32 at least.
+
+`expert_position(index, e)` is the place of each choice in its expert's queue, in the order of tokens: what a capacity
+compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section 2.2, for capacities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc.errors import RuleError
+from colofunc.ops.define import define
+
+aten = torch.ops.aten
+ROWS = 1 << 12  # rows of one expert that a kernel works on at a time
+
+Unary = Callable[[Tensor], Tensor]
+Gradient = Callable[[Tensor, Tensor], Tensor]  # (gradient of the result, input)
+
+# Activation -> itself and its gradient.
+ACTS: dict[str, tuple[Unary, Gradient]] = {
+    "silu": (aten.silu.default, aten.silu_backward.default),
+    "gelu": (aten.gelu.default, aten.gelu_backward.default),
+    "gelu_tanh": (
+        lambda x: aten.gelu.default(x, approximate="tanh"),
+        lambda g, x: aten.gelu_backward.default(g, x, approximate="tanh"),
+    ),
+    "relu": (torch.relu, lambda g, x: torch.where(x > 0, g, 0)),
+    "relu2": (lambda x: torch.relu(x).square(), lambda g, x: 2 * g * torch.relu(x)),
+    "sigmoid": (torch.sigmoid, lambda g, x: aten.sigmoid_backward.default(g, torch.sigmoid(x))),
+    "tanh": (torch.tanh, lambda g, x: aten.tanh_backward.default(g, torch.tanh(x))),
+    "identity": (lambda x: x, lambda g, x: g),
+}
+
+
+@attrs.frozen
+class Weights:
+    """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out)."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    act: str
+    gated: bool
+    transposed: bool
+
+    def up_of(self, i: int) -> Tensor:
+        """(2f, d) or (f, d)."""
+        return self.gate_up[i].t() if self.transposed else self.gate_up[i]
+
+    def down_of(self, i: int) -> Tensor:
+        """(d, f)."""
+        return self.down[i].t() if self.transposed else self.down[i]
+
+    def hidden(self, x: Tensor, i: int) -> Tensor:
+        """What goes into the activation, (rows, 2f) or (rows, f)."""
+        h = x @ self.up_of(i).t()
+        return h if self.gate_up_bias is None else h + self.gate_up_bias[i]
+
+    def activated(self, h: Tensor) -> Tensor:
+        """(rows, f)."""
+        act = ACTS[self.act][0]
+        if not self.gated:
+            return act(h)
+        gate, up = h.chunk(2, -1)
+        return act(gate) * up
+
+    def activated_backward(self, g: Tensor, h: Tensor) -> Tensor:
+        act, back = ACTS[self.act]
+        if not self.gated:
+            return back(g, h)
+        gate, up = h.chunk(2, -1)
+        return torch.cat([back(g * up, gate), g * act(gate)], -1)
+
+
+def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, choices, tokens): positions in the flat (tokens, k) index that chose it, and the tokens they are of."""
+    flat = index.reshape(-1)
+    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = torch.argsort(key, stable=True)
+    counts = torch.bincount(key, minlength=experts + 1)[:experts].tolist()
+    k, start = max(index.shape[-1], 1), 0
+    for expert, count in enumerate(counts):
+        for first in range(start, start + count, ROWS):
+            choices = order[first : min(first + ROWS, start + count)]
+            yield expert, choices, torch.div(choices, k, rounding_mode="floor")
+        start += count
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _experts(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    out = torch.promote_types(gate_up.dtype, weight.dtype)
+    rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
+    total = torch.zeros(rows.shape, dtype=_wide(out), device=x.device)
+    for i, choices, tokens in _runs(index, gate_up.shape[0]):
+        y = w.activated(w.hidden(rows[tokens].to(gate_up.dtype), i)) @ w.down_of(i).t()
+        if down_bias is not None:
+            y = y + down_bias[i]
+        total.index_add_(0, tokens, y.to(total.dtype) * scale[choices, None].to(total.dtype))
+    return total.to(out).reshape(x.shape)
+
+
+def _experts_backward(
+    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    dtype, wide = gate_up.dtype, _wide(gate_up.dtype)
+    rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
+    dx = torch.zeros(rows.shape, dtype=wide, device=x.device)
+    dweight = torch.zeros(scale.shape, dtype=_wide(weight.dtype), device=x.device)
+    sums = [torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0) for t in (gate_up, down, gate_up_bias, down_bias)]
+    for i, choices, tokens in _runs(index, gate_up.shape[0]):
+        xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
+        h = w.hidden(xs, i)
+        a = w.activated(h)
+        da = gs @ w.down_of(i)  # of the expert's result with weight 1
+        dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
+        dweight[choices] = dot if down_bias is None else dot + (gs.to(dot.dtype) @ down_bias[i].to(dot.dtype))
+        dh = w.activated_backward((da * s.to(dtype)), h)
+        dx.index_add_(0, tokens, (dh @ w.up_of(i)).to(wide))
+        if need_weights:
+            _add_weights(sums, i, dh, xs, (gs * s.to(dtype)), a, transposed)
+    return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), sums[0], sums[1], sums[2], sums[3])
+
+
+def _add_weights(sums: list[Tensor], i: int, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor, transposed: bool) -> None:
+    """Add one run's terms of the gradients of gate_up, down and their biases."""
+    sums[0][i] += xs.t() @ dh if transposed else dh.t() @ xs
+    sums[1][i] += a.t() @ dy if transposed else dy.t() @ a
+    for k, d in ((2, dh), (3, dy)):
+        if sums[k].dim() == 2:
+            sums[k][i] += d.sum(0)
+
+
+# ---- the operators ----
+
+
+def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: str, gated: bool, transposed: bool) -> None:
+    if act not in ACTS:
+        raise RuleError(f"experts: no activation {act!r}; it knows {', '.join(ACTS)}")
+    if index.dtype not in (torch.int64, torch.int32):
+        raise RuleError(f"experts: index is {index.dtype}; take the int64 that topk gives")
+    up = gate_up.shape[1:] if not transposed else tuple(reversed(gate_up.shape[1:]))
+    dn = down.shape[1:] if not transposed else tuple(reversed(down.shape[1:]))
+    lead = x.shape[:-1]
+    fits = gate_up.dim() == down.dim() == 3 and gate_up.shape[0] == down.shape[0] and up[1] == dn[0] == x.shape[-1]
+    if not fits or up[0] != (2 if gated else 1) * dn[1] or index.shape != weight.shape or index.shape[:-1] != lead:
+        raise RuleError(
+            f"experts: x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}, gate_up {tuple(gate_up.shape)}, "
+            f"down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, {'2f' if gated else 'f'}, d), (e, d, f)"
+            f"{' with the last two dims swapped' if transposed else ''}. Try: gated={not gated} or transposed={not transposed}"
+        )
+
+
+def _experts_fake(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    _check(x, index, weight, gate_up, down, act, gated, transposed)
+    return x.new_empty(x.shape, dtype=torch.promote_types(gate_up.dtype, weight.dtype))
+
+
+def _backward_fake(
+    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    weights = (gate_up, down, gate_up_bias, down_bias)
+    sums = [w.new_empty(w.shape) if need_weights and w is not None else x.new_empty(0) for w in weights]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), *sums
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.act, ctx.gated, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    need = ctx.needs_input_grad
+    found = experts_backward(g, *ctx.saved_tensors, ctx.act, ctx.gated, ctx.transposed, any(need[3:7]))
+    dx, dweight, *rest = (d if n else None for d, n in zip(found, (need[0], need[2], *need[3:7]), strict=True))
+    return dx, None, dweight, *rest, None, None, None
+
+
+_OPERANDS = "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+_OPTIONS = "str act, bool gated=True, bool transposed=False"
+
+experts_backward = define(
+    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _experts_backward, _backward_fake,
+)  # fmt: skip
+experts = define(f"experts({_OPERANDS}, {_OPTIONS}) -> Tensor", _experts, _experts_fake, (_save, _gradient))
+
+
+def _expert_position(index: Tensor, experts: int) -> Tensor:
+    flat = index.reshape(-1)
+    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = torch.argsort(key, stable=True)
+    counts = torch.bincount(key, minlength=experts + 1)
+    first = (counts.cumsum(0) - counts)[key[order]]
+    place = torch.empty_like(flat, dtype=torch.int64)
+    place[order] = torch.arange(flat.numel(), device=flat.device) - first
+    return torch.where(key < experts, place, -1).reshape(index.shape)
+
+
+expert_position = define(
+    "expert_position(Tensor index, int experts) -> Tensor",
+    _expert_position,
+    lambda index, experts: index.new_empty(index.shape, dtype=torch.int64),
+)
