@@ -12,6 +12,7 @@ from colofunc import testing
 from colofunc.config import configure
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Cost, Rule, Strategy
+from colofunc.dtensor.rules import local as local
 from colofunc.dtensor.rules.pattern import pattern
 from colofunc.dtensor.spec import Spec
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
@@ -116,6 +117,7 @@ __all__ = [
     "launch",
     "lazy",
     "load",
+    "local",
     "local_stats",
     "lora",
     "operator",

@@ -2,6 +2,11 @@
 
     here, mine = inside(index, first_of(atoms, mesh), rows)      # this rank has rows first .. first + rows
     clear(x[here], mine)                                         # zeros for the indices of other ranks
+
+For plugins it is `cf.local`. `at` asks for another rank: its index along some axes, in place of this rank's own.
+
+    cf.local.positions(layout.dims[2], mesh, at={"cp": owner})   # of the block of keys that came from `owner`
+    cf.local.rerun(call, shards, {(11, "k_offset"): start})      # the operator itself on local parts
 """
 
 from __future__ import annotations
@@ -73,8 +78,11 @@ def _filled(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
 Start = torch.Tensor | int  # of this rank's part: a number where all ranks agree
 
 
-def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh) -> tuple[list[int], list[int], Start]:
+def place_of(
+    dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh, at: Mapping[str, torch.Tensor] | None = None
+) -> tuple[list[int], list[int], Start]:
     """(sizes, strides, offset): where a part with these atoms lies in the row-major order of the global `shape`."""
+    at = at or {}
     sizes: list[int] = []
     far: list[int] = []
     offset: torch.Tensor | int = 0
@@ -85,16 +93,16 @@ def place_of(dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh)
                 sizes.append(n)
                 far.append(stride * row)
             else:
-                offset = offset + axis_index((axis,), mesh) * (stride * row)
+                offset = offset + (at[axis] if axis in at else axis_index((axis,), mesh)) * (stride * row)
         if not any(axis is None for _, axis in atoms):
             sizes.append(1)
             far.append(0)
     return sizes, far, offset
 
 
-def positions(atoms: tuple[Atom, ...], mesh: Mesh) -> torch.Tensor | int:
+def positions(atoms: tuple[Atom, ...], mesh: Mesh, at: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor | int:
     """The global positions of a part of one dim: where it begins if it is one run, else every position."""
-    sizes, far, offset = place_of([atoms], [prod(n for n, _ in atoms)], mesh)
+    sizes, far, offset = place_of([atoms], [prod(n for n, _ in atoms)], mesh, at)
     if len(sizes) == 1 and far[0] in (0, 1):
         return offset
     total = torch.zeros(1, dtype=torch.int64)

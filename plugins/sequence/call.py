@@ -1,0 +1,117 @@
+"""One call of attention or of its backward, as the strategies of this plugin look at it.
+
+    colofunc.attention            q, k, v, bias, options            -> out, lse
+    colofunc.attention_backward   grad, q, k, v, bias, out, lse, options -> dq, dk, dv, dbias
+
+Both have the same factors: batch b, key heads g, query heads of a group r, rows s, columns t. `Attention` finds operands
+by name and says which rows, columns and dropout weights a rank's part is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+import colofunc as cf
+
+Own = Mapping[str, str]
+Changes = dict[tuple[int, str], Any]
+FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
+TARGETS = (FORWARD, BACKWARD)
+# Arguments in their order; tensors in front of the options.
+_TENSORS = {FORWARD: ("q", "k", "v", "bias"), BACKWARD: ("grad", "q", "k", "v", "bias", "out", "lse")}
+_OPTIONS = ("scale", "causal", "window", "dropout", "seed", "site", "q_offset", "k_offset", "sizes", "strides", "offset")
+_LAST = ("need_dbias", "grad_lse")
+_DEFAULTS: dict[str, Any] = {"causal": False, "window": 0, "dropout": 0.0, "sizes": (), "strides": (), "need_dbias": False}
+
+
+@attrs.frozen
+class Attention:
+    """A view of a call: arguments by name, `at` their positions, `operand` their number among its tensors."""
+
+    call: Any
+    at: Mapping[str, int]
+
+    @staticmethod
+    def of(call: Any) -> Attention:
+        names = (*_TENSORS[call.target], *_OPTIONS, *(_LAST if call.target == BACKWARD else ()))
+        return Attention(call, {name: k for k, name in enumerate(names)})
+
+    @property
+    def backward(self) -> bool:
+        return bool(self.call.target == BACKWARD)
+
+    def get(self, name: str) -> Any:
+        return self.call.arg(self.at[name], name, _DEFAULTS.get(name)) if name in self.at else None
+
+    def operand(self, name: str) -> int | None:
+        """Its number among the tensor operands; None where it is not given."""
+        found = self.get(name)
+        return found.id if found is not None and hasattr(found, "id") else None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        k = self.operand(name)
+        return None if k is None else self.call.ins[k].shape
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the factors."""
+        (b, h, s, _), (_, g, t, _) = self.shape("q") or (), self.shape("k") or ()
+        return {"b": b, "g": g, "r": h // g, "s": s, "t": t}
+
+    @property
+    def positional(self) -> bool:
+        return bool(self.get("causal")) or bool(self.get("window"))
+
+    @property
+    def placed(self) -> bool:
+        """Whether the call is about a part of larger weights already."""
+        return bool(self.get("sizes")) or self.operand("offset") is not None
+
+    def bias_has(self, dim: int) -> bool:
+        """Whether the bias has dim -4 .. -1 of its own (is not broadcast along it)."""
+        shape = self.shape("bias")
+        return shape is not None and len(shape) >= -dim and shape[dim] > 1
+
+    def own(self, rows: Own, columns: Own) -> tuple[list[Own], list[Own]]:
+        """Per operand and per result, where the axes lie that split rows and columns (for `cf.ways`)."""
+        ins: list[Own] = [{} for _ in self.call.ins]
+        for name in ("q", "grad", "out", "lse", "grad_lse"):
+            self._put(ins, name, rows)
+        for name in ("k", "v"):
+            self._put(ins, name, columns)
+        listed = self.shape("q_offset")
+        if listed:
+            self._put(ins, "q_offset", rows)
+        if self.bias_has(-2):
+            self._put(ins, "bias", rows)
+        bias = rows if self.bias_has(-2) and self.get("need_dbias") else {}
+        return ins, [rows, columns, columns, bias] if self.backward else [rows, rows]
+
+    def _put(self, ins: list[Own], name: str, own: Own) -> None:
+        k = self.operand(name) if name in self.at else None
+        if k is not None:
+            ins[k] = own
+
+    def change(self, **values: Any) -> Changes:
+        """Arguments by name, as `cf.local.rerun` takes them."""
+        return {(self.at[name], name): value for name, value in values.items()}
+
+    def run(self, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], changes: Changes) -> Any:
+        """The operator itself on local parts, with some tensors and options replaced."""
+        mine = list(shards)
+        for name, value in tensors.items():
+            k = self.operand(name)
+            if k is not None:
+                mine[k] = value
+        return cf.local.rerun(self.call, mine, changes)
+
+    def weights_place(self, q: cf.Layout, columns: Any, mesh: cf.Mesh, at: Mapping[str, torch.Tensor]) -> Changes:
+        """Where a part lies in the (b, h, s, t) weights that dropout counts; `at`: whose columns they are."""
+        *_, t = q_shape = (*q.shape[:3], (self.shape("k") or ())[2])
+        sizes, strides, offset = cf.local.place_of(q.dims[:3], q_shape, mesh)
+        more, steps, start = cf.local.place_of([columns], [t], mesh, at)
+        return self.change(sizes=[*sizes, *more], strides=[*strides, *steps], offset=offset + start)
