@@ -116,8 +116,8 @@ class RankWires:
 def _watched(kind: str, start: Start, rank: int) -> Start:
     ranks = (rank,)
 
-    def run(x: torch.Tensor) -> Started:
-        ask(kind, ranks)
+    def run(x: Any) -> Started:
+        ask(kind.removesuffix("_flat"), ranks)
         return start(x)
 
     return run

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from colofunc.executors.kernels import reduce_members
 from colofunc.mesh import Mesh
+from colofunc.ops.flat import flat_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # What gloo can add; anything else is reduced in a wider type and comes back.
@@ -50,7 +51,7 @@ class Started:
         return out
 
 
-Start = Callable[[torch.Tensor], Started]
+Start = Callable[[Any], Started]  # of a tensor; of several for `all_gather_flat`
 
 
 @attrs.frozen
@@ -195,8 +196,19 @@ def _permute(group: Group, table: Sequence[int]) -> Start:
     return start
 
 
+def _flat(make: Callable[[Group], Start]) -> Callable[[Group], Start]:
+    """The gather of several tensors from the gather of one."""
+
+    def made(group: Group) -> Start:
+        start = make(group)
+        return lambda xs: start(flat_of(xs))
+
+    return made
+
+
 _MAKERS: dict[str, Callable[..., Start]] = {
     "all_gather": _all_gather,
+    "all_gather_flat": _flat(_all_gather),
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
@@ -291,6 +303,7 @@ def _blanks(group: Group, mine: torch.Tensor) -> list[torch.Tensor]:
 _GLOO: dict[str, Callable[..., Start]] = {
     **_MAKERS,
     "all_gather": _gather_direct,
+    "all_gather_flat": _flat(_gather_direct),
     "all_to_all": _exchange_direct,
     "reduce_scatter": _scatter_direct,
     "all_reduce": _reduce_direct,

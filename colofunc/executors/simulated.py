@@ -25,6 +25,7 @@ from colofunc.executors.faults import ask
 from colofunc.executors.kernels import reduce_members
 from colofunc.executors.source import Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
+from colofunc.ops.flat import flat_of
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref
 
@@ -108,15 +109,39 @@ def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequen
         starts.append(starts[-1] + max(lanes) + 1)
     owners: dict[int, int] = {}
     shared: set[int] = set()
-    for k in range(len(partition)):
-        for j in range(starts[k], starts[k + 1]):
-            address = flat[j].untyped_storage().data_ptr()
-            if address and owners.setdefault(address, k) != k:
-                shared.add(address)
+    addresses = [x.untyped_storage().data_ptr() for x in flat]
+    owner = [k for k, lanes in enumerate(partition) for _ in range(max(lanes) + 1)]
+    for address, k in zip(addresses, owner, strict=True):
+        if address and owners.setdefault(address, k) != k:
+            shared.add(address)
+    if not shared:
+        return
+    overlap = _overlapping(flat, owner, [j for j, address in enumerate(addresses) if address in shared])
     for k in positions:
         for j in range(starts[k], starts[k + 1]):
-            if shared and flat[j].untyped_storage().data_ptr() in shared:
+            if j in overlap:
                 flat[j] = flat[j].clone()
+
+
+def _overlapping(flat: Sequence[torch.Tensor], owner: Sequence[int], some: Sequence[int]) -> set[int]:
+    """Which of `some` tensors reach into memory that a tensor of another owner reaches into; neighbours in a buffer do not."""
+    found: set[int] = set()
+    run: list[int] = []
+    end = 0
+    for first, last, j in sorted((*_span(flat[j]), j) for j in some if flat[j].numel()):
+        if run and first < end:
+            run.append(j)
+        else:
+            found |= set(run) if len({owner[i] for i in run}) > 1 else set()
+            run = [j]
+        end = max(end, last)
+    return found | (set(run) if len({owner[i] for i in run}) > 1 else set())
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """First address, and the one behind the last, of a tensor's elements."""
+    first = x.data_ptr()
+    return first, first + (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 
 class SimulatedWires:
@@ -133,7 +158,7 @@ class SimulatedWires:
         elif kind in ("axis_index", "take_shard", "keep_first"):
             getattr(self, "_" + kind)(writer, node)
         else:
-            writer.line(f"{writer.bind(ask, 'ask')}({kind!r}, {tuple(range(self.mesh.size))!r})")
+            writer.line(f"{writer.bind(ask, 'ask')}({kind.removesuffix('_flat')!r}, {tuple(range(self.mesh.size))!r})")
             out = only(node)
             results = self._collective(writer, node, kind, f"h{writer.stem(out)}" if asynchronous else writer.stem(out))
             if asynchronous:
@@ -145,8 +170,9 @@ class SimulatedWires:
 
     def _collective(self, writer: Writer, node: Node, kind: str, stem: str) -> tuple[str, ...]:
         """Write a collective; the variable of its result per lane. Groups with equal members are computed once."""
-        ref, axes, _, *rest = node.args
-        source = writer.where[ref.id]
+        _, axes, _, *rest = node.args
+        # The text of what each lane sends: a variable, or a tuple of them.
+        source = tuple(writer.literal(node.args[0], lane) for lane in range(writer.lanes))
         groups = self.mesh.groups(axes)
         if kind == "permute":
             return self._permute(writer, source, groups, rest[0], stem)
@@ -246,6 +272,10 @@ def unfilled(like: torch.Tensor) -> torch.Tensor:
     return target.fill_(False if like.dtype == torch.bool else torch.iinfo(like.dtype).min)
 
 
+def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([flat_of(xs) for xs in members])
+
+
 def _all_to_all(members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack([m[j] for m in members]) for j in range(len(members))]
 
@@ -257,6 +287,7 @@ def _reduce_scatter(members: Sequence[torch.Tensor], how: str) -> list[torch.Ten
 
 _MEMBERS: dict[str, Callable[..., Any]] = {
     "all_gather": torch.stack,
+    "all_gather_flat": _all_gather_flat,
     "all_reduce": reduce_members,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,

@@ -310,6 +310,7 @@ COLLECTIVES = frozenset(
     f"colofunc.{name}"
     for name in (
         "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "take_shard", "keep_first", "axis_index",
+        "all_gather_flat",
     )
 )  # fmt: skip
 """Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""

@@ -67,11 +67,13 @@ class CostReport:
 def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[str, ...], int, int] | None:
     """(kind, axes, group size, bytes as `wire_bytes` wants them) of a collective node, else None."""
     kind = node.target.removeprefix("colofunc.").removesuffix("_start")
+    if kind == "all_gather_flat":
+        kind = "all_gather"
     if kind not in WIRE:
         return None
     axes = tuple(node.args[1])
     n = int(node.args[2])
-    nbytes = values[node.refs[0]].nbytes
+    nbytes = sum(values[i].nbytes for i in node.refs)
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
 
 

@@ -21,7 +21,7 @@ from colofunc.program.ir import LOOP, Node, Program, Ref
 
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
+WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "all_gather_flat"})
 
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
 

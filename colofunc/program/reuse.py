@@ -56,7 +56,8 @@ MAKERS = frozenset(OUT) | frozenset(
     aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor aten.masked_fill.Scalar
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
     colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
-    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_to_all colofunc.loop""".split()
+    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_gather_flat colofunc.all_to_all colofunc.pack
+    colofunc.loop""".split()
 )
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
