@@ -1,0 +1,150 @@
+"""2D and 2.5D: SUMMA, a product over a grid of ranks with streamed panels.
+
+    X: (x b) (y i)      W: (x i) (y o)      Y: (x b) (y o)           every matrix lies on both axes, nothing is copied
+
+    Y  = X W       panel k: gather X along y and W along x           Y += X_k W_k
+    dX = dY W^T    panel k: gather W along x                         reduce_scatter(dY W_k^T) along y
+    dW = X^T dY    panel k: gather X along y                         reduce_scatter(X_k^T dY) along x
+
+Problem: to gather X and W whole is as many bytes, and costs the memory that splitting them saved. Idea: a panel at a time.
+SUMMA broadcasts panel k from its owner; in one program for all ranks a broadcast has no owner, so here every rank gives a
+slice of each of its own blocks to every panel, which is the same sum in another order. A panel is an all-gather, all
+panels together are the bytes of all broadcasts, and x and y need not be equal: i falls into lcm(x, y) blocks. While a
+panel multiplies, the next one is on its way.
+
+Per product a rank receives (y-1)/y of its row of X (of dX: sends), (x-1)/x of its column of W: [b i (y-1) + i o (x-1)] / (x y)
+elements. With a third axis on b this is Tesseract (2.5D): copies of the grid of weights, each with its part of the rows.
+Source: SUMMA, van de Geijn and Watts (1997); Optimus (2104.05343); Tesseract (2105.14500).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from math import lcm
+from typing import Any
+
+import attrs
+import torch
+from colofunc_plugins.tp2d_25d_3d.grids import FORMS, NAMES, Form, Lies, panels, parts, patterns
+
+import colofunc as cf
+
+T = torch.Tensor
+TARGETS = tuple(FORMS)
+ROWS, COLUMNS = "summa rows", "summa columns"
+
+
+def lies(x: str, y: str, stripes: int) -> Lies:
+    """Where axis x (rows) and y (columns) lie in X, W, Y and the bias."""
+    o = y if stripes == 1 else f"{stripes} {y}"
+    return {"x": {"b": x, "i": y}, "w": {"i": x, "o": o}, "y": {"b": x, "o": o}, "bias": {"o": o}}
+
+
+def words(x: str, y: str, stripes: int) -> tuple[tuple[str, str], ...]:
+    """What a wish calls the pattern."""
+    return (x, ROWS), (y, COLUMNS if stripes == 1 else f"{COLUMNS} in {stripes}")
+
+
+def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+    """SUMMA over every two axes of the mesh."""
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
+    for x, y in permutations(axes, 2):
+        grid = Grid(x, y, mesh.axis_size(x), mesh.axis_size(y))
+
+        def extra(form: Form, way: cf.Strategy, grid: Grid = grid) -> tuple[float, int]:
+            return grid.cost(form, way, call, mesh)
+
+        def code(form: Form, way: cf.Strategy, grid: Grid = grid) -> Callable[..., T]:
+            return grid.local(form, way)
+
+        yield from patterns(
+            call, mesh, lambda n, x=x, y=y: lies(x, y, n), lambda n, x=x, y=y: words(x, y, n), code, extra
+        )  # fmt: skip
+
+
+@attrs.frozen
+class Grid:
+    """x by y ranks: rows of activations on axis `x`, columns on `y`."""
+
+    x: str
+    y: str
+    rows: int
+    columns: int
+
+    @property
+    def blocks(self) -> int:
+        """What i falls into: one or more for each rank of either axis."""
+        return lcm(self.rows, self.columns)
+
+    def cost(self, form: Form, way: cf.Strategy, call: Any, mesh: cf.Mesh) -> tuple[float, int]:
+        """(seconds on the wire, bytes of two panels)."""
+        count = panels(form.width, self.rows, self.columns)
+        seconds, peak = 0.0, 0
+        for name, axis, n in (("x", self.y, self.columns), ("w", self.x, self.rows)):
+            nbytes = parts(form, way, call)[name] * n // count
+            seconds += count * mesh.collective_s("reduce_scatter" if name == NAMES[form.out] else "all_gather", nbytes, (axis,))
+            peak += 2 * nbytes
+        return seconds, peak
+
+    def local(self, form: Form, way: cf.Strategy) -> Callable[..., T]:
+        """The local code of one strategy."""
+        count = panels(form.width, self.rows, self.columns)
+        shape = way.outs[0].local_shape
+
+        def local(*shards: T, mesh: cf.Mesh) -> T:
+            given = form.matrices(shards)
+            stream = _Stream(self, count, mesh)
+            if "y" not in given:
+                return form.given(stream.forward(given["x"], given["w"], given.get("bias")), shape)
+            return form.given(stream.dx(given["y"], given["w"]) if "w" in given else stream.dw(given["x"], given["y"]), shape)
+
+        return local
+
+
+@attrs.frozen
+class _Stream:
+    """`count` panels. A panel stands with its factor i in front: (p, b) of X, (p, o) of W."""
+
+    grid: Grid
+    count: int
+    mesh: cf.Mesh
+
+    def panels(self, m: T, axis: str, n: int) -> Iterator[T]:
+        """All members' slices, panel by panel; the next one starts before this one is used. m: (i, rest) -> (p, rest)."""
+        own = self.cut(m, n)
+        gather = lambda k: cf.collectives.all_gather(own[:, k].contiguous(), (axis,), self.mesh).flatten(0, 2)  # noqa: E731
+        coming = gather(0)
+        for k in range(self.count):
+            here, coming = coming, gather(k + 1) if k + 1 < self.count else coming
+            yield here
+
+    def cut(self, m: T, n: int) -> T:
+        """(i, rest) of one of n ranks -> (blocks, panels, slice, rest)."""
+        return m.unflatten(0, (self.grid.blocks // n, self.count, -1))
+
+    def scatter(self, panel: T, axis: str, n: int) -> T:
+        """The sum of all members' panels, each rank its own slices: (p, rest) -> (blocks, slice, rest)."""
+        chunks = panel.unflatten(0, (n, self.grid.blocks // n, -1))
+        return cf.collectives.reduce_scatter(chunks, (axis,), self.mesh)
+
+    def forward(self, x: T, w: T, bias: T | None) -> T:
+        """x (b, i), w (i, o) -> (b, o)."""
+        y: T | None = bias
+        for mine, theirs in zip(self.panels(x.t(), self.grid.y, self.grid.columns), self.panels(w, self.grid.x, self.grid.rows)):
+            y = torch.mm(mine.t(), theirs) if y is None else torch.addmm(y, mine.t(), theirs)
+        assert y is not None
+        return y
+
+    def dx(self, y: T, w: T) -> T:
+        """y (b, o), w (i, o) -> (b, i)."""
+        panels = self.panels(w, self.grid.x, self.grid.rows)
+        parts = [self.scatter(torch.mm(panel, y.t()), self.grid.y, self.grid.columns) for panel in panels]
+        return torch.stack(parts, 1).flatten(0, 2).t()
+
+    def dw(self, x: T, y: T) -> T:
+        """x (b, i), y (b, o) -> (i, o)."""
+        panels = self.panels(x.t(), self.grid.y, self.grid.columns)
+        parts = [self.scatter(torch.mm(panel, y), self.grid.x, self.grid.rows) for panel in panels]
+        return torch.stack(parts, 1).flatten(0, 2)
+
