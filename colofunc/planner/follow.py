@@ -13,7 +13,7 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ import attrs
 from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind
-from colofunc.dtensor.strategies import FREE, build, place, placements, usable
+from colofunc.dtensor.strategies import FREE, build, lay_out, place, placements, usable
 from colofunc.dtensor.strategies import follow as take
 from colofunc.errors import PlanError, SpecError
 from colofunc.mesh import Mesh
@@ -53,11 +53,13 @@ def follow(
     seeds: Mapping[int, str | Spec | Layout],
     rule_of: RuleOf | None = None,
     rest: Mapping[int, str] | None = None,
+    across: Collection[str] = (),
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
     `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and what
-    is not in it is whole), and they are followed further. None: the flow ends there.
+    is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the flow
+    crosses whatever they do inside: each factor lies in their results as it does in their operands.
     """
     rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
@@ -69,6 +71,9 @@ def follow(
         if node.phase == "update" or not any(r in lies for r in node.refs):
             continue
         mine = {r: lies[r] for r in node.refs if r in lies}
+        if node.target in across:
+            lies |= {o: layout for o, layout in rules.crossed(node, mine).items() if o not in lies}
+            continue
         if rest is not None and any(layout.pending for layout in mine.values()) and not _passes(node, mine, rules):
             for r, layout in mine.items():
                 if layout.pending:
@@ -116,6 +121,10 @@ class Rules:
         self._known: dict[Call, Rule | None] = {}
         self._taken: dict[Any, Strategy | None] = {}
 
+    def call(self, node: Node) -> Call:
+        """The node without its program: what rules and strategies see of it."""
+        return call_of(node, self.program.values)[0]
+
     def rule(self, node: Node) -> Rule | None:
         """The einops rule of an operator call; None: it has none."""
         if self._rule_of is not None:
@@ -144,6 +153,18 @@ class Rules:
             if strategy is not None and all(h is None or h is want for h, want in zip(have, strategy.ins, strict=True)):
                 return strategy
         return None
+
+    def crossed(self, node: Node, lies: Mapping[int, Layout]) -> dict[int, Layout]:
+        """Results of a node whose factors lie as they do in the operands (also those that its rule wants whole)."""
+        call, ids = call_of(node, self.program.values)
+        rule = self.rule(node)
+        if rule is None:
+            return {}
+        placement: dict[str, Dim] = {}
+        for id, operand in zip(ids, rule.ins, strict=True):
+            placement |= place(operand, rule, lies[id].with_pending(())) or {} if id in lies else {}
+        outs = zip(node.outs, rule.outs, call.outs, strict=True)
+        return {o: lay_out(op, typ, rule, placement) for o, op, typ in outs if o is not None and op is not None and typ is not None}
 
     def place(self, node: Node, factor: str, axis: str, stripes: int = 1) -> Strategy | None:
         """The strategy with `axis` on a factor, in so many stripes; None where the sizes do not divide."""

@@ -47,7 +47,8 @@ class Wish:
     source are followed together. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
     phases whose operators an operator wish holds. The words in "{axis: word}" are factors of the operator's rule, or what
-    a plugin's strategy calls its own pattern ("{cp: ring}").
+    a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
+    in split comes out split, and a wish of its own says how they work (see `follow`).
     """
 
     match: str | Callable[[str], bool]
@@ -61,6 +62,7 @@ class Wish:
     regather: bool | None = None
     rest: Mapping[int, str] | None = None
     phases: tuple[str, ...] = ("forward",)
+    across: tuple[str, ...] = ()
 
     @property
     def on_operator(self) -> bool:
@@ -338,7 +340,7 @@ def _along(
     """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
     wish = next(wish for wish, _ in seeds.values())
     starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
-    followed = follow(program, mesh, starts, rule_of, wish.rest)
+    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across)
     axes = tuple(dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes))
     n = len(program.inputs)
     for index, strategy in followed.strategies.items():
