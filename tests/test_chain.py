@@ -1,0 +1,87 @@
+"""Keep or recompute on chains: published figures, a brute force over all orders, and what an order must hold."""
+
+import itertools
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colofunc.planner.chain import Back, Kept, Run, Stage, solve, table
+
+UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
+# FIGURES: Rotor on L stages and a loss, x_0 counted in M.
+ROTOR = {4: {4: 13, 5: 10, 6: 8}, 8: {4: 43, 5: 26, 6: 22, 7: 20, 8: 19, 9: 18, 10: 16}}
+
+
+@pytest.mark.parametrize(("length", "memory", "seconds"), [(n, m, s) for n, row in ROTOR.items() for m, s in row.items()])
+def test_rotors_figures(length: int, memory: int, seconds: int) -> None:
+    assert solve([UNIT] * length + [LOSS], memory - 1, memory - 1).seconds == seconds
+
+
+def test_less_than_one_stage_needs_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 bytes do not hold"):
+        solve([UNIT] * 4 + [LOSS], 1, 1)
+
+
+stages = st.builds(
+    lambda f, b, x, more, ways: Stage(
+        f, b, x, (Kept(x + more, 0), *(Kept(max(x, x + more - k), s) for k, s in ways))
+    ),
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=2),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(stages, min_size=1, max_size=5), st.integers(2, 16))
+def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
+    @lru_cache(None)
+    def c(i: int, j: int, m: int) -> float:
+        best = float("inf")
+        if m >= chain[i].needs:
+            for way in chain[i].ways:
+                if m >= way.nbytes:
+                    rest = 0 if i == j else c(i + 1, j, m - way.nbytes)
+                    best = min(best, chain[i].forward_s + chain[i].backward_s + way.again_s + rest)
+        for k in range(i + 1, j + 1):
+            if m >= chain[k - 1].out_bytes:
+                run = sum(s.forward_s for s in chain[i:k])
+                best = min(best, run + c(k, j, m - chain[k - 1].out_bytes) + c(i, k - 1, m))
+        return best
+
+    found = table(chain, memory, memory).at(memory)
+    assert (found.seconds if found else float("inf")) == c(0, len(chain) - 1, memory)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(stages, min_size=1, max_size=6), st.integers(4, 30))
+def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(chain: list[Stage], memory: int) -> None:
+    found = table(chain, memory, memory).at(memory)
+    if found is None:
+        return
+    there, kept, spent, done = {0}, {}, 0.0, []  # inputs of stages that are there; stages that are kept, and how
+    for step in found.order:
+        stage = chain[step.stage]
+        if isinstance(step, Run):
+            assert step.stage in there
+            spent += stage.forward_s
+            there.add(step.stage + 1)
+            if not step.first:
+                there.discard(step.stage)
+            if step.way is not None:
+                kept[step.stage] = step.way
+        else:
+            way = kept.pop(step.stage)
+            assert isinstance(step, Back) and step.stage in there
+            spent += stage.backward_s + stage.ways[way].again_s
+            done.append(step.stage)
+    assert done == list(range(len(chain)))[::-1]
+    assert spent == pytest.approx(found.seconds)
+
+
+def test_more_memory_never_costs_more() -> None:
+    chain = [Stage(f, 2 * f, x, (Kept(4 * x, 0), Kept(2 * x, f / 4), Kept(x, f))) for f, x in itertools.product((1, 3), (2, 5))] * 3
+    whole = table(chain, 400, 400)
+    costs = [s.seconds if (s := whole.at(m)) else float("inf") for m in range(401)]
+    assert costs == sorted(costs, reverse=True) and costs[-1] == sum(s.forward_s + s.backward_s for s in chain)
