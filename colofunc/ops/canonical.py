@@ -30,7 +30,9 @@ from torch.overrides import TorchFunctionMode
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.attention import attention
+from colofunc.ops.canonical_experts import Catcher
 from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
+from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.linear import linear
 from colofunc.ops.seeds import draw_seed, stream
 
@@ -74,6 +76,7 @@ class Canonical(TorchFunctionMode):
         self.seed = seed
         self.sites = sites
         self.stream = stream()
+        self.experts = Catcher(_autocast)
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,6 +87,9 @@ class Canonical(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.experts.see(func, args, kwargs, self._result(func, args, kwargs))
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
@@ -230,7 +236,15 @@ def _mask(mask: Tensor, lead: torch.Size, dims: int) -> Tensor:
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[-4:])
 
 
+def _grouped_mm(mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **more: Any) -> Any:
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or any(v is not None for v in more.values()):
+        return NotImplemented
+    return grouped_mm.apply(mat_a, mat_b, offs)
+
+
 HANDLERS: dict[Any, Handler] = {
+    F.grouped_mm: _grouped_mm,
+    compat.grouped_mm: _grouped_mm,
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     **RANDOM_HANDLERS,

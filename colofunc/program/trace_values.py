@@ -6,6 +6,7 @@ for real, once, and tracing goes on; what depends on an input is an error with t
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from colofunc.program.trace_meta import inside_file, user_line
 from colofunc.program.trace_record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
+# Where transformers chooses how experts are computed; a loop that it leads to is its "eager" implementation.
+EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
 
 
 def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -48,6 +51,11 @@ def data_dependent(what: str) -> TraceError:
     if inside_file("grad_scaler.py"):
         return TraceError(
             f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead"
+        )
+    if inside_file(EXPERTS_LOOP):
+        return TraceError(
+            f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts run in a Python loop "
+            'over those that have tokens. Load or configure the model with experts_implementation="grouped_mm" (or "batched_mm")'
         )
     return TraceError(
         f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. "

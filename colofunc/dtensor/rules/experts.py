@@ -2,6 +2,7 @@
 
     experts            b* [d], b* [k], b* [k], e (c f) [d], e [d] f -> b* [d]           e and f summed
     experts_backward   dx b* [d] and dweight b* [k] summed over e and f; dgate_up, ddown as they lie, summed over b*
+    grouped_mm         [s] i, [e] i o, [e] -> [s] o     rows of a group are known by their place only
     expert_position    [b*] [k] -> [b*] [k]     opened at b*: ranks tell one another how often each expert was chosen
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
@@ -22,7 +23,7 @@ from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.rules.build import Code, Local, StrategyFn, Texts, at, bind, names
 from colofunc.dtensor.rules.local import rerun, strides
 from colofunc.dtensor.rules.opened import Split, opened
-from colofunc.dtensor.rules.pattern import RuleFn
+from colofunc.dtensor.rules.pattern import RuleFn, pattern
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_gather, axis_index, keep_first
 from colofunc.ops.experts import expert_position as position_op
@@ -128,6 +129,8 @@ def _split_queues(call: Call, mesh: Mesh) -> Iterator[Strategy]:
 
 
 RULES: dict[str, RuleFn] = {
+    "colofunc.grouped_mm": pattern("[s] i, [e] i o, [e] -> [s] o", reduce={"i": "sum"}, linear=[{0}, {1}]),
+    "colofunc.grouped_mm_dw": pattern("[s] i, [s] o, [e] -> [e] i o", linear=[{0}, {1}]),
     "colofunc.experts": experts,
     "colofunc.experts_backward": experts_backward,
     "colofunc.expert_position": expert_position,

@@ -1,0 +1,297 @@
+"""Layers of experts that are written out, caught whole while they run.
+
+Problem: a model computes its experts in a dozen torch calls: sort choices by expert, gather rows, a grouped product, an
+activation, a second product, weights, back into order, a sum over choices. One operator says it (see `experts`), but no
+single torch function stands for it. Idea: while a step runs under the canonical modes, tensors remember the few calls
+that made them; where a sum over choices is reached, the calls behind it are read backwards:
+
+    sum(view(getitem(mul(grouped_mm(act(grouped_mm(getitem(x, perm // k), gate_up))), down), weight), inverse)), dim 1)
+
+If all of it is there, the sum becomes `colofunc.experts`, and nobody reads what was computed on the way: a trace drops
+it. Products are `grouped_mm` over sorted rows, or `bmm` with each choice's own matrices. Whatever looks otherwise runs
+as it is written. Nothing here knows a model or a library: transformers' "grouped_mm" and "batched_mm" experts are such
+code. A write in place between the calls (but of a bias) makes all that was remembered stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from colofunc.ops.experts import experts
+
+_KEY = "_colofunc_made"
+_CASTS = ("to", "float", "int", "long", "type", "bfloat16", "half", "double")
+_ACTS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
+_PRODUCTS = ("grouped_mm", "_grouped_mm", "bmm")
+_FOLLOWS = frozenset(
+    ("sort", "argsort", "__getitem__", "__floordiv__", "floor_divide", "chunk", "mul", "__mul__", "__rmul__", "unsqueeze", "squeeze",
+     "view", "reshape", "histc", "bincount", "cumsum", *_CASTS, *_ACTS, *_PRODUCTS)
+)  # fmt: skip
+_STARTS = frozenset(("reshape", "view", "flatten", "transpose", "swapaxes", "repeat_interleave", "grouped_mm", "_grouped_mm"))
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """The call that made a tensor. `part`: which of several results it is; `epoch`: writes in place before it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    part: int
+    epoch: int
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
+
+
+class _No(Exception):
+    """What is read is no layer of experts."""
+
+
+class Catcher:
+    """Remembers calls and finds layers of experts. `before`: casts what goes into `bmm`, as autocast does."""
+
+    def __init__(self, before: Callable[..., tuple[Tensor | None, ...]]) -> None:
+        self.before = before
+        self.epoch = 0
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
+        """Called behind every torch function with its result; returns the result, or what stands in its place."""
+        name = getattr(func, "__name__", "")
+        if name == "sum":
+            return self._sum(args, kwargs, out)
+        if name in _FOLLOWS or name in _STARTS:
+            if name in _STARTS or any(_has(a) for a in args):
+                self._remember(name, args, kwargs, out)
+        elif name.endswith("_") or name == "__setitem__" or "out" in kwargs:
+            self._write(name, args, kwargs)
+        return out
+
+    def _remember(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        if isinstance(out, Tensor):
+            if not any(out is a for a in args) and _worth(name, out, args):
+                out.__dict__[_KEY] = Made(name, args, kwargs, 0, self.epoch)
+        elif isinstance(out, (tuple, list)):
+            for k, part in enumerate(out):
+                if isinstance(part, Tensor):
+                    part.__dict__[_KEY] = Made(name, args, kwargs, k, self.epoch)
+
+    def _write(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not args or not isinstance(args[0], Tensor):
+            return
+        target = args[0]
+        if name == "add_" and len(args) == 2 and not kwargs and self._maybe(target) is not None and self._maybe(args[1]) is not None:
+            target.__dict__[_KEY] = Made("add_", (target.__dict__[_KEY], args[1]), {}, 0, self.epoch)
+        elif name == "__setitem__" and not target.is_floating_point() and not _has(target):
+            target.__dict__[_KEY] = Made(name, args[1:], {}, 0, self.epoch)
+        elif not name.startswith("__") or name.startswith("__i") or name == "__setitem__":
+            self.epoch += name not in ("requires_grad_", "retain_grad")
+
+    # ---- reading backwards ----
+
+    def _sum(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if dim not in (1, (1,), [1]) or len(args) > 2 or set(kwargs) - {"dim"} or not isinstance(args[0], Tensor) or args[0].dim() != 3:
+            return out
+        try:
+            return self._layer(args[0], out)
+        except _No:
+            return out
+
+    def _maybe(self, x: Any) -> Made | None:
+        made = x if isinstance(x, Made) else x.__dict__.get(_KEY) if isinstance(x, Tensor) else None
+        return made if isinstance(made, Made) and made.epoch == self.epoch else None
+
+    def _made(self, x: Any, *names: str) -> Made:
+        made = self._maybe(x)
+        if made is None or made.name not in names:
+            raise _No
+        return made
+
+    def _layer(self, stacked: Tensor, out: Tensor) -> Tensor:
+        n, k, d = stacked.shape
+        weighted = self._made(stacked, "view", "reshape").args[0]
+        back = self._maybe(weighted)
+        perm = None
+        if back is not None and back.name == "__getitem__":
+            perm = self._inverse(back.args[1])
+            weighted = back.args[0]
+        y, scale = self._scaled(weighted)
+        if perm is not None:
+            gathered = self._made(scale, "__getitem__")
+            _same(gathered.args[1], perm)
+            scale = gathered.args[0]
+        weight = self._made(scale, "reshape", "view", "flatten").args[0]
+        rows = _Sorted(self, perm) if perm is not None else _Each(self)
+        down, down_bias, swapped, ids, h = rows.product(y)
+        act, gated, inner = self._activation(h)
+        up, up_bias, swapped_up, ids_up, xs = rows.product(inner)
+        _same(ids, ids_up)
+        index = self._made(ids, "reshape", "view", "flatten").args[0]
+        x = rows.tokens(xs, k)
+        shapes = (tuple(x.shape), tuple(index.shape), tuple(weight.shape), swapped, up.shape[0])
+        if shapes != ((n, d), (n, k), (n, k), swapped_up, down.shape[0]):
+            raise _No
+        if perm is None:
+            x, up, down, up_bias, down_bias = self.before(x, up, down, up_bias, down_bias)  # type: ignore[assignment]
+        found: Tensor = experts.apply(x, index, weight, up, down, up_bias, down_bias, act, gated, swapped)
+        return found.to(out.dtype)
+
+    def _inverse(self, inverse: Any) -> Any:
+        """The permutation that `inverse[perm] = arange` or `argsort(perm)` undoes."""
+        made = self._made(inverse, "__setitem__", "argsort")
+        return made.args[0]
+
+    def _scaled(self, x: Any) -> tuple[Any, Any]:
+        """(rows, one weight per row) of their product."""
+        a, b = self._made(x, "mul", "__mul__", "__rmul__").args[:2]
+        for rows, scale in ((a, b), (b, a)):
+            made = self._maybe(scale)
+            if made is not None and made.name == "unsqueeze" and made.arg(1, "dim") in (-1, 1):
+                return rows, made.args[0]
+            if made is not None and made.name == "__getitem__" and made.args[1] == (slice(None), None):
+                return rows, made.args[0]
+        raise _No
+
+    def _activation(self, h: Any) -> tuple[str, bool, Any]:
+        """(name of the activation, whether it is gated, what goes into it)."""
+        made = self._maybe(self.uncast(h))
+        if made is None:
+            raise _No
+        if made.name in _ACTS:
+            return _act_name(made), False, made.args[0]
+        if made.name not in ("mul", "__mul__", "__rmul__"):
+            raise _No
+        for one, other in (made.args[:2], reversed(made.args[:2])):
+            act, up = self._maybe(one), self._maybe(other)
+            if act is None or act.name not in _ACTS or up is None or up.name != "chunk" or up.part != 1:
+                continue
+            gate = self._made(act.args[0], "chunk")
+            if gate.part == 0 and gate.args[0] is up.args[0] and gate.arg(1, "chunks") == 2 and gate.arg(2, "dim") in (-1, 1):
+                return _act_name(act), True, gate.args[0]
+        raise _No
+
+    def uncast(self, x: Any) -> Any:
+        """What one cast was made of: the operator casts what goes into its products itself."""
+        made = self._maybe(x)
+        return made.args[0] if made is not None and made.name in _CASTS else x
+
+    def biased(self, y: Any, ids: Callable[[Any], Any]) -> tuple[Made, Tensor | None, Any]:
+        """(the product, its bias or None, the experts by which the bias is chosen)."""
+        made = self._maybe(y)
+        if made is None or made.name != "add_":
+            if made is None:
+                raise _No
+            return made, None, None
+        chosen = self._made(made.args[1], "__getitem__")
+        return made.args[0], chosen.args[0], ids(chosen.args[1])
+
+
+@attrs.frozen
+class _Sorted:
+    """Rows in the order of experts, products by `grouped_mm`."""
+
+    of: Catcher
+    perm: Any
+
+    def product(self, y: Any) -> tuple[Tensor, Tensor | None, bool, Any, Any]:
+        """(weight, bias, whether it is stored (e, in, out), flat index, rows that go in)."""
+        made, bias, chosen = self.of.biased(y, self._sorted)
+        if made.name not in ("grouped_mm", "_grouped_mm"):
+            raise _No
+        ids = self._sorted(self.perm, 1)
+        _same(ids, self._counted(made.arg(2, "offs")))
+        if chosen is not None:
+            _same(ids, chosen)
+        weight = made.arg(1, "mat_b")
+        turned = self.of._maybe(weight)
+        stored = turned is None or turned.name not in ("transpose", "swapaxes")
+        if not stored and turned is not None:
+            if {d % 3 for d in turned.args[1:]} != {1, 2}:
+                raise _No
+            weight = turned.args[0]
+        return weight, bias, stored, ids, self.of.uncast(made.args[0])
+
+    def _sorted(self, x: Any, part: int = 0) -> Any:
+        """What was sorted to give x: its values (0) or its order (1)."""
+        made = self.of._made(x, "sort", "argsort")
+        if (made.name == "argsort" and part != 1) or (made.name == "sort" and made.part != part) or made.arg(2, "descending", False):
+            raise _No
+        return made.args[0]
+
+    def _counted(self, offs: Any) -> Any:
+        """The flat index whose experts are counted up to each offset."""
+        counts = self.of._made(self.of.uncast(self.of._made(self.of.uncast(offs), "cumsum").args[0]), "histc", "bincount")
+        counted = self.of.uncast(counts.args[0])
+        made = self.of._maybe(counted)
+        if counts.name == "histc":
+            low, high, bins = counts.arg(2, "min", 0), counts.arg(3, "max", 0), counts.arg(1, "bins", 100)
+            if low != 0 or high != bins - 1:
+                raise _No
+        return made.args[0] if made is not None and made.name == "sort" and made.part == 0 else counted
+
+    def tokens(self, rows: Any, k: int) -> Tensor:
+        made = self.of._made(self.of.uncast(rows), "__getitem__")
+        token = self.of._made(made.args[1], "__floordiv__", "floor_divide")
+        _same(token.args[0], self.perm)
+        if token.args[1] != k:
+            raise _No
+        found: Tensor = made.args[0]
+        return found
+
+
+@attrs.frozen
+class _Each:
+    """Each choice with matrices of its own, products by `bmm`."""
+
+    of: Catcher
+
+    def product(self, y: Any) -> tuple[Tensor, Tensor | None, bool, Any, Any]:
+        made, bias, chosen = self.of.biased(y, lambda ids: ids)
+        if made.name != "squeeze":
+            raise _No
+        a, b = self.of._made(made.args[0], "bmm").args[:2]
+        picked, vector, stored = (b, a, True) if (m := self.of._maybe(a)) is not None and m.name == "unsqueeze" else (a, b, False)
+        rows = self.of._made(vector, "unsqueeze")
+        weights = self.of._made(self.of.uncast(picked), "__getitem__")
+        if (made.arg(1, "dim"), rows.arg(1, "dim")) not in (((1, 1),) if stored else ((-1, -1), (2, 2), (-1, 2), (2, -1))):
+            raise _No
+        if chosen is not None:
+            _same(chosen, weights.args[1])
+        return weights.args[0], bias, stored, weights.args[1], self.of.uncast(rows.args[0])
+
+    def tokens(self, rows: Any, k: int) -> Tensor:
+        made = self.of._made(rows, "repeat_interleave")
+        if made.arg(1, "repeats") != k or made.arg(2, "dim") != 0:
+            raise _No
+        found: Tensor = made.args[0]
+        return found
+
+
+def _act_name(made: Made) -> str:
+    if made.name == "gelu" and made.kwargs.get("approximate", "none") == "tanh":
+        return "gelu_tanh"
+    return _ACTS[made.name]
+
+
+def _same(one: Any, other: Any) -> None:
+    if one is not other:
+        raise _No
+
+
+def _has(x: Any) -> bool:
+    return (isinstance(x, Tensor) and _KEY in x.__dict__) or (isinstance(x, tuple) and any(_has(i) for i in x))
+
+
+def _worth(name: str, out: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a call that nothing led to may be the start of a layer."""
+    if any(_has(a) for a in args):
+        return True
+    source = args[0] if args and isinstance(args[0], Tensor) else out
+    if name in ("reshape", "view", "flatten"):
+        return out.dim() == 1 and source.dim() == 2
+    return source.dim() == (3 if name in ("transpose", "swapaxes") else 2)
