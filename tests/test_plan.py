@@ -278,6 +278,15 @@ def test_a_named_plan_speaks_for_its_axes_only() -> None:
         wish_constraints(Shard(("ddp",)))
 
 
+def test_a_wish_about_two_axes_holds_while_they_are_decided_in_turn() -> None:
+    """The first round decides tp and dpo, the second dpi: dpo must not be put where the wish keeps it out."""
+    mesh = Mesh(dpo=2, dpi=2, tp=4, topology="16xa100-80g")
+    hybrid = Wish("w", ("(dpi a) b", "a (dpi b)"), axes=("dpo", "dpi"))
+    step = cf.shard(lambda w: w.exp().sum(), mesh, [hybrid, {"w": "(tp a) b"}])
+    low = step.lower(cf.abstract((4096, 4096)))
+    assert {i.name: i.spec for i in low.plan.inputs}["w"] in ("(tp dpi a) b", "(dpi tp a) b", "(tp a) (dpi b)")
+
+
 @pytest.mark.parametrize("plan", [3, {"*": 4}, lambda name, shape: None])
 def test_what_is_no_plan_is_said(plan: Any) -> None:
     with pytest.raises(PlanError, match=r"give a|return a spec"):

@@ -23,8 +23,8 @@ class Constraint:
     """`accepts` must hold. `key` is equal for constraints that accept the same; `says` is for people.
 
     `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say). `axes`: it says
-    something of these only, and waits until they have been decided where axes are decided one after another. `pattern`: they
-    are one pattern of one operator, and decided together.
+    something of these only. Where axes are decided one after another, `partly(some of them)` is the test of those that have
+    been decided; without it the constraint waits for all. `pattern`: they are one pattern of one operator, and decided together.
     """
 
     key: Hashable
@@ -33,6 +33,16 @@ class Constraint:
     offers: tuple[Strategy, ...] = attrs.field(default=(), eq=False)
     axes: tuple[str, ...] = ()
     pattern: bool = attrs.field(default=False, eq=False)
+    partly: Callable[[tuple[str, ...]], Callable[[Strategy], bool]] | None = attrs.field(default=None, eq=False)
+
+    def on(self, axes: Collection[str]) -> Constraint | None:
+        """What it says of `axes` alone; None: nothing yet."""
+        mine = tuple(a for a in self.axes if a in axes)
+        if len(mine) == len(self.axes):
+            return self
+        if not mine or self.partly is None:
+            return None
+        return Constraint((self.key, "on", mine), self.partly(mine), self.says, (), mine)
 
 
 @attrs.frozen
@@ -53,8 +63,8 @@ class Constraints:
         return (*(c.key for c in self.items.get(item, ())), self.regather.get(item))
 
     def on(self, axes: Collection[str]) -> Constraints:
-        """Those that say nothing of other axes than these."""
-        items = {item: tuple(c for c in some if set(c.axes) <= set(axes)) for item, some in self.items.items()}
+        """What they say of these axes."""
+        items = {item: tuple(c for each in some if (c := each.on(axes)) is not None) for item, some in self.items.items()}
         return attrs.evolve(self, items=items)
 
     def __or__(self, other: Constraints) -> Constraints:

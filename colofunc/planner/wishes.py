@@ -14,6 +14,7 @@ wish that matches nothing is an error with near names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -213,7 +214,13 @@ def _any_of(some: Sequence[Constraint]) -> Constraint:
     if len(some) == 1:
         return some[0]
     offers = tuple(offer for c in some for offer in c.offers)
-    return Constraint(("any", *(c.key for c in some)), lambda s: any(c.accepts(s) for c in some), some[0].says, offers, some[0].axes)
+    key = ("any", *(c.key for c in some))
+
+    def partly(axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        parts = [c.on(axes) for c in some]
+        return lambda s: any(c is None or c.accepts(s) for c in parts)
+
+    return Constraint(key, lambda s: any(c.accepts(s) for c in some), some[0].says, offers, some[0].axes, partly=partly)
 
 
 def _bounds(wish: Wish, value: Value, mesh: Mesh) -> tuple[Layout, ...]:
@@ -243,12 +250,12 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
     if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
         offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
         return Constraint(("leaf", layout, axes), lambda s: _alike(layout, s.outs[0], axes), str(wish), offers, axes)
-    want = _orders(layout, axes)
 
-    def accepts(s: Strategy) -> bool:
-        return s.outs[0] is not None and _orders(s.outs[0], axes) == want
+    def among(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        want = _orders(layout, some)
+        return lambda s: s.outs[0] is not None and _orders(s.outs[0], some) == want
 
-    return Constraint(("leaf", layout, axes), accepts, str(wish), (exact,), axes)
+    return Constraint(("leaf", layout, axes), among(axes), str(wish), (exact,), axes, partly=among)
 
 
 def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
@@ -310,7 +317,9 @@ def _on_operators(
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
         where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
         key = ("node", *(tuple(want.items()) for want in wants))
-        yield n + k, dict(where), Constraint(key, _placer(wants), says, (), tuple(where), pattern=len(where) > 1)
+        yield n + k, dict(where), Constraint(
+            key, _placer(wants), says, (), tuple(where), len(where) > 1, lambda some: _placer(wants, some)
+        )
 
 
 def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
@@ -319,10 +328,14 @@ def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
     return found | {"whole", *rule.sizes} if rule is not None else found
 
 
-def _placer(wants: Sequence[Mapping[str, str]]) -> Callable[[Strategy], bool]:
+def _placer(wants: Sequence[Mapping[str, str]], axes: tuple[str, ...] | None = None) -> Callable[[Strategy], bool]:
+    """The test of a strategy's factors; `axes`: of these alone."""
+
     def accepts(s: Strategy) -> bool:
         on = dict(s.axes)
-        return any(all(on.get(axis, "whole") == factor for axis, factor in want.items()) for want in wants)
+        return any(
+            all(on.get(axis, "whole") == factor for axis, factor in want.items() if axes is None or axis in axes) for want in wants
+        )
 
     return accepts
 
@@ -350,7 +363,8 @@ def _along(
         key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
         if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
-            yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes)
+            partly = None if odd else partial(_like, strategy)
+            yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly)
         elif offers:
             yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
 
