@@ -26,7 +26,7 @@ import colofunc as cf
 from colofunc.dtensor.parts import parts
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
-from colofunc.functional.checkpoint import files, folder, regions
+from colofunc.functional.checkpoint import disk, files, folder, regions
 from colofunc.functional.checkpoint.parts import Ranks, assign
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -332,7 +332,7 @@ def test_a_failing_disk_leaves_the_last_one(tmp_path, monkeypatch, where) -> Non
     def fail(*args: Any) -> Any:
         raise full_disk
 
-    owner, name = {"write": (files, "write_all"), "fsync": (os, "fsync"), "rename": (folder.Writing, "_swap")}[where]
+    owner, name = {"write": (disk, "write_at"), "fsync": (os, "fsync"), "rename": (folder.Writing, "_swap")}[where]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         says = "No space left on device; what was written is removed and the last checkpoint there is intact"
@@ -495,8 +495,8 @@ def test_any_flipped_bit_is_found(tmp_path) -> None:
 
 def test_a_background_save_holds_the_values_of_its_moment(tmp_path, monkeypatch) -> None:
     go = threading.Event()
-    write = files.write_all
-    monkeypatch.setattr(files, "write_all", lambda *args: go.wait(30) and write(*args))
+    write = disk.write_at
+    monkeypatch.setattr(disk, "write_at", lambda *args: go.wait(30) and write(*args))
     x, y = torch.zeros(1000), cf.distribute(torch.zeros(8), "(dp a)", MESH)
     saving = cf.save(tmp_path / "c", {"x": x, "y": y}, wait=False)
     assert not saving.done and "running" in repr(saving)
@@ -513,7 +513,7 @@ def test_what_goes_wrong_in_the_background_is_raised_by_wait_or_the_next_save(tm
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_all", fail)
+        patch.setattr(disk, "write_at", fail)
         with pytest.raises(CheckpointError, match="No space left"):
             cf.save(tmp_path / "c", tensors(), wait=False).wait()
         forgotten = cf.save(tmp_path / "c", tensors(), wait=False)
@@ -678,7 +678,7 @@ def one_disk_full(path: str) -> str:
         def fail(*args: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        files.write_all = fail
+        disk.write_at = fail
     try:
         cf.save(path, {"x": x * 2}, deadline_s=20)
     except CheckpointError as error:

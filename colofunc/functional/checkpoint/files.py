@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
+from colofunc.functional.checkpoint.disk import Stream, stream
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 
@@ -124,33 +125,26 @@ def header(items: Sequence[Item]) -> bytes:
 
 def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
     """Write and flush one file; the pieces in order. Values are asked for one at a time."""
-    # Unbuffered, in blocks: writing and summing release the interpreter lock.
     head = header(items)
     pieces = []
-    with open(path, "xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(head))
+    with open(path, "xb", buffering=0) as file, stream(file.fileno()) as out:
+        out.write(memoryview(head))
         start = len(head)
         for item in items:
-            sums = _write_blocks(file.fileno(), bytes_of(item.value()))
+            sums = _write_blocks(out, bytes_of(item.value()))
             pieces.append(Piece(path.name, start, item.nbytes, item.region, sums))
             start += item.nbytes
-        os.fsync(file.fileno())
     return pieces
 
 
-def _write_blocks(fd: int, data: memoryview) -> bytes:
+def _write_blocks(out: Stream, data: memoryview) -> bytes:
+    """Their checksums. Summing and copying release the interpreter lock, and a block that was summed is in the processor's cache."""
     sums = np.zeros(-(-len(data) // BLOCK_BYTES), dtype="<u4")
     for k in range(len(sums)):
         block = data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]
         sums[k] = zlib.crc32(block)
-        write_all(fd, block)
+        out.write(block)
     return sums.tobytes()
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    """`os.write` may write a part only, at a limit or on a network file system."""
-    while len(data):
-        data = data[os.write(fd, data) :]
 
 
 # ---- reading ----
