@@ -1,14 +1,15 @@
 """Chunks: parameters packed in order, and the size that wastes least, against published figures."""
 
 import doctest
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import colofunc as cf
-from colofunc.planner import packing
-from colofunc.planner.packing import chunk_size, pack, usual, wasted
+from colofunc.program import packing
+from colofunc.program.packing import chunk_size, pack, usual, wasted
 
 SIZES = st.lists(st.integers(0, 50), max_size=20)
 
@@ -36,7 +37,7 @@ def test_every_tensor_is_packed_once_in_order_and_none_is_split(sizes: list[int]
     assert [k for some in chunks for k in some] == list(range(len(sizes)))
     for some in chunks:
         assert sum(sizes[k] for k in some) <= chunk or [sizes[k] for k in some if sizes[k]] == [max(sizes[k] for k in some)]
-    for a, b in zip(chunks, chunks[1:], strict=False):  # nothing was left behind that would have fitted
+    for a, b in pairwise(chunks):  # nothing was left behind that would have fitted
         assert sum(sizes[k] for k in a) + sizes[b[0]] > chunk
 
 

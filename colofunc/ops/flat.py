@@ -59,7 +59,7 @@ def _pack(xs: Sequence[Tensor], lead: int, dtype: torch.dtype) -> Tensor:
     start, rows = 0, xs[0].shape[:lead]
     for x in xs:
         size = prod(x.shape[lead:])
-        out.narrow(lead, start, size).view(*rows, *x.shape[lead:]).copy_(x)
+        out.narrow(lead, start, size).view((*rows, *x.shape[lead:])).copy_(x)
         start += size
     return out
 

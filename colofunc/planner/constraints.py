@@ -51,12 +51,16 @@ class Constraints:
 
     `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
     `sums`: value id -> bytes of an element while it is summed over the mesh, where that is more than the value's own.
+    `chunks`: input position -> elements of the chunks that it lies in, or "auto". `scatter`: input position -> whether its
+    gradient is reduced in each microbatch, where somebody said so.
     """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
     outputs: Mapping[int, Layout] = attrs.field(factory=dict)
     regather: Mapping[int, bool] = attrs.field(factory=dict)
     sums: Mapping[int, int] = attrs.field(factory=dict)
+    chunks: Mapping[int, int | str] = attrs.field(factory=dict)
+    scatter: Mapping[int, bool] = attrs.field(factory=dict)
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
@@ -72,7 +76,8 @@ class Constraints:
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
-        return Constraints(items, {**self.outputs, **other.outputs}, {**self.regather, **other.regather}, {**self.sums, **other.sums})
+        said = ("outputs", "regather", "sums", "chunks", "scatter")
+        return Constraints(items, **{name: {**getattr(self, name), **getattr(other, name)} for name in said})
 
 
 NONE = Constraints()

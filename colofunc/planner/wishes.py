@@ -47,7 +47,9 @@ class Wish:
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
     source are followed together. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
-    phases whose operators an operator wish holds. The words in "{axis: word}" are factors of the operator's rule, or what
+    phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
+    ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
+    (True: less memory, more on the wire) or once; None: as memory asks. The words in "{axis: word}" are factors of the operator's rule, or what
     a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
     in split comes out split, and a wish of its own says how they work (see `follow`).
     """
@@ -63,6 +65,8 @@ class Wish:
     regather: bool | None = None
     rest: Mapping[int, str] | None = None
     phases: tuple[str, ...] = ("forward",)
+    chunk: int | str | None = None
+    scatter: bool | None = None
     across: tuple[str, ...] = ()
 
     @property
@@ -143,6 +147,8 @@ def constraints_of(
     said: dict[int, list[tuple[Wish, Where]]] = {}
     seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
     regather: dict[int, bool] = {}
+    chunks: dict[int, int | str] = {}
+    scatter: dict[int, bool] = {}
     for wish in wishes:
         found = _on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)
         none = True
@@ -155,6 +161,10 @@ def constraints_of(
                 seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
                 regather[item] = wish.regather
+            if wish.chunk is not None and not wish.on_operator:
+                chunks[item] = wish.chunk
+            if wish.scatter is not None and not wish.on_operator:
+                scatter[item] = wish.scatter
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
     for source, mine in seeds.items():
@@ -162,7 +172,7 @@ def constraints_of(
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
-    return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather)
+    return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather, chunks=chunks, scatter=scatter)
 
 
 def _known(wish: Wish, program: Program) -> set[str]:

@@ -82,7 +82,8 @@ def key_of(program: Program, mesh: Mesh, registry: Registry, constraints: Constr
         digest.update(repr((program.values[id].name, program.values[id].role)).encode())
     for item in sorted(constraints.items):
         digest.update(repr((item, [(c.says, c.key) for c in constraints.items[item]])).encode())
-    digest.update(repr(sorted(constraints.regather.items())).encode())
+    for said in (constraints.regather, constraints.chunks, constraints.scatter):
+        digest.update(repr(sorted(said.items())).encode())
     for position in sorted(constraints.outputs):
         digest.update(repr((position, constraints.outputs[position].text())).encode())
     digest.update(repr((more, registry.plugins, torch.__version__)).encode())

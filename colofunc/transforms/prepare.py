@@ -27,9 +27,10 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints
 from colofunc.planner.plan import Plan
-from colofunc.plugins import build_registry
+from colofunc.plugins import bringing, build_registry
 from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
+from colofunc.program.chunks import chunked
 from colofunc.program.coalesce import reduces_early, views_late
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
@@ -67,7 +68,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     mesh = mesh_of(staged)
     intent = staged.intent("shard")
     options = dict(intent.options) if intent is not None else {}
-    registry = build_registry(tuple(options.get("plugins", ())))
+    registry = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ()))))
     began = time.perf_counter()
     seen = partial(_seen, staged.reference, args, options.get("donate", "auto"))
     traced, program, donated, hidden = same(watch, "the traced program", seen, lambda made: _digest(mesh, made[1]))
@@ -88,11 +89,12 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, temporaries, passes, parts, count)
+    finish = partial(_lowered, program, mesh, temporaries=temporaries, passes=passes, chunks=constraints.chunks)
+    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, finish, parts, count)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, mesh, candidates, constraints)
-        return decided, _lowered(program, mesh, decided, temporaries, passes)
+        return decided, finish(decided)
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
@@ -164,8 +166,7 @@ def _within(
     named: Mapping[str, str],
     budget_bytes: int | None,
     axes: tuple[str, ...],
-    temporaries: bool = True,
-    passes: Sequence[Callable[[Program, Mesh], Program]] = (),
+    finish: Callable[[Decided], Program],
     parts: int = 1,
     count: Callable[[Program], MemoryReport] = memory,
     tries: int = 4,
@@ -184,7 +185,7 @@ def _within(
             if not peak:
                 raise
             break  # the planner sees nothing for less
-        local = _lowered(program, mesh, decided, temporaries, passes)
+        local = finish(decided)
         if budget_bytes is None or aim is None:
             return decided, local
         peak = count(local).peak_bytes["device"]
@@ -198,16 +199,22 @@ def _within(
 
 
 def _lowered(
-    program: Program, mesh: Mesh, decided: Decided, temporaries: bool, passes: Sequence[Callable[[Program, Mesh], Program]]
+    program: Program,
+    mesh: Mesh,
+    decided: Decided,
+    temporaries: bool,
+    passes: Sequence[Callable[[Program, Mesh], Program]],
+    chunks: Mapping[int, int | str],
 ) -> Program:
-    """The local program of some decisions."""
+    """The local program of some decisions. `chunks`: input position -> elements of the chunks that it lies in."""
     layouts = decided.input_layouts, decided.output_layouts
     local = lower(program, decided.choices, *layouts, mesh, record_local, decided.regather)
     check_program(local, mesh)
     for rewrite in passes:
         local = rewrite(local, mesh)
         check_program(local, mesh)
-    return in_place(buckets(views_late(reduces_early(local)), mesh), temporaries)
+    local, apart = chunked(views_late(reduces_early(local)), {local.inputs[k]: size for k, size in chunks.items()})
+    return in_place(buckets(local, mesh, apart), temporaries)
 
 
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

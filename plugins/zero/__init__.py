@@ -38,13 +38,16 @@ def zero(
     replicate: str | Sequence[str] = (),
     optimizer: str | Sequence[str] | None = None,
     regather: bool | None = None,
+    chunk: int | str | None = None,
 ) -> Zero:
     """ZeRO over `axes`: stage 1 splits moments, 2 gradients too, 3 parameters too.
 
     replicate: further data-parallel axes, over which what is stored on `axes` is copied (hybrid sharding). optimizer:
     the axes that split moments, if they are more than `axes`: `zero(3, "dpi", replicate="dpo", optimizer=("dpi", "dpo"))`.
     regather: whether stage 3 gathers again for backward (True: least memory, 3 instead of 2 times the parameters on the
-    wire); None: only where memory asks for it.
+    wire); None: only where memory asks for it. chunk: parameters in the order of their use in flat buffers of so many
+    elements, each gathered and reduced as one; "auto": the size that wastes least; None: small ones go together where that
+    saves time.
     """
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise cf.PlanError(f"zero has stages 1, 2 and 3, not {stage!r}; write zero(3, 'dp')")
@@ -58,7 +61,9 @@ def zero(
         raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {mine} and replicate {copies}, which the batch lies on")
     if regather is not None and stage != 3:
         raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
-    return Zero(stage, (*mine, *copies), mine, moments, regather)
+    if not (chunk is None or chunk == "auto" or (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0)):
+        raise cf.PlanError(f"zero: chunk={chunk!r} is no number of elements; write chunk=\"auto\" or chunk=1 << 20")
+    return Zero(stage, (*mine, *copies), mine, moments, regather, chunk)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -74,6 +79,7 @@ class Zero:
     stored: tuple[str, ...]
     moments: tuple[str, ...]
     regather: bool | None = None
+    chunk: int | str | None = None
 
     @property
     def name(self) -> str:
@@ -93,8 +99,9 @@ class Zero:
             else:
                 continue
             want = places(value.shape, ways, mesh, alone)
-            again = self.regather if value.role in ("param", "frozen") else None
-            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again))
+            mine = value.role in ("param", "frozen")
+            again, chunk = (self.regather, self.chunk) if mine else (None, None)
+            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk))
         return found
 
     def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.Wish]:

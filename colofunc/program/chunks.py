@@ -1,0 +1,372 @@
+"""Chunks: one collective per flat buffer of parameters, for what a plan wants packed so (ZeRO).
+
+Problem: a gather per weight and per bias, and a reduction for each of their gradients. Idea: parameters are packed in the
+order in which the program reads them (`packing`), and a pass over the local program puts together, chunk by chunk,
+
+    gathers of stored parameters     once per phase, where the first of the chunk is needed; a cast goes into the packing
+    reductions of gradients          where the last one of the chunk is there
+    gathers of updated parameters    where the last one of the chunk is updated
+
+    all_gather(w0) linear all_gather(b0) ...        ->        all_gather_flat(w0, b0, ...)  slice  linear ...
+
+Only what tensors hold is sent: chunks are as large as the search says, and what they leave empty costs nothing here.
+Parameters keep their own layouts. Those of a chunk that a step donates lie one behind the other in memory (`buffers_of` says
+which, `executors` and `compile` keep them so), so that they are gathered without a copy; updates in place write through.
+
+Which parameter a collective is about follows from data flow: a gather's operand is made from it; a reduction's result, or an
+output that takes its place, reaches its update with as many elements.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import attrs
+
+from colofunc.program.facts import kind_of
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.merge import merge
+from colofunc.program.packing import chunk_size, pack
+
+# Moves and casts that may be made again elsewhere: one operand, cheap, no communication.
+_MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
+_MERGED = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
+
+
+@attrs.frozen
+class _Owned:
+    """A collective of a parameter. `chain`: nodes that make its operand from `source`; it may run where `source` is there."""
+
+    index: int
+    owner: int  # input of the whole program
+    numel: int  # of the parameter, gathered
+    source: int
+    chain: tuple[int, ...]
+    early: bool  # made from stored parameters alone
+
+
+@attrs.define(eq=False)
+class _Scope:
+    """A program or the body of one of its loops. `outer`: its inputs that are inputs of the whole program."""
+
+    program: Program
+    outer: Mapping[int, int]
+    behind: Mapping[int, int]  # outputs of a body -> what they are outside
+    around: _Scope | None = None
+    makers: dict[int, int] = attrs.field(factory=dict)
+    readers: dict[int, list[int]] = attrs.field(factory=dict)
+    owned: list[_Owned] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        for index, node in enumerate(self.program.nodes):
+            self.makers.update({o: index for o in node.outs if o is not None})
+            for ref in dict.fromkeys(node.refs):
+                self.readers.setdefault(ref, []).append(index)
+
+    def origin(self, id: int) -> tuple[int, tuple[int, ...]]:
+        """What a value is made from by moves alone, and by which nodes, in order."""
+        chain: list[int] = []
+        while (at := self.makers.get(id)) is not None and self.program.nodes[at].target in _MOVES:
+            chain.insert(0, at)
+            (id,) = self.program.nodes[at].refs
+        return id, tuple(chain)
+
+
+def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, frozenset[int]]:
+    """`program` (functional, local) with one collective per chunk, and the results of these collectives.
+
+    wanted: inputs that lie in chunks -> elements of a chunk, or "auto".
+    """
+    if not wanted:
+        return program, frozenset()
+    scopes = _scopes(program)
+    for scope in scopes.values():
+        _find(scope, wanted)
+    chunk_of, members = _packed(scopes, wanted)
+    if not chunk_of:
+        return program, frozenset()
+    order = _orders(scopes, members, chunk_of)
+    nodes = list(program.nodes)
+    for at, scope in scopes.items():
+        if at >= 0:
+            loop = nodes[at].loop
+            assert loop is not None, "a scope inside is the body of a loop"
+            body, _ = _merged(scope, chunk_of, order)
+            nodes[at] = attrs.evolve(nodes[at], loop=attrs.evolve(loop, body=body))
+    scopes[-1].program = program.with_nodes(nodes)
+    out, made = _merged(scopes[-1], chunk_of, order)
+    return out, frozenset(made)
+
+
+def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Positions of donated inputs that lie one behind the other in a buffer of their own, as `chunked` wants them."""
+    donated = {program.inputs[into]: into for _, into in program.aliases}
+    runs: dict[tuple[int, ...], None] = {}
+    for _, scope in sorted(_scopes(program).items()):
+        for node in scope.program.nodes:
+            if node.target.removesuffix("_start") in ("colofunc.all_gather_flat", "colofunc.pack"):
+                run = tuple(donated.get(scope.outer.get(i, -1), -1) for i in node.refs)
+                if -1 not in run and len(set(run)) == len(run) > 1:
+                    runs[run] = None
+    found: list[tuple[int, ...]] = []
+    for run in sorted(runs, key=len, reverse=True):
+        if not {k for other in found for k in other}.intersection(run):
+            found.append(run)
+    return tuple(found)
+
+
+# ---- which collectives are about which parameters ----
+
+
+def _scopes(program: Program) -> dict[int, _Scope]:
+    """The program (-1) and the bodies of its loops, by the index of their node."""
+    top = _Scope(program, {i: i for i in program.inputs}, {})
+    found = {-1: top}
+    for index, node in enumerate(program.nodes):
+        if node.loop is not None:
+            body = node.loop.body
+            outer = {into: i for into, i in zip(body.inputs, node.refs, strict=True) if i in top.outer}
+            behind = {made: o for made, o in zip(body.outputs, node.outs, strict=True) if o is not None}
+            found[index] = _Scope(body, outer, behind, top)
+    return found
+
+
+def _find(scope: _Scope, wanted: Mapping[int, int | str]) -> None:
+    values = scope.program.values
+    for index, node in enumerate(scope.program.nodes):
+        if node.target not in _MERGED or not values[node.refs[0]].shape:
+            continue
+        gather = node.target == "colofunc.all_gather"
+        whole = node.outs[0] if gather else node.refs[0]
+        source, chain = scope.origin(node.refs[0])
+        owner = scope.outer.get(source) if gather else None
+        early = owner in wanted
+        if not early:
+            owner = _updated(scope, node.outs[0], wanted)
+            source, chain = node.refs[0], ()
+        if owner in wanted and owner is not None and whole is not None:
+            scope.owned.append(_Owned(index, owner, prod(values[whole].shape), source, chain, early))
+
+
+def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | str]) -> int | None:
+    """The wanted parameter in whose update a value goes, through operators that keep its elements, or whose place it takes."""
+    pending, seen = [id], {id}
+    while pending and scope is not None:
+        at = pending.pop(0)
+        values, program = scope.program.values, scope.program
+        if at is None:
+            continue
+        if at in scope.behind:
+            return _updated(scope.around, scope.behind[at], wanted)
+        for out, into in program.aliases if scope.around is None else ():
+            if program.outputs[out] == at and program.inputs[into] in wanted:
+                return program.inputs[into]
+        for index in scope.readers.get(at, ()):
+            node = program.nodes[index]
+            others = [scope.outer.get(scope.origin(r)[0]) for r in node.refs if r != at]
+            mine = next((o for o in others if o in wanted), None)
+            if mine is not None and node.phase == "update":
+                return mine
+            sizes = (prod(values[at].shape), _scattered(node, at, values))
+            passes = node.phase == "update" or node.target in (*_MOVES, *_MERGED, "aten.add.Tensor")
+            for o in node.outs if passes else ():
+                if o is not None and o not in seen and prod(values[o].shape) in sizes:
+                    seen.add(o)
+                    pending.append(o)
+    return None
+
+
+def _scattered(node: Node, id: int, values: Mapping[int, Value]) -> int:
+    """Elements of a further reduction's result, of a gradient that is reduced along one axis after the other."""
+    return prod(values[id].shape) // int(node.args[2]) if node.target == "colofunc.reduce_scatter" else -1
+
+
+# ---- which parameters lie in which chunk ----
+
+
+def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tuple[dict[int, int], list[list[int]]]:
+    """(parameter -> its chunk, parameters of each chunk in the order of their use)."""
+    top = scopes[-1].program
+    numel: dict[int, int] = {}
+    family: dict[int, Any] = {}
+    for _, scope in sorted(scopes.items()):
+        for one in scope.owned:
+            node = scope.program.nodes[one.index]
+            numel[one.owner] = max(numel.get(one.owner, 0), one.numel)
+            family.setdefault(one.owner, (str(top.values[one.owner].dtype), tuple(node.args[1]), str(wanted[one.owner])))
+    used: dict[int, tuple[int, int]] = {}
+    for at, scope in sorted(scopes.items()):
+        for id, outer in scope.outer.items():
+            reads = scope.readers.get(id, ())
+            if outer in numel and reads:
+                first = (reads[0], 0) if at < 0 else (at, reads[0])
+                used[outer] = min(used.get(outer, first), first)
+    order = sorted(numel, key=lambda id: (used.get(id, (len(top.nodes), 0)), top.inputs.index(id)))
+    families: dict[Any, list[int]] = {}
+    for id in order:
+        families.setdefault(family[id], []).append(id)
+    auto = [[numel[id] for id in ids] for key, ids in families.items() if key[2] == "auto"]
+    found = chunk_size(*auto).chunk if auto else 0
+    members: list[list[int]] = []
+    for key, ids in families.items():
+        size = found if key[2] == "auto" else int(key[2])
+        members += [[ids[k] for k in some] for some in pack([numel[id] for id in ids], size)]
+    return {id: k for k, some in enumerate(members) for id in some}, members
+
+
+def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]], chunk_of: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """Donated parameter -> (chunk, place in its buffer): first those that are gathered in most phases, so that runs are whole."""
+    top = scopes[-1].program
+    donated = {top.inputs[into] for _, into in top.aliases}
+    times: dict[int, set[Any]] = {}
+    for at, scope in scopes.items():
+        for one in scope.owned:
+            if one.early and one.owner in donated and scope.outer.get(one.source) == one.owner:
+                times.setdefault(one.owner, set()).add((at, scope.program.nodes[one.index].phase))
+    out: dict[int, tuple[int, int]] = {}
+    for chunk, ids in enumerate(members):
+        mine = sorted((id for id in ids if id in times), key=lambda id: -len(times[id]))
+        out.update({id: (chunk, place) for place, id in enumerate(mine)})
+    return out
+
+
+# ---- the program ----
+
+
+@attrs.define(eq=False)
+class _Group:
+    """Collectives that become one."""
+
+    members: list[_Owned]
+    arrived: int = 0
+
+
+def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tuple[int, int]]) -> tuple[Program, set[int]]:
+    """The program of a scope with its groups put together, and the results of the collectives that stand for them."""
+    nodes = scope.program.nodes
+    groups: dict[Any, _Group] = {}
+    for one in scope.owned:
+        node = nodes[one.index]
+        operand = scope.program.values[node.refs[0]].dtype
+        key = (node.target, node.args[1:], operand, chunk_of[one.owner], node.phase if one.early else "", one.early)
+        groups.setdefault(key, _Group([])).members.append(one)
+    together = [group for group in groups.values() if len(group.members) > 1]
+    while together:
+        values = dict(scope.program.values)
+        made = _scheduled(scope, together, values, order)
+        if isinstance(made, list):
+            live = _alive(made, scope.program.outputs)
+            apart = {node.outs[0] for node in live if node.note.startswith("chunk of") and kind_of(node) is not None}
+            apart |= {nodes[one.index].outs[0] for g in groups.values() if len(g.members) == 1 for one in g.members}
+            return scope.program.with_nodes(live, values), {o for o in apart if o is not None}
+        together.remove(made)
+    return scope.program, {o for one in scope.owned if (o := nodes[one.index].outs[0]) is not None}
+
+
+def _scheduled(
+    scope: _Scope, groups: Sequence[_Group], values: dict[int, Value], order: Mapping[int, tuple[int, int]]
+) -> list[Node] | _Group:
+    """The nodes in their order, each as soon as its operands are there; a group that would wait for itself, if there is one."""
+    nodes = scope.program.nodes
+    group_of = {one.index: group for group in groups for one in group.members}
+    for group in groups:
+        group.arrived = 0
+    there, out, emitted = set(scope.program.inputs), list[Node](), set[int]()
+    waiting: dict[int, list[int]] = {}  # value -> nodes that wait for it
+
+    def emit(some: Sequence[Node]) -> list[int]:
+        """Append nodes; what waited for what they define."""
+        out.extend(some)
+        defined = [o for node in some for o in node.outs if o is not None]
+        there.update(defined)
+        return [index for o in defined for index in waiting.pop(o, ())]
+
+    def ready(index: int) -> list[int] | None:
+        """Emit what stands at `index` if it can be; the nodes that waited for it, or None."""
+        group = group_of.get(index)
+        needs = [one.source for one in group.members] if group is not None else nodes[index].refs
+        missing = next((i for i in needs if i not in there), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(index)
+            return None
+        emitted.add(index)
+        if group is None:
+            return emit([nodes[index]])
+        emitted.update(one.index for one in group.members)
+        chains = [k for one in group.members for k in _kept(one, nodes) if k not in emitted]
+        emitted.update(chains)
+        return emit([*(nodes[k] for k in dict.fromkeys(chains)), *_one(scope, group, values, order)])
+
+    for index in range(len(nodes)):
+        if index in emitted:
+            continue
+        group = group_of.get(index)
+        if group is not None:
+            group.arrived += 1
+            if group.arrived != (1 if group.members[0].early else len(group.members)):
+                continue
+        freed = [index]
+        while freed:
+            found = ready(heapq.heappop(freed))
+            for k in found or ():
+                heapq.heappush(freed, k)
+    if len(emitted) == len(nodes):
+        return out
+    return next(group for group in groups if group.members[0].index not in emitted)
+
+
+def _kept(one: _Owned, nodes: Sequence[Node]) -> tuple[int, ...]:
+    """The nodes of a chain that have to run before the packing: all but a cast, which is part of it."""
+    return one.chain[:-1] if one.chain and _is_cast(nodes[one.chain[-1]]) else one.chain
+
+
+def _is_cast(node: Node) -> bool:
+    return node.target == "aten._to_copy.default" and [name for name, _ in node.kwargs] == ["dtype"]
+
+
+def _one(scope: _Scope, group: _Group, values: dict[int, Value], order: Mapping[int, tuple[int, int]]) -> list[Node]:
+    """The collective of a group, with its packing and its pieces."""
+    nodes = scope.program.nodes
+    members = group.members
+    if members[0].early:
+        members = sorted(members, key=lambda one: order.get(one.owner, (-1, one.index)))
+    sources = []
+    for one in members:
+        kept = _kept(one, nodes)
+        if len(kept) < len(one.chain):
+            sources.append(nodes[one.chain[-1]].refs[0])
+        else:
+            sources.append(nodes[one.index].refs[0])
+    if not members[0].early:
+        sources = [_uncast(scope, i) for i in sources]
+    head = nodes[members[0].index]
+    runs = [order.get(scope.outer.get(i, -1)) for i in dict.fromkeys(sources)]
+    whole = all(run is not None for run in runs) and all(b[1] == a[1] + 1 for a, b in pairwise(runs) if a and b)
+    same = all(values[i].dtype == values[head.refs[0]].dtype for i in sources)
+    adjacent = whole and same and head.target == "colofunc.all_gather" and len(runs) > 1
+    return merge([nodes[one.index] for one in members], values, f"chunk of {len(members)}", sources, adjacent)
+
+
+def _uncast(scope: _Scope, id: int) -> int:
+    """What a value that nobody else reads was cast from; the packing casts it."""
+    at = scope.makers.get(id)
+    node = scope.program.nodes[at] if at is not None else None
+    alone = len(scope.readers.get(id, ())) == 1 and id not in scope.program.outputs
+    return node.refs[0] if node is not None and _is_cast(node) and alone else id
+
+
+def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
+    """Without the moves that nobody reads any more."""
+    read, kept = set(outputs), list[Node]()
+    for node in reversed(nodes):
+        if node.target not in _MOVES or any(o in read for o in node.outs):
+            kept.append(node)
+            read.update(node.refs)
+    return kept[::-1]
+
+
+__all__ = ["buffers_of", "chunked"]
