@@ -24,6 +24,7 @@ from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.keep import Kept
+from colofunc.executors.kernels import first_rows, with_zeros
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
@@ -108,8 +109,10 @@ class RankWires:
             zeros = rest[0] == "sum" and self.groups.of(axes).place != 0
             writer.line(f"{name} = {writer.bind(torch.zeros_like, 'zeros_like')}({source})" if zeros else f"{name} = {source}")
         else:
-            start = _watched(kind, self.groups.start(kind, axes, *rest), self.groups.rank)
-            fn = writer.bind(start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
+            limited = kind == "all_to_all" and rest
+            start = _watched(kind, self.groups.start(kind, axes, *(() if limited else rest)), self.groups.rank)
+            fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
+            source += f", {writer.literal(rest[0], 0)}" if limited else ""
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
 
 
@@ -121,6 +124,21 @@ def _watched(kind: str, start: Start, rank: int) -> Start:
         return start(x)
 
     return run
+
+
+class _Padded:
+    """An all-to-all of the first rows in flight: what comes has zeros behind it."""
+
+    def __init__(self, started: Started, like: torch.Tensor) -> None:
+        self._started, self._like = started, like
+
+    def wait(self) -> torch.Tensor:
+        return with_zeros(self._started.wait(), self._like)
+
+
+def _limited(start: Start) -> Callable[[torch.Tensor, torch.Tensor], _Padded]:
+    """An all-to-all of so many rows of each chunk as all members have agreed on."""
+    return lambda x, rows: _Padded(start(first_rows(x, rows)), x)
 
 
 class Distributed:

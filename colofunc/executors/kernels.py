@@ -23,14 +23,9 @@ _FAST: dict[str, Callable[..., Any]] = {"colofunc.linear": F.linear, "colofunc.l
 
 
 
-@cache
 def callable_of(target: str) -> Callable[..., Any]:
-    """What executors call for `target`."""
-    if target in _FAST:
-        return _FAST[target]
-    if target in KERNELS:
-        return KERNELS[target]
-    return resolve(target)
+    """What executors call for `target`. Not kept: `cf.operator` may give an operator another kernel."""
+    return _FAST.get(target) or KERNELS.get(target) or resolve(target)
 
 
 @cache
@@ -70,3 +65,17 @@ def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     for m in members[2:]:
         fn(total, m, out=total)
     return total
+
+
+def first_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of each chunk that travel in an all-to-all. x: (n, c, *s), rows: (c,) equal numbers -> (n, rows, *s)."""
+    return x[:, : int(rows[0])] if rows.numel() else x
+
+
+def with_zeros(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What came in an all-to-all, and zeros behind it, of the shape of `like`."""
+    if x.shape == like.shape:
+        return x
+    out = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
+    out[:, : x.shape[1]] = x
+    return out

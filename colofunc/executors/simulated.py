@@ -22,7 +22,7 @@ import torch
 
 from colofunc.errors import InputError, ProgramError
 from colofunc.executors.faults import ask
-from colofunc.executors.kernels import reduce_members
+from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
 from colofunc.executors.source import Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.ops.flat import flat_of
@@ -182,14 +182,14 @@ class SimulatedWires:
         done: dict[tuple[str, ...], list[str]] = {}
         for group in groups:
             members = tuple(source[r] for r in group)
-            if members not in done:
+            options = "".join(f", {writer.literal(option, group[0])}" for option in rest)
+            if (key := (*members, options)) not in done:
                 n = len(done)
                 names = [f"{stem}_{n}_{j}" for j in range(len(group))] if each else [f"{stem}_{n}"] * len(group)
                 left = f"{', '.join(names)}{',' if len(names) == 1 else ''}" if each else names[0]
-                options = "".join(f", {option!r}" for option in rest)
                 writer.line(f"{left} = {fn}(({', '.join(members)},){options})")
-                done[members] = names
-            for r, name in zip(group, done[members], strict=True):
+                done[key] = names
+            for r, name in zip(group, done[key], strict=True):
                 result[r] = name
         return tuple(result)
 
@@ -276,7 +276,9 @@ def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.stack([flat_of(xs) for xs in members])
 
 
-def _all_to_all(members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _all_to_all(members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0) -> list[torch.Tensor]:
+    if rows is not None:
+        return [with_zeros(torch.stack([first_rows(m[j : j + 1], rows)[0] for m in members]), members[0]) for j in range(len(members))]
     return [torch.stack([m[j] for m in members]) for j in range(len(members))]
 
 

@@ -11,7 +11,7 @@ group is named by mesh axes, chunks always stand in a leading dim, and a rank's 
 | all_gather | s | (n, *s) | has all members' x |
 | reduce_scatter | (n, *s) | s | has the reduction of all members' x[i] |
 | all_reduce | s | s | has the reduction of all members' x |
-| all_to_all | (n, *s) | (n, *s) | has x[i] of member j as chunk j |
+| all_to_all | (n, *s) | (n, *s) | has x[i] of member j as chunk j; with `rows`, the first rows of each chunk, then zeros |
 | permute | s | s | has x of member table[i] |
 | take_shard | (n, *s) | s | has x[i]; no communication |
 | keep_first | s | s | has x if i = 0, else zeros (a pending sum); copies are a pending max or min as they are |
@@ -85,8 +85,13 @@ def _all_reduce_fake(x: Tensor, axes: Sequence[str], n: int, how: str) -> Tensor
     return x.new_empty(x.shape)
 
 
-def _all_to_all_fake(x: Tensor, axes: Sequence[str], n: int) -> Tensor:
+def _all_to_all_fake(x: Tensor, axes: Sequence[str], n: int, rows: Tensor | None = None, expected: int = 0) -> Tensor:
     _chunks(x, n, "all_to_all")
+    if rows is not None and (x.dim() < 2 or rows.shape != x.shape[1:2] or not 0 <= expected <= x.shape[1]):
+        raise CollectiveError(
+            f"colofunc.all_to_all: rows of shape {tuple(rows.shape)}, {expected} expected, for chunks of {tuple(x.shape[1:])}; "
+            "give one number per row of a chunk, all equal"
+        )
     return x.new_empty(x.shape)
 
 
@@ -145,7 +150,7 @@ def _all_reduce_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _all_to_all_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _ALL_TO_ALL(grad, *ctx.rest), None, None
+    return _ALL_TO_ALL(grad, *ctx.rest), None, None, None, None
 
 
 def _permute_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,7 +290,9 @@ _REDUCE_SCATTER = _collective(
 _ALL_REDUCE = _collective(
     "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back
 )
-_ALL_TO_ALL = _collective("all_to_all", "Tensor x, str[] axes, int n", _all_to_all_fake, _save_call, _all_to_all_back)
+_ALL_TO_ALL = _collective(
+    "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back
+)
 _PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back)
 _TAKE_SHARD = _collective("take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back)
 _KEEP_FIRST = _collective(
@@ -345,10 +352,16 @@ def all_reduce(x: Tensor, axes: Axes, mesh: Mesh, how: str = "sum") -> Tensor:
     return _ALL_REDUCE(x, atoms, n, how) if n > 1 else x
 
 
-def all_to_all(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
-    """Chunk j goes to member j; the result's chunk j comes from member j. x: (n, *s)."""
+def all_to_all(x: Tensor, axes: Axes, mesh: Mesh, rows: Tensor | None = None, expected: int = 0) -> Tensor:
+    """Chunk j goes to member j; the result's chunk j comes from member j. x: (n, *s).
+
+    rows: (s[0],) integers, all equal, and the same on all members: only so many rows of each chunk travel, nothing at all
+    where they are 0; the result has zeros behind them. `expected`: how many are counted on the wire before they are known.
+    """
     atoms, n = _group(axes, mesh)
-    return _ALL_TO_ALL(x, atoms, n) if n > 1 else x
+    if n == 1:
+        return x
+    return _ALL_TO_ALL(x, atoms, n) if rows is None else _ALL_TO_ALL(x, atoms, n, rows, expected)
 
 
 def permute(x: Tensor, axes: Axes, mesh: Mesh, table: Sequence[int]) -> Tensor:

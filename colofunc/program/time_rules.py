@@ -80,10 +80,16 @@ def _chunk(call: Call) -> Rule | None:
 
 
 def _chunks(call: Call) -> Rule | None:
-    """[n] d* -> [n] d*"""
+    """[n] d* -> [n] d*; where only some rows travel, what says how many has d0, too, and how many are expected follows."""
     dims, sizes = _dims(call.ins[0].shape[1:])
     both: Operand = (("n",), *dims)
-    return Rule((both,), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"))
+    rows = (dims[:1],) if len(call.ins) > 1 else ()
+
+    def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Any:
+        share = ins[1].shape[0] // max(1, ins[1].local_shape[0])
+        return (*call.args[:4], -(-call.args[4] // share)), call.kwargs
+
+    return Rule((both, *rows), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"), localize=localize if rows else None)
 
 
 def _rearrange(call: Call) -> Rule | None:
