@@ -73,6 +73,9 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
         return None
     axes = tuple(node.args[1])
     n = int(node.args[2])
+    if kind == "all_to_all" and len(node.args) > 4:  # of the rows that are expected to travel
+        value, expected = values[node.refs[0]], node.args[4]
+        return kind, axes, n, value.nbytes // max(1, value.shape[1]) * expected
     nbytes = sum(values[i].nbytes for i in node.refs)
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
 
@@ -104,6 +107,19 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
         if work or moved:
             compute_s += mesh.compute_s(work, moved, dtype)
     return CostReport(compute_s, communication_s, flops, memory, Tally(nbytes), Tally(calls))
+
+
+def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf) -> float:
+    """Seconds of one node: compute, or communication; of a loop all its trips."""
+    if node.loop is not None:
+        inner = program_cost(node.loop.body, mesh, rule_of)
+        return inner.seconds * node.loop.trips
+    collective = collective_of(node, values)
+    if collective is not None:
+        kind, axes, _, full = collective
+        return mesh.collective_s(kind, full, axes)
+    work, moved, dtype = node_work(node, values, rule_of)
+    return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
 
 
 def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> tuple[float, float, str]:
