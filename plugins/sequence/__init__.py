@@ -12,17 +12,28 @@ work on a part of the tokens each, gradients of weights are sums over the axis. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from colofunc_plugins.sequence import ring as _ring
+from colofunc_plugins.sequence.gathered import Gathered
+from colofunc_plugins.sequence.heads import Heads
+from colofunc_plugins.sequence.pattern import patterns
 from colofunc_plugins.sequence.plan import Sequence, gather_kv, ring, ulysses
+from colofunc_plugins.sequence.ring import Ring
 
 import colofunc as cf
 
 __all__ = ["Sequence", "gather_kv", "ring", "ulysses"]
 
 
+
+def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+    """Every pattern over every axis."""
+    yield from patterns(call, mesh, Ring)
+    yield from patterns(call, mesh, Gathered)
+    yield from patterns(call, mesh, Heads, stripes=False)
+
+
 @cf.hookimpl
 def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
-    return {"colofunc.attention": _ring.strategies, "colofunc.attention_backward": _ring.strategies}
+    return {"colofunc.attention": strategies, "colofunc.attention_backward": strategies}

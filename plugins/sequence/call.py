@@ -108,10 +108,3 @@ class Attention:
             if k is not None:
                 mine[k] = value
         return cf.local.rerun(self.call, mine, changes)
-
-    def weights_place(self, q: cf.Layout, columns: Any, mesh: cf.Mesh, at: Mapping[str, torch.Tensor]) -> Changes:
-        """Where a part lies in the (b, h, s, t) weights that dropout counts; `at`: whose columns they are."""
-        *_, t = q_shape = (*q.shape[:3], (self.shape("k") or ())[2])
-        sizes, strides, offset = cf.local.place_of(q.dims[:3], q_shape, mesh)
-        more, steps, start = cf.local.place_of([columns], [t], mesh, at)
-        return self.change(sizes=[*sizes, *more], strides=[*strides, *steps], offset=offset + start)

@@ -22,80 +22,30 @@ Source: Ring Attention (2310.01889); Striped Attention (2311.09431); Ring Self-A
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Attention, Changes
+from colofunc_plugins.sequence.call import Changes
+from colofunc_plugins.sequence.pattern import Pattern, scalar, wide
 
 import colofunc as cf
 from colofunc import collectives
 
 
-def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-    """All rings over one axis of the mesh, contiguous and (where a mask has an order) striped."""
-    attention = Attention.of(call)
-    if attention.placed or attention.shape("k_offset"):
-        return
-    for axis in mesh.axis_names:
-        n = mesh.axis_size(axis)
-        if n == 1 or any(attention.sizes[f] % n for f in "st"):
-            continue
-        for striped in (False, True) if attention.positional else (False,):
-            text = "{0} " + axis if striped else axis + " {0}"
-            ins, outs = attention.own({"s": text.format("s")}, {"t": text.format("t")})
-            for way in cf.ways(call, mesh, ins, outs):
-                yield _Ring(attention, mesh, axis, striped, way).strategy()
-
-
 @attrs.frozen
-class _Ring:
-    """One ring: the call, the axis it runs over, and how the other axes are placed."""
-
-    attention: Attention
-    mesh: cf.Mesh
-    axis: str
-    striped: bool
-    way: cf.Strategy
-
-    def strategy(self) -> cf.Strategy:
-        word = "striped" if self.striped else "ring"
-        local = self.backward if self.attention.backward else self.forward
-        outs = self.way.outs
-        if self.sums_bias:
-            *rest, bias = outs
-            assert bias is not None
-            outs = (*rest, bias.with_pending(tuple(sorted((*bias.pending, (self.axis, "sum"))))))
-        others = self.way.name.strip("{}")
-        name = f"{{{self.axis}: {word}{', ' if others else ''}{others}}}"
-        axes = ((self.axis, word), *self.way.axes)
-        return attrs.evolve(self.way, name=name, outs=outs, local=_ignoring_mesh(local), cost=self.cost(), axes=axes)
-
-    # ---- what it is about ----
+class Ring(Pattern):
+    """One ring."""
 
     @property
-    def n(self) -> int:
-        return self.mesh.axis_size(self.axis)
-
-    def layout(self, name: str) -> cf.Layout:
-        k = self.attention.operand(name)
-        assert k is not None
-        return self.way.ins[k]
-
-    @property
-    def rows(self) -> Any:
-        return self.layout("q").dims[2]
-
-    @property
-    def columns(self) -> Any:
-        return self.layout("k").dims[2]
+    def word(self) -> str:
+        return "striped" if self.striped else "ring"
 
     @property
     def alike(self) -> bool:
         """Whether row i and column i of a rank are the same position, so that a rank's own block is an attention of its own."""
-        return bool(self.rows == self.columns and self.attention.operand("q_offset") is None)
+        return bool(self.rows == self.columns and self.attention.operand("q_offset") is None and self.attention.operand("k_offset") is None)
 
     @property
     def blocks(self) -> int:
@@ -105,24 +55,17 @@ class _Ring:
             return self.n
         return int(min(self.n, (window + size - 2) // size + 1))
 
-    @property
-    def sums_bias(self) -> bool:
-        """A bias that all rows share: each rank has the gradient from its own rows."""
-        a = self.attention
-        return bool(a.backward and a.get("need_dbias") and a.operand("bias") is not None and not a.bias_has(-2))
-
     def cost(self) -> cf.Cost:
-        """The rank with most work decides; what the ring sends costs time only where work does not hide it."""
-        a, cost = self.attention, self.way.cost
-        k, dtype = self.layout("k"), a.call.ins[a.operand("k")].dtype
-        flops = cost.flops * (2 - 1 / self.n if a.get("causal") and not self.striped and self.blocks == self.n else self.blocks / self.n)
-        block_bytes = (k.local_numel + self.layout("v").local_numel) * dtype.itemsize
-        wide_bytes = block_bytes // dtype.itemsize * _wide(dtype).itemsize
-        work_s = self.mesh.compute_s(flops / self.blocks, 0, str(dtype).removeprefix("torch."))
-        sent = [block_bytes, wide_bytes] if a.backward else [block_bytes]
-        hop_s = sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in sent)
-        start_s = sum(self.mesh.collective_s("permute", 1, (self.axis,)) for _ in sent)
-        extra_s = (self.blocks - 1) * (start_s + max(0.0, hop_s - work_s))
+        """The rank with most work decides; what is sent costs time only where work does not hide it."""
+        cost, blocks = self.way.cost, self.blocks
+        late = self.attention.get("causal") and not self.attention.get("window") and not self.striped and self.alike
+        flops = cost.flops * (2 - 1 / self.n if late else 1)
+        sent = [self.block_bytes, self.wide_bytes] if self.attention.backward else [self.block_bytes]
+        start_s, hop_s = (
+            sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in some) for some in ([1] * len(sent), sent)
+        )
+        work_s = self.mesh.compute_s(flops / blocks, 0, str(self.dtype).removeprefix("torch."))
+        extra_s = (blocks - 1) * (start_s + max(0.0, hop_s - work_s))
         return attrs.evolve(cost, flops=flops, extra_s=extra_s, peak_bytes=2 * sum(sent))
 
     # ---- one block ----
@@ -152,9 +95,7 @@ class _Ring:
     def changes(self, shards: Sequence[torch.Tensor], step: int, me: torch.Tensor, owner: torch.Tensor) -> Changes:
         """Positions of the rows and columns of one block, and its place among the weights for dropout."""
         a, at = self.attention, {self.axis: owner}
-        found: Changes = {}
-        if a.get("dropout"):
-            found |= a.weights_place(self.layout("q"), self.columns, self.mesh, at)
+        found = self.dropout(self.rows, self.columns, at)
         if not a.positional:
             return found
         if self.alike and self.striped and not a.get("window"):
@@ -162,33 +103,27 @@ class _Ring:
             return found | (a.change(k_offset=(owner > me).to(torch.int64)) if step else {})
         if self.alike and not self.striped and step == 0:
             return found
-        given, rows = a.operand("q_offset"), cf.local.positions(self.rows, self.mesh)
-        if given is not None:
-            rows = shards[given] if a.shape("q_offset") else shards[given] + rows
-        return found | a.change(q_offset=rows, k_offset=self.key_positions(at, shards))
-
-    def key_positions(self, at: dict[str, torch.Tensor], shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        given = self.attention.operand("k_offset")
-        start = cf.local.positions(self.columns, self.mesh, at)
-        return torch.as_tensor(start) if given is None else shards[given] + start
+        return found | a.change(
+            q_offset=scalar(self.row_positions(self.rows, shards)), k_offset=self.column_positions(self.columns, shards, at)
+        )
 
     # ---- local code ----
 
     def forward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = (shards[self.attention.operand(name) or 0] for name in "qkv")
-        wide, travelling = _wide(q.dtype), torch.cat([k, v], -1)
+        q, k, v = self.tensors(shards)
+        travelling = torch.cat([k, v], -1)
         out, lse = torch.empty(0), torch.empty(0)
         for step in range(self.blocks):
             here = travelling
             if step + 1 < self.blocks:
                 travelling = self.send(here)
             part, m = self.block(shards, step, *(here.split([k.shape[-1], v.shape[-1]], -1) if step else (k, v)))
-            out, lse = merged(out, lse, part.to(wide), m) if step else (part.to(wide), m)
+            out, lse = merged(out, lse, part.to(wide(part.dtype)), m) if step else (part.to(wide(part.dtype)), m)
         return out.to(q.dtype), lse
 
     def backward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v = (shards[self.attention.operand(name) or 0] for name in "qkv")
-        wide, parts, travelling = _wide(k.dtype), [k.shape[-1], v.shape[-1]], torch.cat([k, v], -1)
+        q, k, v = self.tensors(shards)
+        parts, travelling = [k.shape[-1], v.shape[-1]], torch.cat([k, v], -1)
         dq = own = home = torch.empty(0)
         biases = []
         for step in range(self.blocks):
@@ -197,8 +132,8 @@ class _Ring:
                 travelling = self.send(here)
             part, dk, dv, dbias = self.block(shards, step, *(here.split(parts, -1) if step else (k, v)))
             biases.append(dbias)
-            dkv = torch.cat([dk, dv], -1).to(wide)
-            dq = dq + part.to(wide) if step else part.to(wide)
+            dkv = torch.cat([dk, dv], -1).to(wide(k.dtype))
+            dq = dq + part.to(wide(part.dtype)) if step else part.to(wide(part.dtype))
             if step == 0:
                 own = dkv  # added at the end: it need not go round
                 continue
@@ -225,15 +160,3 @@ def merged(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, m: torch.Te
     """The attention over two blocks of columns from that over each; a row that sees neither stays as it is."""
     weight = torch.sigmoid((m - lse).nan_to_num(nan=0.0))
     return torch.lerp(out, part, weight.unsqueeze(-1)), torch.logaddexp(lse, m)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _ignoring_mesh(code: Any) -> Any:
-    return partial(_call, code)
-
-
-def _call(code: Any, *shards: torch.Tensor, mesh: cf.Mesh) -> Any:
-    return code(*shards)

@@ -12,6 +12,7 @@ virtual (b, h, s, t) weights. Parts of keys (ring attention) are a strategy with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -31,12 +32,17 @@ class _Arguments:
     call: Call
     first: int
 
-    def get(self, k: int, name: str, default: object = None) -> object:
+    def get(self, k: int, name: str, default: Any = None) -> Any:
         return self.call.arg(self.first + k, name, default)
 
     @property
+    def mask(self) -> tuple[bool, int]:
+        """(causal, window)."""
+        return bool(self.get(1, "causal", False)), int(self.get(2, "window", 0))
+
+    @property
     def positional(self) -> bool:
-        return bool(self.get(1, "causal", False)) or bool(self.get(2, "window", 0))
+        return any(self.mask)
 
     @property
     def dropout(self) -> bool:
@@ -99,9 +105,10 @@ def _heads(call: Call, q: int) -> dict[str, int]:
     return {"g": g, "r": call.ins[q].shape[1] // g}
 
 
-def _flops(call: Call, q: int, causal: bool) -> int:
+def _flops(call: Call, q: int, causal: bool, window: int = 0) -> int:
     (b, h, s, e), (t, f) = call.ins[q].shape, call.ins[q + 2].shape[2:]
-    return 2 * b * h * s * t * (e + f) // (2 if causal and s == t else 1)
+    pairs = s * t // (2 if causal and s == t else 1)
+    return 2 * b * h * (min(pairs, s * window) if causal and window else pairs) * (e + f)
 
 
 Q, K, V, OUT, LSE = "b (g r) s [e]", "b g [t] [e]", "b g [t] [f]", "b (g r) s [f]", "b (g r) s"
@@ -116,7 +123,7 @@ def attention(call: Call) -> Rule | None:
         {0: Q, 1: K, 2: V, bias: _bias_text(call, bias), **options.tensors()},
         [OUT, LSE],
         local=_code(4, 0),
-        flops=_flops(call, 0, bool(options.get(1, "causal", False))),
+        flops=_flops(call, 0, *options.mask),
         sizes=_heads(call, 0),
     )
 
@@ -137,7 +144,7 @@ def attention_backward(call: Call) -> Rule | None:
         copied=[] if needed else [(3, f) for f in "bgrs"],
         linear=[{0, grad_lse}],
         local=_code(7, 1),
-        flops=5 * _flops(call, 1, bool(options.get(1, "causal", False))) // 2,
+        flops=5 * _flops(call, 1, *options.mask) // 2,
         sizes=_heads(call, 1),
     )
 
