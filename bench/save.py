@@ -4,8 +4,9 @@ Throughput: one state of float32 tensors, plain, in alternating rounds within on
 disks and memory, not only about the CPU); the median of the rounds' ratios counts. Ours sums every block and is on disk when it
 returns, and so is DCP. `torch.save` leaves its file in the page cache, where a crash of the machine loses it; what does
 the same work is `torch.save` with a flush, and ours is to be no slower than either. Every save goes to a new name:
-`torch.save` over an old file flushes it on ext4, which would flatter ours. Files are loaded from the page cache, where
-saving has left them. Stall: stretches of training with one background save beside stretches without.
+`torch.save` over an old file flushes it on ext4, which would flatter ours. Files are loaded from the page cache, as in
+another evaluation, and from the disk, as in a job that starts again. Stall: stretches of training with one background
+save beside stretches without.
 """
 
 from __future__ import annotations
@@ -46,14 +47,13 @@ def wall_s(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def rounds(runs: dict[str, Callable[[Path], Any]], folder: Path, keep: bool) -> dict[str, list[float]]:
-    """Wall seconds of each per round, run in turn after one round that does not count. keep: what is there stays."""
+def rounds(runs: dict[str, Callable[[Path], Any]], folder: Path, prepare: Callable[[Path], Any]) -> dict[str, list[float]]:
+    """Wall seconds of each per round, run in turn after one round that does not count; `prepare` is not timed."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for k in range(ROUNDS + 1):
         for name, run in runs.items():
             target = folder / name.replace(" ", "-")
-            if not keep:
-                remove(target)
+            prepare(target)
             os.sync()
             taken = wall_s(lambda run=run, target=target: run(target))
             if k:
@@ -63,6 +63,15 @@ def rounds(runs: dict[str, Callable[[Path], Any]], folder: Path, keep: bool) -> 
 
 def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def forget(path: Path) -> None:
+    """Drop a checkpoint from the page cache."""
+    for file in path.iterdir() if path.is_dir() else [path]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def flushed(value: Any, path: Path) -> None:
@@ -77,8 +86,8 @@ def dcp_load(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return found
 
 
-def throughput(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(seconds to save, seconds to load) by kind, one per round."""
+def throughput(folder: Path) -> tuple[dict[str, list[float]], ...]:
+    """(seconds to save, to load from the page cache, to load from the disk) by kind, one per round."""
     value = state()
     saves: dict[str, Callable[[Path], Any]] = {
         "ours": lambda path: cf.save(path, value),
@@ -91,7 +100,7 @@ def throughput(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[flo
         "torch.save": torch.load,
         "DCP": lambda path: dcp_load(path, value),
     }
-    return rounds(saves, folder, keep=False), rounds(loads, folder, keep=True)
+    return rounds(saves, folder, remove), rounds(loads, folder, lambda path: None), rounds(loads, folder, forget)
 
 
 @attrs.frozen
@@ -142,20 +151,23 @@ def bench() -> Section:
     folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
     load_before = os.getloadavg()[0]
     try:
-        saves, loads = throughput(folder)
+        saves, *loads = throughput(folder)
         noticed = stall(folder)
     finally:
         shutil.rmtree(folder)
     size = SIZES[1] * SIZES[0][0] * SIZES[0][1] * 4
-    loads = {name.replace("torch.save", "torch.load"): some for name, some in loads.items()}
+    warm, cold = ({name.replace("torch.save", "torch.load"): some for name, some in by.items()} for by in loads)
     rows = [Row(f"save, {name}", f"{size / statistics.median(some) / 1e9:.2f} GB/s") for name, some in saves.items()]
-    rows += [Row(f"load, {name}", f"{size / statistics.median(some) / 1e9:.2f} GB/s") for name, some in loads.items()]
+    rows += [Row(f"load, {name}", f"{size / statistics.median(some) / 1e9:.2f} GB/s") for name, some in warm.items()]
+    rows += [Row(f"load from disk, {name}", f"{size / statistics.median(some) / 1e9:.2f} GB/s") for name, some in cold.items()]
     for what, times, other in (
         ("save: torch.save with a flush / ours, both on disk", saves, "torch.save, flushed"),
         ("save: DCP / ours, both on disk", saves, "DCP"),
         ("save: torch.save as it is, in the page cache / ours, on disk", saves, "torch.save"),
-        ("load: torch.load / ours", loads, "torch.load"),
-        ("load: DCP / ours", loads, "DCP"),
+        ("load: torch.load / ours", warm, "torch.load"),
+        ("load: DCP / ours", warm, "DCP"),
+        ("load from disk: torch.load / ours", cold, "torch.load"),
+        ("load from disk: DCP / ours", cold, "DCP"),
     ):
         middle, text = ratio(list(zip(times[other], times["ours"], strict=True)), 0, 1)
         rows.append(Row(f"{what}, seconds", text, "at least 1.00", middle >= 1.0))

@@ -374,6 +374,64 @@ def test_two_savers_of_one_folder(tmp_path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
+HOLDS = """
+import os, sys, time, torch
+import colofunc as cf
+from colofunc.functional.checkpoint import disk
+write, path = disk.write_at, sys.argv[1]
+
+def slowly(*args):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    write(*args)
+
+disk.write_at = slowly
+cf.save(path, {"w": torch.full((1000,), 1.0)})
+"""
+RACES = """
+import sys, torch
+import colofunc as cf
+won = 0
+for k in range(40):
+    try:
+        cf.save(sys.argv[1], {"who": int(sys.argv[2]), "w": torch.full((5000,), float(won + 1)), "won": won + 1})
+        won += 1
+    except cf.CheckpointError as error:
+        assert "is saving to" in str(error) and "wait for it, or save to another folder" in str(error), error
+print(won)
+"""
+
+
+def test_another_process_that_saves_there_is_named(tmp_path, subprocess_env) -> None:
+    """Two runs with one folder: the second one learns of the first, whose save is not touched."""
+    cf.save(tmp_path / "c", {"w": torch.zeros(3)})
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "c")], env=subprocess_env, **pipes) as other:
+        try:
+            assert other.stdout.readline() == "writing\n"
+            with pytest.raises(CheckpointError, match=rf"process {other.pid} on host .* is saving to .*c'; wait for it, or save to"):
+                cf.save(tmp_path / "c", {"w": torch.ones(3)})
+            assert cf.load(tmp_path / "c")["w"].tolist() == [0, 0, 0]
+            other.communicate("go\n" * 100, timeout=60)
+        finally:
+            other.kill()
+    assert other.returncode == 0 and cf.load(tmp_path / "c")["w"].shape == (1000,) and os.listdir(tmp_path) == ["c"]
+
+
+def test_two_processes_that_save_to_one_folder_all_the_time(tmp_path, subprocess_env) -> None:
+    """Whatever the order: each save is done or refused, and the folder holds one that was done, whole."""
+    command = [sys.executable, "-c", RACES, str(tmp_path / "c")]
+    runs = [subprocess.Popen([*command, str(k)], env=subprocess_env, stdout=subprocess.PIPE, text=True) for k in range(2)]
+    try:
+        won = [int(run.communicate(timeout=120)[0]) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    got = cf.load(tmp_path / "c")
+    assert sum(won) > 0 and got["won"] == won[got["who"]] and os.listdir(tmp_path) == ["c"]
+    assert torch.equal(got["w"], torch.full((5000,), float(got["won"])))
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path) -> None:
     (tmp_path / "c.tmp-12ab").mkdir()
     (tmp_path / "c.tmp-12ab" / "rank-00000-00000.safetensors").write_bytes(b"half")
