@@ -13,7 +13,7 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -54,12 +54,14 @@ def follow(
     rule_of: RuleOf | None = None,
     rest: Mapping[int, str] | None = None,
     across: Collection[str] = (),
+    held: Mapping[int, Sequence[Strategy]] | None = None,
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
     `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and what
     is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the flow
-    crosses whatever they do inside: each factor lies in their results as it does in their operands.
+    crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index of a node
+    -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came from.
     """
     rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
@@ -68,6 +70,11 @@ def follow(
     found: dict[int, Strategy] = {}
     stream: set[int] = set()  # values that lie as they do because a sum came to rest there
     for index, node in enumerate(program.nodes):
+        if held and index in held:
+            found[index] = pattern = rules.nearest(node, held[index], lies)
+            outs = zip(node.outs, pattern.outs, strict=True)
+            lies |= {o: out for o, out in outs if o is not None and out is not None and not out.pending}
+            continue
         if node.phase == "update" or not any(r in lies for r in node.refs):
             continue
         mine = {r: lies[r] for r in node.refs if r in lies}
@@ -153,6 +160,11 @@ class Rules:
             if strategy is not None and all(h is None or h is want for h, want in zip(have, strategy.ins, strict=True)):
                 return strategy
         return None
+
+    def nearest(self, node: Node, options: Sequence[Strategy], lies: Mapping[int, Layout]) -> Strategy:
+        """Of several strategies the one that takes most operands as they lie."""
+        ids = call_of(node, self.program.values)[1]
+        return max(options, key=lambda s: sum(lies.get(i) is want for i, want in zip(ids, s.ins, strict=True)))
 
     def crossed(self, node: Node, lies: Mapping[int, Layout]) -> dict[int, Layout]:
         """Results of a node whose factors lie as they do in the operands (also those that its rule wants whole)."""

@@ -45,7 +45,7 @@ class Wish:
     tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
-    source are followed together. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
+    source are followed together, and what an operator gives under the pattern of a plugin that is wished for it is followed too. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
     phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
     ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
@@ -146,6 +146,7 @@ def constraints_of(
     items: dict[int, list[Constraint]] = {}
     said: dict[int, list[tuple[Wish, Where]]] = {}
     seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
+    held: dict[str, dict[int, tuple[Wish, tuple[Strategy, ...]]]] = {}  # source -> index of a node -> patterns to follow
     regather: dict[int, bool] = {}
     chunks: dict[int, int | str] = {}
     scatter: dict[int, bool] = {}
@@ -157,7 +158,10 @@ def constraints_of(
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
-            if wish.along:
+            if wish.along and wish.on_operator:
+                index = item - len(program.inputs)
+                held.setdefault(wish.source, {})[index] = wish, _patterns(wish, extra_of(program.nodes[index]), mesh)
+            elif wish.along:
                 seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
                 regather[item] = wish.regather
@@ -167,8 +171,8 @@ def constraints_of(
                 scatter[item] = wish.scatter
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
-    for source, mine in seeds.items():
-        for item, wish, where, constraint in _along(source, mine, program, mesh, rule_of):
+    for source in dict.fromkeys((*seeds, *held)):
+        for item, wish, where, constraint in _along(source, seeds.get(source, {}), held.get(source, {}), program, mesh, rule_of):
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
@@ -350,21 +354,31 @@ def _placer(wants: Sequence[Mapping[str, str]], axes: tuple[str, ...] | None = N
     return accepts
 
 
+def _patterns(wish: Wish, extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
+    """The strategies of plugins that a wish names, without any other axis."""
+    wants = [dict(parse_axes(str(want))) for want in (wish.want if isinstance(wish.want, tuple) else (wish.want,))]
+    wants = [{a: word for a, word in want.items() if mesh.axis_size(a) > 1} for want in wants]
+    return tuple(s for s in extra if dict(s.axes) in wants)
+
+
 # ---- wishes that are followed through the program ----
 
 
 def _along(
     source: str,
     seeds: Mapping[int, tuple[Wish, Layout]],
+    held: Mapping[int, tuple[Wish, tuple[Strategy, ...]]],
     program: Program,
     mesh: Mesh,
     rule_of: Callable[[Node], Rule | None],
 ) -> Iterator[tuple[int, Wish, Where, Constraint]]:
     """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
-    wish = next(wish for wish, _ in seeds.values())
+    wish = next(wish for wish, _ in (*seeds.values(), *held.values()))
+    patterns = {index: some for index, (_, some) in held.items() if some}
     starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
-    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across)
-    axes = tuple(dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes))
+    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
+    mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
+    axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))
     n = len(program.inputs)
     for index, strategy in followed.strategies.items():
         rule = rule_of(program.nodes[index])

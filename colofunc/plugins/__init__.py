@@ -2,6 +2,6 @@
 
 from colofunc.plugins.hookspecs import hookimpl
 from colofunc.plugins.operators import operator
-from colofunc.plugins.registry import Registry, build_registry, topology
+from colofunc.plugins.registry import Registry, bringing, build_registry, topology
 
-__all__ = ["Registry", "build_registry", "hookimpl", "operator", "topology"]
+__all__ = ["Registry", "bringing", "build_registry", "hookimpl", "operator", "topology"]

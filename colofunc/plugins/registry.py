@@ -89,6 +89,13 @@ def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
     return Registry(strategies=_frozen(strategies), plugins=names, **fields)
 
 
+def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
+    """The plans that are plugins themselves: with hooks as methods, for what only their own axes need."""
+    single = [p for plan in plans for p in (plan if isinstance(plan, (list, tuple)) else (plan,))]
+    marked = [p for p in single if any(callable(getattr(type(p), hook, None)) for hook in hookspecs.HOOKS)]
+    return tuple(dict.fromkeys(marked))
+
+
 def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
     """A topology by name: a preset, a file, or one that a plugin brings. Raises TopologyError with near names."""
     return resolve_topology(name, build_registry(plugins).topologies)
