@@ -141,6 +141,115 @@ def test_rules_are_proven() -> None:
         check_strategies(None, wrong)
 
 
+# ---- lists and keywords ----
+
+
+@cf.operator("opstest.mixed", rule="b* d, d -> b* d", linear=[{0}])
+def mixed(xs: list[torch.Tensor], w: torch.Tensor, powers: list[int], *, scale: float = 1.0) -> torch.Tensor:
+    return scale * w * sum(x * p for x, p in zip(xs, powers, strict=True))
+
+
+def mixed_backward(inputs: Any, output: Any, grad: Any) -> Any:
+    _, w, powers = inputs
+    return [5 * grad * w * p for p in powers], None
+
+
+@cf.operator("opstest.mixed5", rule="b* d, d -> b* d", backward=mixed_backward)
+def mixed5(xs: list[torch.Tensor], w: torch.Tensor, powers: list[int]) -> torch.Tensor:
+    return w * sum(x * p for x, p in zip(xs, powers, strict=True))
+
+
+def test_lists_of_tensors_are_split_like_arguments() -> None:
+    xs, w = [randn(8, 4), randn(8, 4) * 2, randn(8, 4) - 1], randn(4)
+
+    def step(xs: Any, w: torch.Tensor) -> Any:
+        value = mixed(xs, w, [1, 2, 3], scale=0.5)
+        return value, torch.func.grad(lambda xs, w: mixed(xs, w, [1, 2, 3], scale=0.5).pow(2).sum(), argnums=(0, 1))(xs, w)
+
+    staged = cf.shard(step, MESH, in_specs=("(dp b) (tp d)", "(tp d)"))
+    low = staged.lower(xs, w)
+    assert [n.target for n in low.program.nodes].count("opstest.mixed") >= 1 and low.coverage().fallbacks == ()
+    value, (dxs, dw) = staged(xs, w)
+    plain = 0.5 * w * (xs[0] + 2 * xs[1] + 3 * xs[2])
+    torch.testing.assert_close(value.full(), plain, rtol=1e-12, atol=1e-12)
+    for power, dx in zip((1, 2, 3), dxs, strict=True):
+        torch.testing.assert_close(dx.full(), 2 * plain * 0.5 * w * power, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dw.full(), (2 * plain * plain / w).sum(0), rtol=1e-12, atol=1e-12)
+    check(staged, xs, w)
+    assert max(p.worst for p in check_strategies(None, mixed, sample([randn(12, 6), randn(12, 6)], randn(6), [1, 2], 0.5))) < 1e-12
+
+
+def test_a_given_backward_has_a_list_for_a_list() -> None:
+    xs, w = [randn(8, 4), randn(8, 4)], randn(4)
+    dxs = cf.shard(lambda xs, w: torch.func.grad(lambda xs: mixed5(xs, w, [1, 2]).sum())(xs), MESH)(xs, w)
+    torch.testing.assert_close([dx.full() for dx in dxs], [(5 * w * p).expand(8, 4) for p in (1, 2)])
+    wrong = cf.operator("opstest.mixed6", backward=lambda inputs, output, grad: (grad, None, None))(mixed5.reference)
+    with pytest.raises(cf.PluginError, match="gave 3 gradients for 2 tensor arguments"):
+        wrong([x.requires_grad_() for x in xs], w, [1, 2]).sum().backward()
+    alone = cf.operator("opstest.mixed7", backward=lambda inputs, output, grad: (grad, None))(mixed5.reference)
+    with pytest.raises(cf.PluginError, match="gave no list of 2 gradients for a list of 2 tensors"):
+        alone(xs, w, [1, 2]).sum().backward()
+
+
+def test_lists_eagerly_and_by_the_dispatcher() -> None:
+    xs, w = [randn(2, 4).requires_grad_(), randn(2, 4).add(1).requires_grad_()], randn(4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b, w: mixed([a, b], w, [1, 3]), (*xs, w))
+    assert torch.autograd.gradcheck(lambda a, b, w: torch.ops.opstest.mixed([a, b], w, [1, 3], scale=2.0), (*xs, w))
+    torch.library.opcheck(torch.ops.opstest.mixed.default, ([x.detach() for x in xs], w.detach(), [1, 3], 1.0))
+    placed = [cf.distribute(x.detach(), "(dp b) (tp d)", MESH) for x in xs]
+    out = mixed(placed, cf.distribute(w.detach(), "(tp d)", MESH), [1, 3])
+    torch.testing.assert_close(out.full(), (w * (xs[0] + 3 * xs[1])).detach())
+    assert out.sharding is placed[0].sharding
+
+
+# ---- defined again ----
+
+CELL = """
+import torch
+import colofunc as cf
+
+@cf.operator("opstest.cell", rule={rule!r})
+def cell(x: torch.Tensor{more}) -> torch.Tensor:
+    return x * {by}
+"""
+
+
+def test_a_cell_that_is_run_again_replaces_its_operator() -> None:
+    notebook: dict[str, Any] = {"__name__": "notebook"}
+    exec(CELL.format(rule="b d -> b d", by=2, more=""), notebook)
+    first = notebook["cell"]
+    exec("step = lambda x: cell(x)", notebook)
+    step, x = cf.shard(notebook["step"], MESH, in_specs="(dp b) d"), randn(4, 4)
+    torch.testing.assert_close(step(x).full(), 2 * x)
+    placed = cf.distribute(x, "(dp b) d", MESH)
+    torch.testing.assert_close(first(placed).full(), 2 * x)
+    exec(CELL.format(rule=None, by=3, more=""), notebook)
+    torch.testing.assert_close(notebook["cell"](placed).full(), 3 * x)
+    torch.testing.assert_close(step(x).full(), 3 * x)  # not what was traced before
+    assert step.lower(x).coverage().fallbacks == ("opstest.cell",)
+    torch.testing.assert_close(torch.ops.opstest.cell(x), 3 * x)
+    with pytest.raises(cf.PluginError, match=r"'opstest.cell' has been defined again since; call the function that this definition gave"):
+        first(x)
+    with pytest.raises(cf.PluginError, match=r"'opstest.cell' is registered already in this process by notebook.cell. Try: another name"):
+        exec(CELL.format(rule=None, by=2, more=""), {"__name__": "another"})
+    with pytest.raises(cf.PluginError, match=r"as cell\(Tensor x\) -> Tensor, and torch keeps it so"):
+        exec(CELL.format(rule=None, by=2, more=", n: int = 1"), notebook)
+    torch.testing.assert_close(step(x).full(), 3 * x)
+
+
+def test_functions_of_one_maker_are_not_one_operator() -> None:
+    def make(scale: float) -> Any:
+        @cf.operator("opstest.made")
+        def made(x: torch.Tensor) -> torch.Tensor:
+            return x * scale
+
+        return made
+
+    make(1.0)
+    with pytest.raises(cf.PluginError, match=r"'opstest.made' is registered already"):
+        make(2.0)
+
+
 # ---- elsewhere ----
 
 
@@ -228,8 +337,20 @@ def one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def listed(x: list[torch.Tensor]) -> torch.Tensor:
-    return x[0]
+def listing(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.clone(), x.clone()]
+
+
+def gaps(x: list[torch.Tensor | None]) -> torch.Tensor:
+    return x[0].clone()  # type: ignore[union-attr]
+
+
+def every(*x: torch.Tensor) -> torch.Tensor:
+    return x[0].clone()
+
+
+def unordered(x: torch.Tensor, n: int = 1, *, k: int) -> torch.Tensor:
+    return x * n * k
 
 
 def counted(x: torch.Tensor) -> int:
@@ -238,10 +359,6 @@ def counted(x: torch.Tensor) -> int:
 
 def unsaid(x):  # type: ignore[no-untyped-def]
     return x
-
-
-def named(x: torch.Tensor, *, n: int = 1) -> torch.Tensor:
-    return x * n
 
 
 def random(x: torch.Tensor) -> torch.Tensor:
@@ -257,14 +374,16 @@ def writing(x: torch.Tensor) -> torch.Tensor:
     [
         (one, "one", None, "'one' is no name for an operator. Try: \"mylib.gated\""),
         (one, "aten.one", None, "'aten.one' is no name for an operator"),
-        (one, "opstest.gated", None, "'opstest.gated' is registered already in this process"),
+        (one, "opstest.gated", None, "'opstest.gated' is registered already in this process by test_operators.gated"),
         (one, "opstest.m1", "b d, b d -> b d", "the rule 'b d, b d -> b d' has 2 operands, the function has 1"),
         (one, "opstest.m2", "b d -> b, d", "the rule 'b d -> b, d' has 2 results, the function has 1"),
         (one, "opstest.m3", "b d", "the rule 'b d' has no `->`"),
-        (listed, "opstest.m4", None, "takes or returns a list of tensors"),
+        (listing, "opstest.m4", None, "returns a list of tensors, and a rule cannot tell how many. Try: a tuple of them"),
+        (gaps, "opstest.m8", None, "a list of tensors has all of them"),
         (counted, "opstest.m5", None, "returns something else than tensors: SymInt"),
         (unsaid, "opstest.m6", None, "no types in the signature"),
-        (named, "opstest.m7", None, "argument 'n' is keyword-only"),
+        (every, "opstest.m7", None, "argument 'x' is variadic positional. Try: a plain one"),
+        (unordered, "opstest.m9", None, "an argument without a default follows one that has one"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(reference: Any, name: str, rule: str | None, message: str) -> None:

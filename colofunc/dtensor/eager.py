@@ -23,6 +23,7 @@ from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
 from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
+from colofunc.ops.define import KERNELS
 from colofunc.ops.targets import target_of
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Node, Program, Ref, Value
@@ -74,7 +75,7 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     plain = functional(func) if written_argument(func) else func
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
-    eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh)
+    eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh, KERNELS.get(target_of(plain)))
     if backend.watch is not None and any(is_wire(node) for node in eager.program.nodes):
         meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
     outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
@@ -151,7 +152,8 @@ def functional(func: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> _Eager:
+def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh, kernel: Any) -> _Eager:
+    """`kernel`: a part of the cache's key, because an operator of `cf.operator` can be defined again."""
     metas: list[Any] = []
     ids: list[Any] = []
     values: dict[int, Value] = {}

@@ -17,10 +17,13 @@ strategies speak of it by its name.
     assert low.coverage().fallbacks == ()
     cf.testing.check_strategies(None, gated)            # the rule is right: tried on small meshes
 
-The signature is annotated (Tensor, Tensor | None, int, float, bool, str, lists of int, dtype). Shapes come from running
-the reference without data. The gradient is that of the reference, recorded as the operators it is made of; give
+The signature is annotated (Tensor, Tensor | None, list[Tensor], int, float, bool, str, lists of int, dtype). Shapes come from
+running the reference without data. The gradient is that of the reference, recorded as the operators it is made of; give
 `backward(inputs, outputs, grads)` to write it yourself, with further operators of your own where it should stay whole.
 The reference draws no random numbers, writes to no argument, and decides nothing by data.
+
+A function of a module that is defined again with the same arguments, as when a notebook's cell is run once more, replaces the
+operator: steps that use it are traced again. Another function under a name that is taken is an error.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from colofunc.dtensor.rules import REGISTERED
 from colofunc.dtensor.rules.pattern import RuleFn, pattern
 from colofunc.errors import PluginError
 from colofunc.ops.define import KERNELS, Operator, define
+from colofunc.plugins.operator_lists import Lengths, flat, function, lengths, repeated, spread, truths
 
 # What was registered in this process, by name.
 OPERATORS: dict[str, PluginOperator] = {}
@@ -52,13 +56,29 @@ class PluginOperator:
 
     name: str
     reference: Reference
-    defined: Operator
     signature: inspect.Signature
+    schema: str
+    defined: Operator
+    listed: type[torch.autograd.Function] | None  # where it takes lists of tensors
+    kernel: Reference
+    fake: Reference
+    save: Callable[..., None]
+    pull: Callable[..., list[Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if OPERATORS.get(self.name) is not self:
+            raise PluginError(f"operator {self.name!r} has been defined again since; call the function that this definition gave")
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return self.defined.apply(*bound.args)
+        values = [bound.arguments[name] for name in self.signature.parameters]
+        if self.listed is None:
+            return self.defined.apply(*values)
+        return self.listed.apply(lengths(values), *flat(values))
+
+    @property
+    def source(self) -> str:
+        """Where the reference stands: `mylib.layers.gated`."""
+        return _source(self.reference)
 
 
 def operator(
@@ -72,16 +92,15 @@ def operator(
 ) -> Callable[[Reference], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
-    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.pattern`), or a function `rule(call)`; without one
-    it runs replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs,
-    grads)` gives one gradient per tensor argument (None: it has none); `inputs` are all arguments, `outputs` and `grads`
+    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.pattern`), or a function `rule(call)`. A pattern's
+    operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs
+    replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives
+    one gradient per tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads`
     look like what the reference returns. Raises PluginError where name, signature and rule do not fit together.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
         raise PluginError(f"cf.operator: {name!r} is no name for an operator. Try: \"mylib.gated\", with a library name of your own")
-    if name in KERNELS:
-        raise PluginError(f"cf.operator: {name!r} is registered already in this process. Try: another name")
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -89,16 +108,65 @@ def operator(
         found = rule
         if isinstance(rule, str):
             _check_rule(name, rule, schema)
-            found = pattern(rule, reduce=reduce, linear=linear, mults=mults)
-        kernel, fake = _kernel(reference), _fake(name, reference)
-        gradient = _save(signature, backward is not None), _gradient(name, reference, backward)
-        defined = define(schema, kernel, fake, gradient, space)
+            found = (repeated if "Tensor[]" in schema else pattern)(rule, reduce=reduce, linear=linear, mults=mults)
+        defined, listed = _defined_before(name, reference, schema) or _defined(name, schema, space)
+        plain = _by_position(reference, signature)
+        kernel, fake, save = _kernel(plain), _fake(name, plain), _save(backward is not None)
+        KERNELS[name] = kernel
+        REGISTERED.pop(name, None)
         if callable(found):
             REGISTERED[name] = found
-        made = OPERATORS[name] = PluginOperator(name, reference, defined, signature)
+        pull = _gradient(name, plain, backward)
+        made = OPERATORS[name] = PluginOperator(name, reference, signature, schema, defined, listed, kernel, fake, save, pull)
         return made
 
     return register
+
+
+Defined = tuple[Operator, type[torch.autograd.Function] | None]
+
+
+def _defined(name: str, schema: str, space: str) -> Defined:
+    """Registered with torch, which forgets nothing: what it calls is what `OPERATORS` has under the name by then."""
+
+    def kernel(*args: Any) -> Any:
+        return OPERATORS[name].kernel(*args)
+
+    def fake(*args: Any) -> Any:
+        return OPERATORS[name].fake(*args)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.operator = OPERATORS[name]
+        ctx.operator.save(ctx, inputs, output)
+
+    def pull(ctx: Any, *grads: Any) -> list[Any]:
+        return ctx.operator.pull(ctx, *grads)
+
+    def pull_lists(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return spread(ctx.lengths, pull(ctx, *grads))
+
+    defined = define(schema, kernel, fake, (save, pull_lists), space)
+    return defined, function(name, defined.op, save, pull) if "Tensor[]" in schema else None
+
+
+def _defined_before(name: str, reference: Reference, schema: str) -> Defined | None:
+    """What the same function of a module registered before. Raises PluginError where another one did."""
+    if name not in KERNELS:
+        return None
+    before, source = OPERATORS.get(name), _source(reference)
+    if before is None or before.source != source or "<locals>" in source:
+        by = f" by {before.source}" if before is not None else ""
+        raise PluginError(f"cf.operator: {name!r} is registered already in this process{by}. Try: another name")
+    if before.schema != schema:
+        raise PluginError(
+            f"cf.operator: {name!r} is registered already in this process as {before.schema}, and torch keeps it so. "
+            "Try: the same arguments, another name, or a new process"
+        )
+    return before.defined, before.listed
+
+
+def _source(reference: Reference) -> str:
+    return f"{reference.__module__}.{getattr(reference, '__qualname__', type(reference).__qualname__)}"
 
 
 # ---- signature and rule ----
@@ -107,18 +175,36 @@ def operator(
 def _signature(name: str, reference: Reference) -> inspect.Signature:
     signature = inspect.signature(reference)
     for p in signature.parameters.values():
-        if p.kind is not p.POSITIONAL_OR_KEYWORD:
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             raise PluginError(f"cf.operator {name!r}: argument {p.name!r} is {p.kind.description}. Try: a plain one")
+    required = [p.default is p.empty for p in signature.parameters.values()]
+    if required != sorted(required, reverse=True):
+        raise PluginError(f"cf.operator {name!r}: an argument without a default follows one that has one. Try: the other order")
     return signature
+
+
+def _by_position(reference: Reference, signature: inspect.Signature) -> Reference:
+    """The reference, called with all arguments by position; the operator itself has no keyword-only ones."""
+    named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    first = len(signature.parameters) - len(named)
+    if not named:
+        return reference
+
+    def plain(*args: Any) -> Any:
+        return reference(*args[:first], **dict(zip(named, args[first:], strict=False)))  # torch leaves defaults out
+
+    return plain
 
 
 def _schema(name: str, short: str, reference: Reference) -> str:
     try:
-        schema = short + torch.library.infer_schema(reference, mutates_args=())
+        schema = short + torch.library.infer_schema(reference, mutates_args=()).replace("(*, ", "(").replace(", *, ", ", ")
     except (ValueError, NameError, TypeError) as error:
         raise PluginError(f"cf.operator {name!r}: no types in the signature ({error}). Try: x: torch.Tensor, n: int = 1") from error
-    if "Tensor[]" in schema or "Tensor?[]" in schema:
-        raise PluginError(f"cf.operator {name!r} takes or returns a list of tensors, which has no factors. Try: one argument per tensor")
+    if any(kind in schema for kind in ("Tensor?[]", "Tensor[]?", "Tensor?[]?")):
+        raise PluginError(f"cf.operator {name!r}: a list of tensors has all of them. Try: list[torch.Tensor], empty where there is none")
+    if "Tensor[]" in schema.rsplit("->", 1)[1]:
+        raise PluginError(f"cf.operator {name!r} returns a list of tensors, and a rule cannot tell how many. Try: a tuple of them")
     if schema.rsplit("->", 1)[1].replace("Tensor", "").strip("(), "):
         raise PluginError(f"cf.operator {name!r} returns something else than tensors: {schema.rsplit('->', 1)[1].strip()}. Try: tensors")
     return schema
@@ -155,7 +241,7 @@ def _fake(name: str, reference: Reference) -> Reference:
 
 def _own(results: Any, args: tuple[Any, ...]) -> Any:
     """The results in memory of their own: what an operator returns shares none with what it was given."""
-    taken = {compat.storage_key(x) for x in args if isinstance(x, Tensor)}
+    taken = {compat.storage_key(x) for x in flat(args) if isinstance(x, Tensor)}
     owned = []
     for x in results if isinstance(results, tuple) else (results,):
         key = compat.storage_key(x)
@@ -170,7 +256,7 @@ class _Pure(compat.TorchDispatchMode):
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
-        self.inputs = {compat.storage_key(x) for x in args if isinstance(x, Tensor)}
+        self.inputs = {compat.storage_key(x) for x in flat(args) if isinstance(x, Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,8 +264,8 @@ class _Pure(compat.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1.0) != 0.0:
             raise PluginError(f"operator {self.name!r} draws random numbers ({func}), others on every rank. Try: take them as an argument")
         for a in func._schema.arguments:
-            x = given.get(a.name)
-            if a.alias_info is not None and a.alias_info.is_write and isinstance(x, Tensor) and compat.storage_key(x) in self.inputs:
+            into = flat([given.get(a.name)]) if a.alias_info is not None and a.alias_info.is_write else []
+            if any(isinstance(x, Tensor) and compat.storage_key(x) in self.inputs for x in into):
                 raise PluginError(f"operator {self.name!r} writes to an argument ({func}). Try: x = x + 1 in place of x += 1")
         return func(*args, **kwargs)
 
@@ -187,55 +273,68 @@ class _Pure(compat.TorchDispatchMode):
 # ---- gradient ----
 
 
-def _save(signature: inspect.Signature, outputs_too: bool) -> Callable[..., None]:
+def _save(outputs_too: bool) -> Callable[..., None]:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results = output if isinstance(output, tuple) else (output,)
-        ctx.plain = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-        ctx.tensors = tuple(k for k, x in enumerate(inputs) if isinstance(x, Tensor))
+        results, items = output if isinstance(output, tuple) else (output,), flat(inputs)
+        ctx.lengths, ctx.leading = lengths(inputs), 0
+        ctx.plain = tuple(None if isinstance(x, Tensor) else x for x in items)
+        ctx.tensors = tuple(k for k, x in enumerate(items) if isinstance(x, Tensor))
         ctx.floating = tuple(r.is_floating_point() or r.is_complex() for r in results)
         ctx.several = isinstance(output, tuple)
-        ctx.save_for_backward(*(inputs[k] for k in ctx.tensors), *(results if outputs_too else ()))
+        ctx.save_for_backward(*(items[k] for k in ctx.tensors), *(results if outputs_too else ()))
 
     return save
 
 
-def _gradient(name: str, reference: Reference, backward: Backward | None) -> Callable[..., tuple[Any, ...]]:
-    def gradient(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+def _gradient(name: str, reference: Reference, backward: Backward | None) -> Callable[..., list[Any]]:
+    """The gradients of the flat arguments."""
+
+    def gradient(ctx: Any, *grads: Any) -> list[Any]:
         count = len(ctx.tensors)
-        inputs, saved = list(ctx.plain), ctx.saved_tensors
+        items, saved = list(ctx.plain), ctx.saved_tensors
         for k, x in zip(ctx.tensors, saved[:count], strict=True):
-            inputs[k] = x
+            items[k] = x
         if backward is None:
-            found = _of_reference(reference, ctx, tuple(inputs), grads)
-        else:
-            outputs = saved[count:]
-            one = not ctx.several
-            given = backward(tuple(inputs), outputs[0] if one else tuple(outputs), grads[0] if one else grads)
-            found = given if isinstance(given, tuple) else (given,)
-            if len(found) != count:
-                raise PluginError(
-                    f"backward of operator {name!r} gave {len(found)} gradients for {count} tensor arguments. Try: None for what has none"
-                )
-        all_of: list[Any] = [None] * len(inputs)
+            return _of_reference(reference, ctx, items, grads)
+        inputs, outputs, one = spread(ctx.lengths, items), saved[count:], not ctx.several
+        given = backward(inputs, outputs[0] if one else tuple(outputs), grads[0] if one else grads)
+        found = _of_each(name, inputs, ctx.lengths, given if isinstance(given, tuple) else (given,))
+        all_of: list[Any] = [None] * len(items)
         for k, g in zip(ctx.tensors, found, strict=True):
             all_of[k] = g
-        return tuple(all_of)
+        return all_of
 
     return gradient
 
 
-def _of_reference(reference: Reference, ctx: Any, inputs: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+def _of_each(name: str, inputs: tuple[Any, ...], found: Lengths, given: tuple[Any, ...]) -> list[Any]:
+    """One gradient per tensor, from one per tensor argument: that of a list is a list, or None."""
+    counts = [n for x, n in zip(inputs, found, strict=True) if n >= 0 or isinstance(x, Tensor)]
+    if len(given) != len(counts):
+        raise PluginError(
+            f"backward of operator {name!r} gave {len(given)} gradients for {len(counts)} tensor arguments. Try: None for what has none"
+        )
+    every: list[Any] = []
+    for n, g in zip(counts, given, strict=True):
+        if n >= 0 and g is not None and (not isinstance(g, (list, tuple)) or len(g) != n):
+            raise PluginError(f"backward of operator {name!r} gave no list of {n} gradients for a list of {n} tensors. Try: None for all")
+        every += [g] if n < 0 else [None] * n if g is None else list(g)
+    return every
+
+
+def _of_reference(reference: Reference, ctx: Any, items: list[Any], grads: tuple[Any, ...]) -> list[Any]:
     """The gradient of the reference, computed with it again: nothing between operands and results is kept."""
-    wanted = [k for k in ctx.tensors if ctx.needs_input_grad[k]]
+    needs = list(truths(ctx.needs_input_grad))[ctx.leading :]
+    wanted = [k for k in ctx.tensors if needs[k]]
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
-        args = list(inputs)
+        args = list(items)
         for k, x in zip(wanted, tensors, strict=True):
             args[k] = x
-        out = reference(*args)
+        out = reference(*spread(ctx.lengths, args))
         results = out if isinstance(out, tuple) else (out,)
         return tuple(r for r, floating in zip(results, ctx.floating, strict=True) if floating)
 
-    _, pull, *_ = torch.func.vjp(again, *(inputs[k] for k in wanted))
+    _, pull, *_ = torch.func.vjp(again, *(items[k] for k in wanted))
     found = dict(zip(wanted, pull(tuple(g for g, floating in zip(grads, ctx.floating, strict=True) if floating)), strict=True))
-    return tuple(found.get(k) for k in ctx.tensors)
+    return [found.get(k) for k in range(len(items))]

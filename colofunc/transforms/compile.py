@@ -28,6 +28,7 @@ from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
+from colofunc.plugins.operators import OPERATORS
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
@@ -51,6 +52,8 @@ class Ready:
         values, captured = low.traced.program.values, low.traced.captured
         named = {vid for vid in captured if vid in values and values[vid].role == "frozen"}
         self._baked = [(t, compat.version(t)) for vid, t in captured.items() if vid not in named]
+        targets = {node.target for node in low.traced.program.nodes}
+        self._operators = {name: OPERATORS[name] for name in targets if name in OPERATORS}
 
     def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
         """On real ranks, once: plain tensors must be equal on all of them."""
@@ -59,9 +62,12 @@ class Ready:
             names = [leaf.name for leaf in self.low.traced.in_tree.leaves()]
             equal_leaves(self.watch, names[: len(leaves)], leaves)
 
-    def is_stale(self) -> bool:
-        """Whether a tensor whose value is part of the program was written to since."""
-        return any(compat.version(t) != v for t, v in self._baked)
+    def stale(self) -> str:
+        """What has changed since that is part of the program, in words; empty where nothing has."""
+        if any(compat.version(t) != v for t, v in self._baked):
+            return "a tensor that it captured was written to"
+        other = next((name for name, before in self._operators.items() if OPERATORS.get(name) is not before), None)
+        return "" if other is None else f"operator {other!r} was defined again"
 
     def hidden(self) -> list[list[torch.Tensor]]:
         """Parts of the captured tensors that are inputs, placed at the first call and again if they were written to."""
@@ -128,9 +134,9 @@ class StepCompiler:
         around = torch.get_default_dtype(), training_flags(staged.fn)
         key = (tree.key(), types, *around)
         known = self._ready.setdefault(key, [])
-        if any(r.is_stale() for r in known):
-            say(f"{getattr(staged.fn, '__name__', 'step')} is traced again: a tensor that it captured was written to")
-            known[:] = [r for r in known if not r.is_stale()]
+        for old in [r for r in known if r.stale()]:
+            say(f"{getattr(staged.fn, '__name__', 'step')} is traced again: {old.stale()}")
+            known.remove(old)
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
             if len(self._ready) > 1 and not known:
