@@ -9,6 +9,7 @@ result, and weigh by flops; then look at how parameters, gradients and optimizer
     middle dim   middle dim   sequence                 whole               on axis   ZeRO-1 (ZeRO-2: gradients too)
     -            last dim     column                   on axis             on axis   ZeRO-3
     last dim     pending      row
+    experts' weights by expert                         expert parallel
 
 Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2205.05198).
 """
@@ -39,6 +40,7 @@ class Shares:
     states: float
     vocabulary: bool
     stream_sequence: bool  # what flows between the heavy operators is split along a middle dim
+    experts: bool = False  # experts lie on it
 
 
 def describe(
@@ -51,6 +53,8 @@ def describe(
 
 def words(s: Shares) -> str:
     """The field's name of what one axis does."""
+    if s.experts:
+        return "expert parallel"
     dims = {
         "batch": s.work["batch"],
         "sequence": s.work["sequence"],
@@ -94,11 +98,13 @@ def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int
     work = dict.fromkeys(KINDS, 0.0)
     grads = [0.0, 0.0]
     stream = [0.0, 0.0]
-    vocabulary = False
+    vocabulary = experts = False
     for node, s in zip(program.nodes, strategies, strict=True):
         name = node.target.split(".")[1] if "." in node.target else node.target
         if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
             work[kind_of(name, s, axis)] += _weight(program, node)
+        elif name == "experts":
+            experts |= axis in _axes(s.ins[3], 0)
         elif name == "embedding" and s.ins:
             vocabulary |= any(axis in _axes(lay, 0) for lay in s.ins if len(lay.shape) == 2)
         elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
@@ -119,6 +125,7 @@ def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int
         _share(kept["state"]),
         vocabulary,
         _share(stream) > 0.5,
+        experts,
     )
 
 

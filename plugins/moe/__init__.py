@@ -1,0 +1,154 @@
+"""Expert parallelism: the experts of a mixture over the ranks of an axis, tokens sent to the ranks of their experts.
+
+    step = cf.shard(step_fn, mesh, experts("ep"))                                # batch on ep, too
+    step = cf.shard(step_fn, cf.Mesh(dp=2, ep=2), zero(3, "dp"), experts("ep"))  # experts' states split over dp
+    step = cf.shard(step_fn, mesh, experts(("epo", "epi")))                      # two levels: at once or staged, by cost
+
+Problem: experts are most of a model's parameters, and each token needs few of them. In the known frameworks expert
+parallelism is an engine of its own, with process groups, optimizers and checkpoints beside everybody else's. Idea: it is
+one layout and one strategy. Rows of the batch lie on the axis and are followed as for data parallelism; experts' weights,
+their gradients and moments lie on it by expert; `colofunc.experts` works by dispatch (see `dispatch`). All else is as
+without it, so ZeRO and tensor parallelism over other axes hold for experts, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import attrs
+from colofunc_plugins.moe.dispatch import BACKWARD, FORWARD, strategies
+
+import colofunc as cf
+
+__all__ = ["Experts", "experts"]
+
+TARGETS = (FORWARD, BACKWARD)
+
+
+def experts(axis: str | Sequence[str] = "ep", *, capacity_factor: float | None = None, dropless: bool | None = None) -> Experts:
+    """Expert parallelism over `axis`, or over two axes, the outer level first. Every token reaches its experts (dropless).
+
+    capacity_factor: refused here, because a plan never changes numbers; `cf.expert_capacity(step, factor)` does.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not 1 <= len(axes) <= 2 or len(set(axes)) != len(axes):
+        raise cf.PlanError(f"experts takes one axis or two different ones, not {axis!r}; write experts('ep') or experts(('epo', 'epi'))")
+    if capacity_factor is not None:
+        if isinstance(capacity_factor, bool) or not capacity_factor > 0:
+            raise cf.PlanError(f"capacity_factor={capacity_factor!r} leaves no place for any token; write a number above 0, such as 1.25")
+        raise cf.PlanError(
+            f"experts(capacity_factor={capacity_factor}) would drop tokens, and a plan never changes numbers; "
+            f"write cf.expert_capacity(step, {capacity_factor}) around the step, or capacity= in cf.moe.experts"
+        )
+    if dropless is False:
+        raise cf.PlanError("experts(dropless=False) needs a capacity; write cf.expert_capacity(step, 1.25) around the step")
+    return Experts(axes)
+
+
+@attrs.frozen
+class Experts:
+    """What `experts` returns: a named plan."""
+
+    axes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"experts({', '.join(self.axes)})"
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        axes = mesh.atoms(self.axes)
+        ranks = prod(mesh.axis_size(a) for a in axes)
+        if ranks == 1:
+            return []
+        layers = [node for node in program.nodes if node.target == FORWARD]
+        if not layers:
+            raise cf.PlanError(
+                f"{self.name} finds no experts in this step. transformers models need experts_implementation=\"grouped_mm\" (or "
+                f"\"batched_mm\"); your own call cf.moe.experts{_seen(program)}"
+            )
+        for node in layers:
+            count = program.values[node.refs[3]].shape[0]
+            if count % ranks:
+                raise cf.PlanError(
+                    f"{self.name}: the {count} experts of {node.path or 'the step'!r} do not divide over {ranks} ranks; "
+                    "use an axis whose size divides them"
+                )
+        weights = _weights(program, layers)
+        text = " ".join(axes)
+        of = _moments(program)
+        found = self._batch(program, axes, ranks, text)
+        for id in program.inputs:
+            value = program.values[id]
+            mine = of.get(id, id) in weights
+            if value.role in ("param", "frozen", "state"):
+                dims = [f"d{d}" for d in range(len(value.shape))]
+                spec = " ".join([f"({text} e)", *dims[1:]] if mine else dims)
+                found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name))
+        words = ("dispatch", "staged")[: len(axes)]
+        wants = tuple("{" + ", ".join(f"{a}: {word}" for a in axes) + "}" for word in words)
+        both = ("forward", "backward")
+        return [*found, cf.Wish("*", wants if len(wants) > 1 else wants[0], self.axes, source=self.name, targets=TARGETS, phases=both)]
+
+    def _batch(self, program: Any, axes: tuple[str, ...], ranks: int, text: str) -> list[cf.Wish]:
+        """The rows of the batch, and whatever works on them; experts do as they are wished to."""
+        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+        if not leaves:
+            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+        sizes = [v.shape[0] for v in leaves]
+        rows = max(sizes, key=sizes.count)
+        if rows % ranks:
+            raise cf.PlanError(
+                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
+                "take a multiple of these (cf.pad adds rows without weight)"
+            )
+        mine = [v for v in leaves if v.shape[0] == rows]
+        return [cf.Wish(v.name, f"({text} b) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in mine]
+
+
+def _seen(program: Any) -> str:
+    """What of the step looks like experts and is not."""
+    for node in program.nodes:
+        if node.phase == "forward" and "grouped_mm" in node.target:
+            return (
+                f". The grouped product of {node.path or 'the step'!r} ({node.line}) stands in a layer with a form or activation that "
+                "colofunc.experts does not have"
+            )
+    return ""
+
+
+def _weights(program: Any, layers: Sequence[Any]) -> set[int]:
+    """Leaves whose dim 0 counts the experts of some layer, as they are or cast."""
+    made, found = program.producers(), set()
+    for node in layers:
+        for id in node.refs[3:]:
+            while id in made and len(made[id].refs) == 1 and program.values[made[id].refs[0]].shape == program.values[id].shape:
+                id = made[id].refs[0]
+            if id not in made:
+                found.add(id)
+    return found
+
+
+def _moments(program: Any) -> dict[int, int]:
+    """State leaf -> the parameter of its shape whose name has most of the last parts in common with its own."""
+    weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
+    found = {}
+    for id in program.inputs:
+        value = program.values[id]
+        alike = [w for w in weights if w.shape == value.shape] if value.role == "state" and value.shape else []
+        best = max(alike, key=lambda w: _common(w.name, value.name), default=None)
+        if best is not None and _common(best.name, value.name):
+            found[id] = best.id
+    return found
+
+
+def _common(a: str, b: str) -> int:
+    """How many of the last parts of two dotted names agree."""
+    pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
+    return next((k for k, (x, y) in enumerate(pairs) if x != y), min(a.count("."), b.count(".")) + 1)
+
+
+@cf.hookimpl
+def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
+    return dict.fromkeys(TARGETS, strategies)
