@@ -12,6 +12,8 @@ A captured tensor that was written to since it was placed (torch counts writes) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -25,6 +27,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
 from colofunc.mesh import Mesh
+from colofunc.ops.flat import together
 
 Shards = list[torch.Tensor]
 
@@ -55,6 +58,22 @@ def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: b
             piece = part(plain, layout, mesh, rank)
             done[key] = piece.clone() if copy or not piece.is_contiguous() else piece
     return [done[part_key(layout, mesh, rank)] for rank in backend.ranks(mesh)]
+
+
+def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> list[Shards]:
+    """The inputs, those of each buffer (positions) one behind the other in memory on every rank: copied if they are not yet."""
+    out = list(inputs)
+    for run in buffers:
+        done: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        lanes = []
+        for mine in zip(*(inputs[k] for k in run), strict=True):
+            key = tuple(map(id, mine))  # ranks that hold the same parts go on sharing them
+            if key not in done:
+                done[key] = together(mine)
+            lanes.append(done[key])
+        for place_in_run, k in enumerate(run):
+            out[k] = [lane[place_in_run] for lane in lanes]
+    return out
 
 
 @attrs.frozen(eq=False)

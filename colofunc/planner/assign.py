@@ -27,7 +27,7 @@ from colofunc.planner.budget import fit, least_error
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
-from colofunc.planner.flows import ConvertS, settled
+from colofunc.planner.flows import ConvertS, copies_of, settled
 from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import Model, build_model
 from colofunc.planner.problem import NORMAL, Effort
@@ -107,7 +107,8 @@ def assign(
         return found
     least: list[tuple[int, Mapping[str, int], Assignment]] = []
     always, never = (frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is how) for how in (True, False))
-    for regather in dict.fromkeys((always, (_parameters(program) | always) - never)):
+    for ids in dict.fromkeys((always, (_parameters(program) | always) - never)):
+        regather = copies_of(program, ids)
         if regather not in memo.models:
             again = build_model(
                 program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions,
@@ -143,7 +144,7 @@ def _fastest(
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
-    always = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said)
+    always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
     choice = search(model, begin, seed, effort)

@@ -87,7 +87,7 @@ def make_plan(
         sum(share.seconds for share in paid.values()) + sum(s.cost.extra_s for s in found.strategies),
         found.peak_bytes,
         budget_bytes,
-        tuple(program.values[i].name for i in sorted(found.regather)),
+        tuple(program.values[i].name for i in program.inputs if i in found.regather),
     )
 
 

@@ -13,7 +13,7 @@ there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 import attrs
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.rule import Strategy
+from colofunc.dtensor.strategies import FREE
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.planner.classes import Ties
@@ -261,6 +262,16 @@ def flows_of(
             like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), 0, ())
             grouped.setdefault(like, []).append(id)
     return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
+
+
+def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
+    """The values and what casts and views alone make of them: what is let go of with them, and made anew with them."""
+    found = set(ids)
+    for node in program.nodes:
+        moved = node.target.rsplit(".", 1)[0] in FREE or node.target.startswith("aten._to_copy")
+        if moved and len(node.refs) == 1 and node.refs[0] in found:
+            found.update(o for o in node.outs if o is not None)
+    return frozenset(found)
 
 
 def alike(options: Sequence[tuple[Strategy, ...]]) -> list[list[int]]:

@@ -165,6 +165,9 @@ def constraints_of(
                 seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
                 regather[item] = wish.regather
+                if wish.regather:
+                    for node in _casts(program, item):
+                        items.setdefault(node, []).append(attrs.evolve(constraint, says=f"{wish}, cast where it lies", offers=()))
             if wish.chunk is not None and not wish.on_operator:
                 chunks[item] = wish.chunk
             if wish.scatter is not None and not wish.on_operator:
@@ -352,6 +355,12 @@ def _placer(wants: Sequence[Mapping[str, str]], axes: tuple[str, ...] | None = N
         )
 
     return accepts
+
+
+def _casts(program: Program, item: int) -> list[int]:
+    """Items of the nodes that cast an input leaf."""
+    n, id = len(program.inputs), program.inputs[item]
+    return [n + k for k, node in enumerate(program.nodes) if node.refs == (id,) and node.target.startswith("aten._to_copy")]
 
 
 def _patterns(wish: Wish, extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:

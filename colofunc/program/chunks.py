@@ -27,12 +27,11 @@ from typing import Any
 
 import attrs
 
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.merge import merge
 from colofunc.program.packing import chunk_size, pack
 
-# Moves and casts that may be made again elsewhere: one operand, cheap, no communication.
 _MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
 _MERGED = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
 
@@ -70,10 +69,15 @@ class _Scope:
     def origin(self, id: int) -> tuple[int, tuple[int, ...]]:
         """What a value is made from by moves alone, and by which nodes, in order."""
         chain: list[int] = []
-        while (at := self.makers.get(id)) is not None and self.program.nodes[at].target in _MOVES:
+        while (at := self.makers.get(id)) is not None and _is_move(self.program.nodes[at]):
             chain.insert(0, at)
             (id,) = self.program.nodes[at].refs
         return id, tuple(chain)
+
+
+def _is_move(node: Node) -> bool:
+    """Whether a node may as well run elsewhere: a view, a move or a cast of one operand, without communication."""
+    return node.target in _MOVES or (node.loop is None and len(node.refs) == 1 and may_alias(node) and not written(node) and kind_of(node) is None)
 
 
 def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, frozenset[int]]:
@@ -172,7 +176,7 @@ def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | st
             if mine is not None and node.phase == "update":
                 return mine
             sizes = (prod(values[at].shape), _scattered(node, at, values))
-            passes = node.phase == "update" or node.target in (*_MOVES, *_MERGED, "aten.add.Tensor")
+            passes = node.phase == "update" or _is_move(node) or node.target in (*_MERGED, "aten.add.Tensor")
             for o in node.outs if passes else ():
                 if o is not None and o not in seen and prod(values[o].shape) in sizes:
                     seen.add(o)
@@ -254,14 +258,15 @@ def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tupl
         operand = scope.program.values[node.refs[0]].dtype
         key = (node.target, node.args[1:], operand, chunk_of[one.owner], node.phase if one.early else "", one.early)
         groups.setdefault(key, _Group([])).members.append(one)
-    together = [group for group in groups.values() if len(group.members) > 1]
+    # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
+    together = [g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)]
     while together:
         values = dict(scope.program.values)
         made = _scheduled(scope, together, values, order)
         if isinstance(made, list):
             live = _alive(made, scope.program.outputs)
             apart = {node.outs[0] for node in live if node.note.startswith("chunk of") and kind_of(node) is not None}
-            apart |= {nodes[one.index].outs[0] for g in groups.values() if len(g.members) == 1 for one in g.members}
+            apart |= {nodes[one.index].outs[0] for g in groups.values() if g not in together for one in g.members}
             return scope.program.with_nodes(live, values), {o for o in apart if o is not None}
         together.remove(made)
     return scope.program, {o for one in scope.owned if (o := nodes[one.index].outs[0]) is not None}
@@ -363,7 +368,7 @@ def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
     """Without the moves that nobody reads any more."""
     read, kept = set(outputs), list[Node]()
     for node in reversed(nodes):
-        if node.target not in _MOVES or any(o in read for o in node.outs):
+        if not _is_move(node) or any(o in read for o in node.outs):
             kept.append(node)
             read.update(node.refs)
     return kept[::-1]

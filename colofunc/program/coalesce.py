@@ -48,7 +48,8 @@ def reduces_early(program: Program) -> Program:
 
 
 def _is_move(node: Node) -> bool:
-    return node.target == "colofunc.rearrange"
+    """Whether a node only prepares a reduction: a layout move, or the cast to the dtype that sums are taken in."""
+    return node.target in ("colofunc.rearrange", "aten._to_copy.default") and len(node.refs) == 1
 
 
 def _only_reader(node: Node, readers: dict[int, list[int]], outputs: set[int]) -> bool:

@@ -102,15 +102,17 @@ def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Pro
     hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
     dropped: set[int] = set()
     waited: set[int] = set()
-    floor = 0  # starts keep their order
+    floor: dict[str, int] = {}  # starts of one kind keep their order
     for index, node in enumerate(program.nodes):
         if not is_wire(node) or node.target.endswith("_start"):
             continue
         (out,) = node.outs
         if out is None or out not in first:
             continue
-        ready = max((made.get(i, -1) for i in node.refs), default=-1) + 1
-        for i in node.refs:
+        packing = _packing(program, made, node)  # moves up with what it is for
+        needs = node.refs if packing is None else program.nodes[packing].refs
+        ready = max((made.get(i, -1) for i in needs), default=-1) + 1
+        for i in needs:
             ready = max([ready, *(w + 1 for w in wrote.get(memory.group(i), ()) if w < index)])
         if any(i in waited for i in node.refs):
             ready = index  # its operand is waited for just before its first use, which is here
@@ -118,13 +120,16 @@ def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Pro
         # It must have ended before something is written over its operand.
         writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
         used = min([first[out], *writes])
-        at = min(index, max(ready, _gate(hoisted, values[out].nbytes, ahead, ahead_bytes), floor))
+        at = min(index, max(ready, _gate(hoisted, values[out].nbytes, ahead, ahead_bytes), floor.get(node.target, 0)))
         if at < index:
             hoisted.append((min(used, index), values[out].nbytes))
-        floor = at
+        floor[node.target] = at
         values[fresh] = attrs.evolve(values[out], id=fresh)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
+        if packing is not None and at < packing:
+            before.setdefault(at, []).append(program.nodes[packing])
+            dropped.add(packing)
         before.setdefault(at, []).append(start)
         before.setdefault(used, []).append(wait)
         dropped.add(index)
@@ -137,6 +142,15 @@ def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Pro
         if index < len(program.nodes) and index not in dropped:
             nodes.append(program.nodes[index])
     return program.with_nodes(nodes, values)
+
+
+def _packing(program: Program, made: dict[int, int], node: Node) -> int | None:
+    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave."""
+    at = made.get(node.refs[0])
+    if at is None or program.nodes[at].target != "colofunc.pack":
+        return None
+    given = set(program.inputs)
+    return at if all(i in given for i in program.nodes[at].refs) else None
 
 
 def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: int) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from colofunc import compat
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.placed import SHELF, place
+from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.distributed import main_seed
@@ -29,6 +29,7 @@ from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
+from colofunc.program.chunks import buffers_of
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
@@ -81,6 +82,11 @@ class Ready:
         return self._hidden[1]
 
     @cached_property
+    def buffers(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of inputs whose parts lie one behind the other in one buffer per rank."""
+        return buffers_of(self.low.program)
+
+    @cached_property
     def backend(self) -> Backend:
         return backend_for(self.low.mesh, self._executor)
 
@@ -115,8 +121,9 @@ class StepCompiler:
         ready.hidden()
         placed = []
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            placed.append(_owned(place(leaf, layout, ready.low.mesh, ready.backend, True, name), layout, ready))
-        return unflatten(first_tree, placed)
+            placed.append(place(leaf, layout, ready.low.mesh, ready.backend, True, name))
+        placed = side_by_side(placed, ready.buffers)
+        return unflatten(first_tree, [_owned(parts, layout, ready) for parts, layout in zip(placed, layouts, strict=False)])
 
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
         leaves, tree = flatten(args)
@@ -250,6 +257,7 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
         seed = main_seed(ready.watch, draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
     inputs += ready.hidden()
+    inputs = side_by_side(inputs, ready.buffers)
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
     try:

@@ -34,6 +34,7 @@ from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraints
 from colofunc.planner.explain import node_keys
+from colofunc.planner.flows import copies_of
 from colofunc.planner.plan import Decision, Plan
 from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
@@ -164,7 +165,7 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
         layouts[id_] = bind(leaf.spec, mesh, program.values[id_].shape)
     outputs = tuple(bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True))
     names = set(plan.regather)
-    regather = frozenset(id_ for id_ in program.inputs if program.values[id_].name in names)
+    regather = copies_of(program, [id_ for id_ in program.inputs if program.values[id_].name in names])
     return Decided(None, tuple(choices), layouts, outputs, plan, regather)
 
 
