@@ -2,6 +2,7 @@
 
     step = cf.shard(step_fn, mesh, tensor("1d", "tp"))             # Megatron: column and row pairs, found by data flow
     step = cf.shard(step_fn, mesh, tensor("auto", "tp"))           # any split of the operators, by cost
+    step = cf.shard(step_fn, mesh, tensor("2d", ("x", "y")))       # SUMMA; also "2.5d" and "3d", see plans.py
 
 Problem: a model has to be rewritten, or a table of its module names kept, to say which product is split how. Idea: the
 pattern is assigned to operators. `pairs.find` reads from the traced program which product feeds which; the plan wishes
@@ -15,31 +16,50 @@ of column products). Source: Megatron-LM (1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
+from colofunc_plugins.tp2d_25d_3d.moments import moments
 from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, products
+from colofunc_plugins.tp2d_25d_3d.plans import Gridded, gridded
 
 import colofunc as cf
 
-__all__ = ["Auto", "Megatron", "Pairs", "find", "tensor"]
+__all__ = ["Auto", "Gridded", "Megatron", "Pairs", "find", "tensor"]
 
-MODES = ("1d", "auto")
+MODES = {"1d": ("tp",), "auto": ("tp",), "2d": ("x", "y"), "2.5d": ("x", "y", "z"), "3d": ("x", "y", "z")}
 
 
-def tensor(mode: str = "1d", axis: str = "tp", *, sequence: bool = False, vocabulary: bool = True) -> Megatron | Auto:
-    """Tensor parallelism over `axis`. mode "1d": Megatron's column and row pairs; "auto": whatever costs least.
+def tensor(
+    mode: str = "1d",
+    axis: str | Sequence[str] | None = None,
+    *,
+    sequence: bool = False,
+    vocabulary: bool = True,
+    depth: int | None = None,
+    size: int | None = None,
+) -> Megatron | Auto | Gridded:
+    """Tensor parallelism over one axis, or over a grid of two or three.
 
+    mode "1d": Megatron's column and row pairs; "2d": SUMMA; "2.5d": SUMMA with copies of the weights (Tesseract); "3d":
+    a cube; "auto": whatever costs least. axis: "tp"; of "2d" (rows, columns), of "2.5d" (rows, columns, depth), of "3d" (rows,
+    inputs, outputs), by default "x", "y" and "z".
     sequence: whether "1d" keeps what lies between the pairs (norms, residual sums) split along the sequence, so that each
     all-reduce becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether "1d" splits the output
-    layer, its loss and the embedding along the vocabulary, where the loss can.
+    layer, its loss and the embedding along the vocabulary, where the loss can. depth: how many copies "2.5d" makes, the size of
+    its third axis ("depth", where two are named). size: how many ranks there are in all, to be checked.
     """
     if mode not in MODES:
         raise cf.PlanError(f"tensor has modes {', '.join(map(repr, MODES))}, not {mode!r}; write tensor('1d', 'tp')")
-    if not isinstance(axis, str):
+    axes = MODES[mode] if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if depth is not None and mode != "2.5d":
+        raise cf.PlanError(f"tensor({mode!r}) has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
+    if mode in ("1d", "auto") and (len(axes) != 1 or not isinstance(axes[0], str)):
         raise cf.PlanError(f"tensor({mode!r}) takes one axis, not {axis!r}; write tensor('1d', 'tp'), or make a view of several")
-    return Megatron((axis,), sequence, vocabulary) if mode == "1d" else Auto((axis,))
+    if mode == "1d":
+        return Megatron(axes, sequence, vocabulary)
+    return Auto(axes) if mode == "auto" else gridded(mode, axes, depth, size)
 
 
 @attrs.frozen
@@ -72,7 +92,8 @@ class Megatron:
             if value.role in ("param", "frozen"):
                 spec = specs.get(id, _whole(value.shape))
                 found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
-        return found + [cf.Wish(name, spec, self.axes, ("state",), self.name) for name, spec in _moments(program, specs)]
+        kept = ((value, specs.get(id, _whole(value.shape))) for value, id in moments(program))
+        return found + [cf.Wish(value.name, spec, self.axes, ("state",), self.name) for value, spec in kept]
 
     def _specs(self, program: Any, pairs: Pairs, axis: str) -> Iterator[tuple[int, str]]:
         """Leaf -> spec, of weights, biases and tables."""
@@ -125,28 +146,3 @@ def _tables(program: Any) -> list[int]:
     """Weights that are looked up by index."""
     refs = [node.refs[0] for node in program.nodes if node.phase == "forward" and node.target.startswith("aten.embedding.")]
     return [id for id in dict.fromkeys(refs) if program.values[id].role in ("param", "frozen")]
-
-
-def _moments(program: Any, specs: Mapping[int, str]) -> list[tuple[str, str]]:
-    """State leaves of the same shape whose names end as a weight's does -> that weight's spec."""
-    weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
-    found = []
-    for id in program.inputs:
-        value = program.values[id]
-        if value.role != "state" or not value.shape:
-            continue
-        alike = [w for w in weights if w.shape == value.shape]
-        best = max(alike, key=lambda w: _common(w.name, value.name), default=None)
-        if best is not None and _common(best.name, value.name):
-            found.append((value.name, specs.get(best.id, _whole(value.shape))))
-    return found
-
-
-def _common(a: str, b: str) -> int:
-    """How many of the last parts of two dotted names agree."""
-    n = 0
-    for x, y in zip(reversed(a.split(".")), reversed(b.split("."))):
-        if x != y:
-            break
-        n += 1
-    return n

@@ -19,46 +19,16 @@ Source: Agarwal et al., A three-dimensional approach to parallel matrix multipli
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import permutations
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.grids import FORMS, NAMES, Form, Lies, parts, patterns
+from colofunc_plugins.tp2d_25d_3d.grids import NAMES, STRIPES, Form, Lies, Words, parts, patterns
 
 import colofunc as cf
 
 T = torch.Tensor
-TARGETS = tuple(FORMS)
-INPUTS, OUTPUTS, ROWS = "3d inputs", "3d outputs", "3d rows"
-
-
-def lies(x: str, y: str, z: str, stripes: int) -> Lies:
-    """Where x (inputs), y (outputs) and z (rows) lie in X, W, Y and the bias."""
-    o = y if stripes == 1 else f"{stripes} {y}"
-    return {"x": {"b": f"{z} {y}", "i": x}, "w": {"i": f"{x} {z}", "o": o}, "y": {"b": f"{z} {x}", "o": o}, "bias": {"o": o}}
-
-
-def words(x: str, y: str, z: str, stripes: int) -> tuple[tuple[str, str], ...]:
-    """What a wish calls the pattern."""
-    return (x, INPUTS), (y, OUTPUTS if stripes == 1 else f"{OUTPUTS} in {stripes}"), (z, ROWS)
-
-
-def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-    """The cube over every three axes of the mesh."""
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    for x, y, z in permutations(axes, 3):
-        cube = Cube(x, y, z)
-
-        def extra(form: Form, way: cf.Strategy, cube: Cube = cube) -> tuple[float, int]:
-            return cube.cost(form, way, call, mesh)
-
-        def code(form: Form, way: cf.Strategy, cube: Cube = cube) -> Callable[..., T]:
-            return cube.local(form, way)
-
-        yield from patterns(
-            call, mesh, lambda n, c=cube: lies(c.x, c.y, c.z, n), lambda n, c=cube: words(c.x, c.y, c.z, n), code, extra
-        )  # fmt: skip
 
 
 @attrs.frozen
@@ -69,7 +39,23 @@ class Cube:
     y: str
     z: str
 
-    def cost(self, form: Form, way: cf.Strategy, call: Any, mesh: cf.Mesh) -> tuple[float, int]:
+    @property
+    def lies(self) -> Lies:
+        """Where the axes lie in X, W, Y and the bias."""
+        x, y, z = self.x, self.y, self.z
+        return {"x": {"b": f"{z} {y}", "i": x}, "w": {"i": f"{x} {z}", "o": y}, "y": {"b": f"{z} {x}", "o": y}, "bias": {"o": y}}
+
+    def words(self, stripes: int) -> Words:
+        """What a wish calls the pattern."""
+        outputs = "3d outputs" + (f" in {stripes}" if stripes > 1 else "")
+        return (self.x, "3d inputs"), (self.y, outputs), (self.z, "3d rows")
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """The cube's strategies for a call."""
+        for n in STRIPES:
+            yield from patterns(call, mesh, n, self.lies, self.words(n), partial(self.cost, call, mesh), self.local, sort=False)
+
+    def cost(self, call: Any, mesh: cf.Mesh, form: Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of what is gathered and of the terms of the result)."""
         seconds, peak = 0.0, 0
         for name, axis in (("x", self.y), ("w", self.z), ("y", self.x)):

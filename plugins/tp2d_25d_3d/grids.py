@@ -15,6 +15,7 @@ together by itself: what forward gives is what the next product, and its own bac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from math import lcm
 from typing import Any
 
@@ -35,6 +36,7 @@ STRIPES = (1, 2, 3)
 """Into how many parts a fused weight may be cut (query, key, value: 3), each of which is split over the axis."""
 
 Lies = Mapping[str, Mapping[str, str]]  # "x", "w", "y", "bias" -> factor -> the axes in it: {"x": {"b": "z y", "i": "x"}}
+Words = tuple[tuple[str, str], ...]  # (axis, what a wish calls its part)
 
 
 @attrs.frozen
@@ -47,9 +49,10 @@ class Form:
     batch: frozenset[str]  # the rule's factors that b stands for
     width: int  # of i
 
-    def own(self, text: str, lies: Lies) -> dict[str, str]:
-        """Factor of the rule -> what `cf.ways` is told."""
-        return {self.factors[f]: f"{axes} {self.factors[f]}" for f, axes in lies[NAMES[text]].items()}
+    def own(self, text: str, lies: Lies, stripes: int) -> dict[str, str]:
+        """Factor of the rule -> what `cf.ways` is told; o in so many stripes."""
+        cut = {"o": f"{stripes} "} if stripes > 1 else {}
+        return {self.factors[f]: f"{cut.get(f, '')}{axes} {self.factors[f]}" for f, axes in lies[NAMES[text]].items()}
 
     def matrices(self, shards: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """ "x": (b, i), "w": (i, o), "y": (b, o), "bias": (o), as views; leading dims of b are folded."""
@@ -86,25 +89,46 @@ def forms(call: Any) -> Iterator[Form]:
         yield Form(ins, out, factors, frozenset({factors["b"]}), width)
 
 
-Code = Callable[[Form, cf.Strategy], Callable[..., torch.Tensor]]
-Extra = Callable[[Form, cf.Strategy], tuple[float, int]]  # seconds on the wire, peak bytes of buffers
+Cost = Callable[[Form, cf.Strategy], tuple[float, int]]  # seconds on the wire, peak bytes of buffers
+Local = Callable[[Form, cf.Strategy], Callable[..., torch.Tensor]]
 
 
-def patterns(call: Any, mesh: cf.Mesh, lies: Callable[[int], Lies], words: Callable[[int], tuple[tuple[str, str], ...]],
-             code: Code, extra: Extra) -> Iterator[cf.Strategy]:  # fmt: skip
-    """The strategies of one pattern, for every form of the call and number of stripes, with the other axes on b or nowhere."""
+def patterns(
+    call: Any, mesh: cf.Mesh, stripes: int, lies: Lies, words: Words, cost: Cost, local: Local, sort: bool
+) -> Iterator[cf.Strategy]:
+    """The strategies of one pattern, for every form of the call, with the mesh's other axes on b or nowhere.
+
+    `sort`: the axes on b stand in the mesh's order (the pattern does not care); otherwise other axes stand before its own.
+    """
+    words = tuple((axis, word) for axis, word in words if mesh.axis_size(axis) > 1)
     for form in forms(call):
-        for stripes in STRIPES:
-            where = lies(stripes)
-            ins, outs = [form.own(text, where) for text in form.ins], [form.own(form.out, where)]
-            for way in cf.ways(call, mesh, ins, outs):
-                if any(f not in form.batch for _, f in way.axes) or any(lay.pending for lay in way.ins):
-                    continue
-                named = (*words(stripes), *way.axes)
-                name = "{" + ", ".join(f"{axis}: {word}" for axis, word in named) + "}"
-                seconds, peak = extra(form, way)
-                cost = attrs.evolve(way.cost, extra_s=seconds, peak_bytes=peak)
-                yield attrs.evolve(way, name=name, axes=named, cost=cost, local=code(form, way))
+        ins, outs = [form.own(text, lies, stripes) for text in form.ins], [form.own(form.out, lies, stripes)]
+        for way in cf.ways(call, mesh, ins, outs):
+            if any(f not in form.batch for _, f in way.axes) or any(lay.pending for lay in way.ins):
+                continue
+            if sort:
+                into, out = (tuple(in_order(lay, mesh) for lay in some) for some in (way.ins, way.outs))
+                way = attrs.evolve(way, ins=into, outs=out)
+            axes = (*words, *way.axes)
+            seconds, peak = cost(form, way)
+            yield attrs.evolve(
+                way,
+                name="{" + ", ".join(f"{axis}: {word}" for axis, word in axes) + "}",
+                axes=axes,
+                cost=attrs.evolve(way.cost, extra_s=seconds, peak_bytes=peak),
+                local=local(form, way),
+            )
+
+
+def in_order(layout: cf.Layout, mesh: cf.Mesh) -> cf.Layout:
+    """The layout with the axes that lead a dim in the mesh's order."""
+    words = []
+    for dim in layout.dims:
+        lead = [axis for _, axis in takewhile(lambda atom: atom[1] is not None, dim)]
+        rest = [axis or str(size) for size, axis in dim[len(lead) :]]
+        words.append("(" + " ".join([*sorted(lead, key=mesh.axis_names.index), *rest]) + ")" if dim else "1")
+    words += [f"+{axis}" for axis, _ in layout.pending]
+    return cf.Spec(" ".join(words)).bind(mesh, layout.shape)
 
 
 def parts(form: Form, way: cf.Strategy, call: Any) -> dict[str, int]:

@@ -20,52 +20,22 @@ Source: SUMMA, van de Geijn and Watts (1997); Optimus (2104.05343); Tesseract (2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import permutations
+from functools import partial
 from math import lcm
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.grids import FORMS, NAMES, Form, Lies, panels, parts, patterns
+from colofunc_plugins.tp2d_25d_3d.grids import NAMES, STRIPES, Form, Lies, Words, panels, parts, patterns
 
 import colofunc as cf
 
 T = torch.Tensor
-TARGETS = tuple(FORMS)
-ROWS, COLUMNS = "summa rows", "summa columns"
-
-
-def lies(x: str, y: str, stripes: int) -> Lies:
-    """Where axis x (rows) and y (columns) lie in X, W, Y and the bias."""
-    o = y if stripes == 1 else f"{stripes} {y}"
-    return {"x": {"b": x, "i": y}, "w": {"i": x, "o": o}, "y": {"b": x, "o": o}, "bias": {"o": o}}
-
-
-def words(x: str, y: str, stripes: int) -> tuple[tuple[str, str], ...]:
-    """What a wish calls the pattern."""
-    return (x, ROWS), (y, COLUMNS if stripes == 1 else f"{COLUMNS} in {stripes}")
-
-
-def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-    """SUMMA over every two axes of the mesh."""
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    for x, y in permutations(axes, 2):
-        grid = Grid(x, y, mesh.axis_size(x), mesh.axis_size(y))
-
-        def extra(form: Form, way: cf.Strategy, grid: Grid = grid) -> tuple[float, int]:
-            return grid.cost(form, way, call, mesh)
-
-        def code(form: Form, way: cf.Strategy, grid: Grid = grid) -> Callable[..., T]:
-            return grid.local(form, way)
-
-        yield from patterns(
-            call, mesh, lambda n, x=x, y=y: lies(x, y, n), lambda n, x=x, y=y: words(x, y, n), code, extra
-        )  # fmt: skip
 
 
 @attrs.frozen
 class Grid:
-    """x by y ranks: rows of activations on axis `x`, columns on `y`."""
+    """rows by columns ranks: rows of activations on axis `x`, columns on `y`."""
 
     x: str
     y: str
@@ -73,11 +43,25 @@ class Grid:
     columns: int
 
     @property
+    def lies(self) -> Lies:
+        """Where the axes lie in X, W, Y and the bias."""
+        return {"x": {"b": self.x, "i": self.y}, "w": {"i": self.x, "o": self.y}, "y": {"b": self.x, "o": self.y}, "bias": {"o": self.y}}
+
+    def words(self, stripes: int) -> Words:
+        """What a wish calls the pattern."""
+        return (self.x, "summa rows"), (self.y, "summa columns" + (f" in {stripes}" if stripes > 1 else ""))
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """SUMMA for a call on this grid."""
+        for n in STRIPES:
+            yield from patterns(call, mesh, n, self.lies, self.words(n), partial(self.cost, call, mesh), self.local, sort=True)
+
+    @property
     def blocks(self) -> int:
         """What i falls into: one or more for each rank of either axis."""
         return lcm(self.rows, self.columns)
 
-    def cost(self, form: Form, way: cf.Strategy, call: Any, mesh: cf.Mesh) -> tuple[float, int]:
+    def cost(self, call: Any, mesh: cf.Mesh, form: Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of two panels)."""
         count = panels(form.width, self.rows, self.columns)
         seconds, peak = 0.0, 0

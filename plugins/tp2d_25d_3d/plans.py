@@ -1,0 +1,174 @@
+"""The plans "2d", "2.5d" and "3d": every product with a weight on the grid, and what lies between follows.
+
+    tensor("2d", ("x", "y"))              weights (x i) (y o)      activations (x b) s (y d)
+    tensor("2.5d", ("x", "y", "z"))       weights (x i) (y o)      activations (x z b) s (y d)       z: depth
+    tensor("3d", ("z", "x", "y"))         weights (x z i) (y o)    activations (z y b) s (x d), then (z x b) s (y d), in turn
+
+A product's pattern says where its operands and its result lie; the flow goes on from there through norms, attention over
+heads, activation functions and the residual stream, and through all of backward. A fused weight is cut in stripes, as in
+"1d". Embeddings, norms' weights and what a size keeps out of the grid are found by cost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import lcm, prod
+from typing import Any
+
+import attrs
+from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
+from colofunc_plugins.tp2d_25d_3d.grids import FORMS, STRIPES
+from colofunc_plugins.tp2d_25d_3d.moments import moments
+from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, products
+from colofunc_plugins.tp2d_25d_3d.summa import Grid
+
+import colofunc as cf
+
+BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}
+
+
+@attrs.frozen
+class Gridded:
+    """What `tensor("2d" | "2.5d" | "3d", axes)` returns: a named plan that brings its strategies with it."""
+
+    mode: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...] | None = None  # of the axes, where they were said
+
+    @property
+    def name(self) -> str:
+        return f"tensor({self.mode}, {', '.join(self.axes)})"
+
+    @property
+    def __name__(self) -> str:  # what it is called as a plugin
+        return self.name
+
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(FORMS, self.strategies)
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """Of one call, on all grids that the plan uses."""
+        for grid in self.grids(mesh):
+            yield from grid.strategies(call, mesh)
+
+    def grids(self, mesh: cf.Mesh) -> tuple[Grid | Cube, ...]:
+        """The grid of column products, and that of row products where it is another."""
+        if self.mode == "3d":
+            z, x, y = mesh.atoms(self.axes)
+            return Cube(x, y, z), Cube(y, x, z)
+        x, y = mesh.atoms(self.axes)[:2]
+        return (Grid(x, y, mesh.axis_size(x), mesh.axis_size(y)),)
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        self._check(mesh)
+        if all(mesh.axis_size(a) == 1 for a in self.axes):
+            return []
+        specs: dict[int, str] = {}
+        found: list[cf.Wish] = []
+        rows = self._rows(program, mesh)
+        for product, grid, stripes in self._products(program, mesh):
+            specs.setdefault(product.leaf, _weight(product, grid, stripes))
+            if product.bias is not None:
+                specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
+            target = program.nodes[product.index].target
+            want = "{" + ", ".join(f"{axis}: {word}" for axis, word in grid.words(stripes)) + "}"
+            for phase, targets in (("forward", (target,)), ("backward", BACKWARD.get(target, ("aten.mm.default",)))):
+                found.append(
+                    cf.Wish(product.path, want, source=self.name, targets=targets, phases=(phase,), along=True, optional=phase != "forward")
+                )
+        if not specs:
+            sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
+            raise cf.PlanError(
+                f"{self.name} finds no product with a weight whose inputs and outputs both divide over {sizes} ranks; "
+                "use fewer ranks, or tensor('1d', axis), which splits one of the two"
+            )
+        for id, spec in specs.items():
+            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=True))
+        kept = ((value.name, specs[id]) for value, id in moments(program) if id in specs)
+        found += [cf.Wish(name, spec, self.axes, ("state",), self.name) for name, spec in kept]
+        return [*rows, *dict.fromkeys(found)]
+
+    def _check(self, mesh: cf.Mesh) -> None:
+        atoms, has = mesh.atoms(self.axes), tuple(map(mesh.axis_size, self.axes))
+        if len(atoms) != len(self.axes):
+            raise cf.PlanError(f"{self.name}: a view among {', '.join(self.axes)} stands for several axes ({', '.join(atoms)}); name single axes")
+        for axis, said, size in zip(self.axes, self.sizes or has, has, strict=True):
+            if said != size:
+                raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")
+
+    def _products(self, program: Any, mesh: cf.Mesh) -> Iterator[tuple[Product, Grid | Cube, int]]:
+        """(product, grid, stripes) of every product that the grid divides."""
+        grids = self.grids(mesh)
+        pairs = find(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
+        for product in products(program, cf.Rules(program, mesh)):
+            if program.nodes[product.index].target not in FORMS:
+                continue
+            grid = grids[-1] if product in pairs.rows else grids[0]
+            stripes = pairs.columns.get(product, 1)
+            shape = program.values[product.leaf].shape
+            inputs, outputs = (prod(map(mesh.axis_size, grid.lies["w"][f].split())) for f in "io")
+            if isinstance(grid, Grid):
+                inputs = lcm(grid.rows, grid.columns)
+            stripes = stripes if stripes in STRIPES and shape[product.kept] % (outputs * stripes) == 0 else 1
+            if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
+                yield product, grid, stripes
+
+    def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        """The rows of the batch on the axes that are for them."""
+        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+        if not leaves:
+            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+        rows = Counter(v.shape[0] for v in leaves).most_common(1)[0][0]
+        atoms = mesh.atoms(self.axes)
+        on = (atoms[0],) if self.mode == "3d" else tuple(sorted((atoms[0], *atoms[2:]), key=mesh.axis_names.index))
+        ways = prod(map(mesh.axis_size, atoms if self.mode == "3d" else on))
+        if rows % ways:
+            raise cf.PlanError(
+                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
+                "take a multiple of these (cf.pad adds rows without weight)"
+            )
+        spec = f"({' '.join(on)} b) ..."
+        return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in leaves if v.shape[0] == rows]
+
+
+def gridded(mode: str, axes: tuple[str, ...], depth: int | None, size: int | None) -> Gridded:
+    """The plan, once the axes have been counted."""
+    wants = {"2d": (2,), "2.5d": (2, 3), "3d": (3,)}[mode]
+    if mode == "2.5d" and len(axes) == 2 and depth is not None and depth > 1:
+        axes = (*axes, "depth")
+    if len(axes) not in wants or not all(isinstance(a, str) for a in axes):
+        names = ", ".join(map(repr, ("x", "y", "z")[: wants[-1]]))
+        raise cf.PlanError(f"tensor({mode!r}) takes {' or '.join(map(str, wants))} axes, not {axes!r}; write tensor({mode!r}, ({names}))")
+    if len(set(axes)) != len(axes):
+        raise cf.PlanError(f"tensor({mode!r}, {axes!r}) names an axis twice; each way through the grid has its own")
+    if mode == "2.5d" and len(axes) == 3 and depth is None and size is not None:
+        raise cf.PlanError("tensor('2.5d', size=...) leaves open how deep the grid is; say depth=")
+    return Gridded(mode, axes, _sizes(mode, len(axes), depth, size))
+
+
+def _sizes(mode: str, count: int, depth: int | None, size: int | None) -> tuple[int, ...] | None:
+    """Sizes of the axes: a square, with `depth` copies, or a cube."""
+    if depth is not None and (isinstance(depth, bool) or depth < 1):
+        raise cf.PlanError(f"tensor('2.5d', depth={depth!r}): a grid is at least one deep")
+    if size is None:
+        return None
+    deep = depth or 1
+    side = round((size / deep) ** (1 / (3 if mode == "3d" else 2)))
+    whole = (side,) * 3 if mode == "3d" else (side, side, deep)[:count]
+    if prod(whole) != size:
+        shape = "cube" if mode == "3d" else "square" + (f" of depth {deep}" if deep > 1 else "")
+        raise cf.PlanError(f"tensor({mode!r}): {size} ranks are no {shape}; leave out size=, and give the mesh the sizes that you want")
+    return whole
+
+
+def _weight(product: Product, grid: Grid | Cube, stripes: int) -> str:
+    """The spec of a weight, whichever of its dims is summed."""
+    lies = grid.lies["w"]
+    dims = {product.summed: _group(lies["i"], "i", 1), product.kept: _group(lies["o"], "o", stripes)}
+    return f"{dims[0]} {dims[1]}"
+
+
+def _group(axes: str, name: str, stripes: int) -> str:
+    return f"({stripes} {axes} {name})" if stripes > 1 else f"({axes} {name})"
