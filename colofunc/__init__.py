@@ -50,6 +50,7 @@ from colofunc.functional import save_pretrained as save_pretrained
 from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
+from colofunc.ops import moe as moe
 from colofunc.ops.policy import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.follow import Rules
@@ -59,6 +60,7 @@ from colofunc.planner.ways import ways
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
+from colofunc.transforms.expert_capacity import expert_capacity
 from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
@@ -110,6 +112,7 @@ __all__ = [
     "configure",
     "debug",
     "distribute",
+    "expert_capacity",
     "follow",
     "from_local",
     "functional",
@@ -120,6 +123,7 @@ __all__ = [
     "local",
     "local_stats",
     "lora",
+    "moe",
     "operator",
     "pad",
     "pattern",

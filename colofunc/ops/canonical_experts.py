@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from colofunc.ops.experts import experts
+from colofunc.ops.experts import capped, experts
 
 _KEY = "_colofunc_made"
 _CASTS = ("to", "float", "int", "long", "type", "bfloat16", "half", "double")
@@ -138,6 +138,7 @@ class Catcher:
             raise _No
         if perm is None:
             x, up, down, up_bias, down_bias = self.before(x, up, down, up_bias, down_bias)  # type: ignore[assignment]
+        index = capped(index, up.shape[0])
         found: Tensor = experts.apply(x, index, weight, up, down, up_bias, down_bias, act, gated, swapped)
         return found.to(out.dtype)
 

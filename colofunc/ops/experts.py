@@ -23,13 +23,16 @@ compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import ceil
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from colofunc.errors import RuleError
+from colofunc.errors import InputError, RuleError
 from colofunc.ops.define import define
 
 aten = torch.ops.aten
@@ -237,3 +240,50 @@ expert_position = define(
     _expert_position,
     lambda index, experts: index.new_empty(index.shape, dtype=torch.int64),
 )
+
+
+# ---- capacity ----
+
+class Capacity:
+    """A capacity factor that layers of experts run under, and how many of them have."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = check_factor(factor)
+        self.layers = 0
+
+
+_AROUND: ContextVar[Capacity | None] = ContextVar("colofunc_expert_capacity", default=None)
+
+
+@contextmanager
+def capacity_of(factor: float) -> Iterator[Capacity]:
+    """Inside, an expert takes `factor` times its even share of the choices, and no more."""
+    found = Capacity(factor)
+    token = _AROUND.set(found)
+    try:
+        yield found
+    finally:
+        _AROUND.reset(token)
+
+
+def check_factor(factor: float) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+        raise InputError(f"capacity_factor={factor!r} is no number above 0: no expert could take a token. Try: 1.25")
+    return float(factor)
+
+
+def capacity(choices: int, experts: int, factor: float) -> int:
+    """How many of so many choices one expert takes: its even share times the factor, rounded up."""
+    return ceil(check_factor(factor) * choices / experts)
+
+
+def capped(index: Tensor, experts: int, factor: float | None = None) -> Tensor:
+    """The index with -1 for choices over capacity: the first in the order of tokens stay. None: the factor around it, if any."""
+    around = _AROUND.get()
+    if around is not None:
+        around.layers += 1
+        factor = around.factor if factor is None else factor
+    if factor is None:
+        return index
+    place = expert_position(index.reshape(-1, index.shape[-1]), experts).reshape(index.shape)
+    return torch.where(place < capacity(index.numel(), experts, factor), index, -1)
