@@ -73,8 +73,8 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
         return None
     axes = tuple(node.args[1])
     n = int(node.args[2])
-    if kind == "all_to_all" and len(node.args) > 4:  # of the rows that are expected to travel
-        value, expected = values[node.refs[0]], node.args[4]
+    if kind == "all_to_all" and len(node.args) > 3:  # of the rows that are expected to travel
+        value, expected = values[node.refs[0]], node.args[4] if len(node.args) > 4 else 0
         return kind, axes, n, value.nbytes // max(1, value.shape[1]) * expected
     nbytes = sum(values[i].nbytes for i in node.refs)
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
@@ -99,7 +99,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
             key = (kind, ",".join(axes))
             nbytes[key] += wire_bytes(kind, full, n)
             calls[key] += 1
-            communication_s += mesh.collective_s(kind, full, axes)
+            communication_s += mesh.collective_s(kind, full, axes) if full else 0.0  # nobody sends nothing
             continue
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
@@ -117,7 +117,7 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     collective = collective_of(node, values)
     if collective is not None:
         kind, axes, _, full = collective
-        return mesh.collective_s(kind, full, axes)
+        return mesh.collective_s(kind, full, axes) if full else 0.0
     work, moved, dtype = node_work(node, values, rule_of)
     return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
 

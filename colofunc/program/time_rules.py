@@ -87,7 +87,7 @@ def _chunks(call: Call) -> Rule | None:
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Any:
         share = ins[1].shape[0] // max(1, ins[1].local_shape[0])
-        return (*call.args[:4], -(-call.args[4] // share)), call.kwargs
+        return (*call.args[:4], -(-call.arg(4, "expected", 0) // share)), call.kwargs
 
     return Rule((both, *rows), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"), localize=localize if rows else None)
 
