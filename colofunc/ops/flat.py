@@ -53,8 +53,8 @@ def together(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pack(xs: Sequence[Tensor], lead: int, dtype: torch.dtype) -> Tensor:
-    if lead == 0 and len(xs) > 1 and xs[0].dtype != dtype and are_adjacent(xs):
-        return flat_of(xs).to(dtype)
+    if lead == 0 and len({x.dtype for x in xs}) == 1 and are_adjacent(xs):
+        return flat_of(xs).to(dtype, copy=True)
     out = _pack_fake(xs, lead, dtype)
     start, rows = 0, xs[0].shape[:lead]
     for x in xs:

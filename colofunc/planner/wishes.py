@@ -49,8 +49,8 @@ class Wish:
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
     phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
     ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
-    (True: less memory, more on the wire) or once; None: as memory asks. The words in "{axis: word}" are factors of the operator's rule, or what
-    a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
+    (True: less memory, more on the wire) or once; None: as memory asks. The words in "{axis: word}" are factors of the
+    operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
     in split comes out split, and a wish of its own says how they work (see `follow`).
     """
 

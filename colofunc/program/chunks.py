@@ -77,7 +77,7 @@ class _Scope:
 
 def _is_move(node: Node) -> bool:
     """Whether a node may as well run elsewhere: a view, a move or a cast of one operand, without communication."""
-    return node.target in _MOVES or (node.loop is None and len(node.refs) == 1 and may_alias(node) and not written(node) and kind_of(node) is None)
+    return node.target in _MOVES or (len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node))
 
 
 def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, frozenset[int]]:

@@ -78,7 +78,7 @@ def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step:
     multiples of `step`.
     """
     if min(least, reach) < 0 or step < 1:
-        raise PlanError(f"chunks of at least {least} elements, up to {reach} more, in steps of {step}: use 0 or more, in steps of 1 or more")
+        raise PlanError(f"chunks of at least {least} elements, up to {reach} more, in steps of {step}: use 0 or more, in steps of 1 up")
     every = [size for group in groups for size in group]
     if not every:
         return Search(max(least, step), 0, 0.0)

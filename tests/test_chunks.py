@@ -1,0 +1,296 @@
+"""Chunks: how many collectives there are and what they move, where parameters lie, when gathers start, and the numbers."""
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from colofunc_plugins import zero
+from test_executors import program
+from test_zero import DP2, DP4, language, mlp, nbytes, wires
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import colofunc as cf
+from colofunc.executors.distributed import overlapped
+from colofunc.executors.launch import launch
+from colofunc.executors.measure import measure
+from colofunc.executors.simulated import own_memory, run_simulated
+from colofunc.ops.flat import are_adjacent, flat_of, together
+from colofunc.program.check import check_program
+from colofunc.program.chunks import buffers_of, chunked
+from colofunc.program.coalesce import updates_late, views_late
+from colofunc.program.ir import Ref
+from colofunc.program.memory import memory
+from colofunc.program.packing import pack
+from colofunc.program.schedule import overlap
+from colofunc.testing import check
+
+R = Ref
+WIDTH, LAYERS = 32, 5
+
+
+def deep(mesh: cf.Mesh = DP2, plan: Any = None, dtype: torch.dtype = torch.float64, clip: float | None = None) -> Any:
+    """Equal layers, each a chunk of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]).to(dtype)
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-2)
+    step, state = cf.train_step(cf.functional(net), opt, loss=lambda o, b: (o**2).mean(), inputs=lambda b: ((b,), {}), clip=clip)
+    plan = plan or zero(3, "dp", chunk=WIDTH * (WIDTH + 1), regather=True)
+    return cf.shard(step, mesh, plan), state, torch.randn(8, WIDTH, dtype=dtype)
+
+
+def calls(low: Any) -> Counter[str]:
+    return Counter({kind: n for (kind, _), n in low.cost().calls.items()})
+
+
+def parts(state: Any, rank: int = 0) -> list[torch.Tensor]:
+    return [p.parts[rank] for p in state["params"].values()]
+
+
+# ---- how many collectives, of how many bytes ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_gather_and_one_reduction_per_chunk(stage: int) -> None:
+    step, state, batch = mlp(clip=None)
+    for chunk in (4224, 1 << 20):  # a layer, everything
+        n = len(pack([p.numel() for p in state["params"].values()], chunk))
+        low = cf.shard(step, DP4, zero(stage, "dp", chunk=chunk)).lower(state, batch)
+        assert calls(low) == {"all_gather": n, "reduce_scatter": n, "all_reduce": 1}  # the loss
+        assert wires(low) == {"all_gather": nbytes(state) * 3 // 4, "reduce_scatter": nbytes(state) * 3 // 4}
+
+
+def test_a_language_model_is_gathered_twice_and_reduced_once_per_chunk() -> None:
+    with cf.testing.float64():
+        step, state, batch = language("gpt2")
+        staged = cf.shard(step, DP4, zero(3, "dp", chunk=5000, regather=True))
+        low = staged.lower(state, batch)
+        n = len(pack([p.numel() for p in state["params"].values()], 5000))
+        assert calls(low)["all_gather"] == 2 * n and calls(low)["reduce_scatter"] == n == 7
+        assert wires(low)["reduce_scatter"] == nbytes(state) * 3 // 4
+        assert check(staged, state, batch).worst < 1e-10
+
+
+def test_the_searched_size_holds_the_usual_parameters() -> None:
+    step, state, batch = deep(plan=zero(3, "dp", chunk="auto"))
+    low = step.lower(state, batch)
+    assert calls(low) == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+
+
+def test_low_precision_is_gathered_and_the_policys_dtype_reduced() -> None:
+    _, state, batch = deep(dtype=torch.float32)
+    elements = sum(p.numel() for p in state["params"].values()) * 3 // 4
+    read_again = (LAYERS - 1) * WIDTH * WIDTH * 3 // 4  # the first weight and the biases are not read in backward
+    for reduce, nbytes_ in (("fp32", 4), ("bf16", 2)):
+        policy = cf.Policy(compute="bf16", reduce=reduce)
+        low = cf.precision(deep(DP4, dtype=torch.float32)[0], policy).lower(state, batch)
+        assert wires(low) == {"all_gather": 2 * (elements + read_again), "reduce_scatter": nbytes_ * elements}
+        packed = [low.program.values[n.outs[0]].dtype for n in low.program.nodes if n.target == "colofunc.pack" and n.args[1] == 0]
+        assert packed == [torch.bfloat16] * (2 * LAYERS - 1)
+
+
+# ---- where parameters lie ----
+
+
+def test_parameters_of_a_chunk_lie_side_by_side_and_are_updated_there() -> None:
+    step, state, batch = deep()
+    assert [n.target for n in step.lower(state, batch).program.nodes].count("colofunc.all_gather_flat") == LAYERS
+    placed = step.init(state, batch)
+    layers = [parts(placed)[k : k + 2] for k in range(0, 2 * LAYERS, 2)]
+    before = [x.data_ptr() for x in parts(placed)]
+    assert all(map(are_adjacent, layers))
+    out, _ = step(placed, batch)
+    assert [x.data_ptr() for x in parts(out)] == before
+    want, _ = step.eager(state, batch)
+    for name, p in out["params"].items():
+        assert p.full().shape == state["params"][name].shape
+        torch.testing.assert_close(p.full(), want["params"][name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_from_elsewhere_is_brought_together() -> None:
+    step, state, batch = deep()
+    plain = deep(plan=zero(3, "dp", chunk=1))[0].init(state, batch)  # every parameter is a chunk of its own
+    assert not are_adjacent(parts(plain)[:2])
+    out, _ = step(plain, batch)
+    assert are_adjacent(parts(out)[:2])
+    torch.testing.assert_close(out["params"]["0.weight"].full(), step.eager(state, batch)[0]["params"]["0.weight"])
+
+
+def test_saved_files_have_parameters(tmp_path: Any) -> None:
+    step, state, batch = deep()
+    cf.save(tmp_path / "x", step(step.init(state, batch), batch)[0])
+    back = cf.load(tmp_path / "x")
+    assert {k: v.shape for k, v in back["params"].items()} == {k: v.shape for k, v in state["params"].items()}
+    torch.testing.assert_close(back["params"]["2.bias"], step.eager(state, batch)[0]["params"]["2.bias"])
+
+
+def test_what_is_not_donated_is_packed() -> None:
+    step, state, batch = mlp()
+    low = cf.shard(step, DP2, zero(3, "dp", chunk=1 << 20), donate=()).lower(state, batch)
+    assert "colofunc.all_gather_flat" not in {n.target for n in low.program.nodes} and not buffers_of(low.program)
+    assert calls(low)["all_gather"] == 1
+
+
+def test_flat_buffers() -> None:
+    buffer, other = torch.arange(6.0), torch.arange(2.0)
+    a, b = buffer[:2], buffer[2:].view(2, 2)
+    assert are_adjacent([a, b]) and flat_of([a, b]).data_ptr() == buffer.data_ptr() and together([a, b])[1] is b
+    assert not are_adjacent([b, a]) and not are_adjacent([a, other])
+    assert flat_of([b, a]).tolist() == [2, 3, 4, 5, 0, 1] and are_adjacent(together([b, a, other, torch.empty(0)]))
+
+
+def test_neighbours_in_a_buffer_are_not_copied_and_overlaps_are() -> None:
+    buffer = torch.zeros(8)
+    for ends, kept in (((0, 4, 8), [True, True]), ((0, 5, 8), [False, False])):
+        flat = given = [buffer[ends[0] : ends[1]], buffer[4 : ends[2]]]
+        own_memory(flat := list(given), ((0,), (0,)), [0, 1])
+        assert [x is y for x, y in zip(flat, given, strict=True)] == kept
+
+
+# ---- when ----
+
+
+def test_the_next_chunk_is_gathered_before_this_one_is_used_and_no_further() -> None:
+    step, state, batch = deep()
+    ordered = overlap(views_late(updates_late(step.on("distributed").lower(state, batch).program)), ahead_bytes=0)
+    flying, most, order = 0, 0, []
+    for node in ordered.nodes:
+        started = {n.outs[0]: n for n in ordered.nodes if n.target.endswith("_start")}
+        if "gather" in node.target:
+            flying, order = flying + 1, [*order, "gather"]
+        elif node.target == "colofunc.wait" and "gather" in started[node.refs[0]].target:
+            flying, order = flying - 1, [*order, "wait"]
+        elif node.target.startswith("colofunc.linear"):
+            order.append("work")
+        most = max(most, flying)
+    assert most <= 3  # the one that is waited for and two ahead
+    seen = 0
+    for k, what in enumerate(order):
+        seen += what == "wait"
+        if what == "work" and seen < 2 * LAYERS - 1:
+            assert order[:k].count("gather") > seen  # the next one is under way
+
+
+def test_a_chunk_of_gradients_is_reduced_under_the_backward_of_the_next() -> None:
+    step, state, batch = deep()
+    nodes = overlapped(step.on("distributed").lower(state, batch).program).nodes
+    starts = [k for k, n in enumerate(nodes) if n.target == "colofunc.reduce_scatter_start"]
+    waits = {n.refs[0]: k for k, n in enumerate(nodes) if n.target == "colofunc.wait"}
+    assert len(starts) == LAYERS
+    for k in starts[:-1]:
+        work = [n.target for n in nodes[k : waits[nodes[k].outs[0]]]]
+        assert "colofunc.linear_dw" in work
+
+
+@pytest.mark.parametrize("executor", ["simulated", "distributed"])
+def test_the_accountant_counts_chunks_to_the_byte(executor: str) -> None:
+    step, state, batch = deep(clip=1.0)
+    low = step.on(executor).lower(state, batch)
+    p = overlapped(low.program) if executor == "distributed" else low.program
+    inputs = [leaf.parts for leaf in pytree.tree_leaves(step.on("simulated").init(state, batch))]
+    inputs.append([x.clone() for x in cf.distribute(batch, low.input_layouts[len(inputs)], DP2).parts])
+    assert memory(p).timeline == measure(p, DP2, inputs).timeline
+
+
+def test_chunks_bound_what_is_gathered_at_once() -> None:
+    """ZeRO-3 with a chunk per layer holds a few layers at its peak, with everything in one chunk all of them."""
+    peaks = {}
+    for chunk in (WIDTH * (WIDTH + 1), 1 << 20):
+        step, state, batch = deep(plan=zero(3, "dp", chunk=chunk, regather=True))
+        peaks[chunk] = step.lower(state, batch).memory().peak_bytes["device"]
+    small, large = peaks.values()
+    layer = WIDTH * (WIDTH + 1) * 8
+    assert large - small > (LAYERS - 3) * layer
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("mesh", [DP2, DP4])
+@pytest.mark.parametrize(("stage", "regather"), [(1, None), (2, None), (3, False), (3, True)])
+def test_numbers_with_clipping(mesh: cf.Mesh, stage: int, regather: bool | None) -> None:
+    for chunk in ("auto", 1100):
+        assert check(*deep(mesh, zero(stage, "dp", chunk=chunk, regather=regather), clip=1.0)).worst < 1e-10
+
+
+def test_chunks_in_the_loop_of_microbatches() -> None:
+    step, state, batch = deep()
+    staged = cf.accumulate(step, microbatches=2)
+    assert check(staged, state, batch).worst < 1e-10
+
+
+def two_steps(chunk: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    step, state, batch = deep(plan=zero(3, "dp", chunk=chunk, regather=True), clip=1.0)
+    state = step.init(state, batch)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    return {k: v.full() for k, v in state["params"].items()}, are_adjacent(parts(state)[:2])
+
+
+@pytest.mark.dist
+def test_two_real_ranks() -> None:
+    want, beside = two_steps(WIDTH * (WIDTH + 1))
+    for got, there in launch(two_steps, 2, WIDTH * (WIDTH + 1), timeout_s=200):
+        assert there and beside
+        for name, p in want.items():
+            torch.testing.assert_close(got[name], p, rtol=1e-10, atol=1e-10)
+
+
+# ---- the pass alone ----
+
+GATHERS = [("colofunc.all_gather", (R(k), ("dp",), 2), (4 + k,)) for k in range(2)]
+
+
+def small(nodes: Any, shapes: Any, outputs: Any, aliases: Any = ((0, 0), (1, 1))) -> Any:
+    return program([0, 1, 2, 3], nodes, outputs, shapes, aliases=aliases)
+
+
+def run(p: Any) -> Any:
+    torch.manual_seed(0)
+    return run_simulated(p, DP2, [[torch.randn(p.values[i].shape, dtype=torch.float64) for _ in range(2)] for i in p.inputs])
+
+
+def test_a_group_that_waits_for_itself_is_dissolved() -> None:
+    """The second reduction needs the first one's result."""
+    nodes = [
+        ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (4,)),
+        ("aten.add.Tensor", (R(4), R(3)), (5,)),
+        ("colofunc.all_reduce", (R(5), ("dp",), 2, "sum"), (6,)),
+        ("aten.add.Tensor", (R(0), R(4)), (7,)),
+        ("aten.add.Tensor", (R(1), R(6)), (8,)),
+    ]
+    p = update_last(small(nodes, [(3,)] * 9, [7, 8]))
+    out, made = chunked(p, {0: 100, 1: 100})
+    assert out == p and made == {4, 6}
+
+
+def update_last(p: Any) -> Any:
+    return p.with_nodes(attrs.evolve(n, phase="update") if n.outs[0] in p.outputs else n for n in p.nodes)
+
+
+def test_only_what_is_wanted_is_gathered_together() -> None:
+    p = small(GATHERS, [(3,)] * 4 + [(2, 3)] * 2, [4, 5], aliases=())
+    assert chunked(p, {}) == (p, frozenset()) and chunked(p, {0: 100})[0] == p
+    out, made = chunked(p, {0: 100, 1: 100})
+    check_program(out, DP2)
+    gathered = [n for n in out.nodes if n.target == "colofunc.all_gather"]
+    assert len(gathered) == 1 and gathered[0].outs[0] in made
+    assert all(torch.equal(x, y) for a, b in zip(run(p), run(out), strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_readers_wait_for_their_chunk() -> None:
+    """A result that is read before the last of its chunk is there is read behind it."""
+    nodes = [
+        ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (4,)),
+        ("aten.add.Tensor", (R(0), R(4)), (5,)),
+        ("colofunc.all_reduce", (R(3), ("dp",), 2, "sum"), (6,)),
+        ("aten.add.Tensor", (R(1), R(6)), (7,)),
+    ]
+    p = update_last(small(nodes, [(3,)] * 8, [5, 7]))
+    out, made = chunked(p, {0: 100, 1: 100})
+    check_program(out, DP2)
+    assert [n.target.split(".")[1] for n in out.nodes] == ["pack", "all_reduce", "slice", "slice", "rearrange", "rearrange", "add", "add"]
+    assert all(torch.equal(x, y) for a, b in zip(run(p), run(out), strict=True) for x, y in zip(a, b, strict=True))
+    assert made
