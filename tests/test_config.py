@@ -1,5 +1,6 @@
 """Chains from YAML, JSON and dicts: what they build, and that every mistake has its line."""
 
+import math
 import sys
 import types
 from pathlib import Path
@@ -22,6 +23,25 @@ class Lines:
         raise NotImplementedError
 
 
+@attrs.frozen
+class Grid:
+    """A named plan that knows how many ranks its axes have."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[Any]:
+        raise NotImplementedError
+
+
+def ring(axis: str) -> Lines:
+    return Lines((axis,))
+
+
+def ulysses(axis: str, *, heads: int = 1) -> Lines:
+    return Lines((axis,))
+
+
 def rows(axis: str, where: str = "*.weight", level: Literal[1, 2] = 1) -> Any:
     if where == "":
         raise ValueError("rows: where is empty. Try: a glob")
@@ -40,12 +60,13 @@ def scaled(step: Any, by: float | Recipe = 2.0) -> Any:
 
 
 calls: list[Any] = []
+PLANS = {"rows": rows, "lines": Lines}
 
 
 @pytest.fixture
 def plugin() -> Any:
     module = types.ModuleType("rows_plugin")
-    module.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: {"rows": rows, "lines": Lines})
+    module.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: PLANS)
     module.colofunc_transforms = cf.hookimpl(specname="colofunc_transforms")(lambda: {"scaled": scaled})
     return module
 
@@ -111,6 +132,67 @@ def test_plans_of_plugins_are_called_by_name(plugin: Any) -> None:
         assert "rows(" in chain.text()
 
 
+def grid(mode: Literal["square", "line"] = "square", axis: str = "g", *, size: int | None = None) -> Any:
+    if mode == "line":
+        return Lines((axis,))
+    side = None if size is None else math.isqrt(size)
+    if side is not None and side * side != size:
+        raise ValueError(f"grid: {size} ranks are no square. Try: leave out size=")
+    return Grid(("x", "y"), None if side is None else (side, side))
+
+
+SIZED = {**PLANS, "grid": grid, "ring": ring, "ulysses": ulysses}
+
+
+@pytest.fixture
+def sized() -> Any:
+    module = types.ModuleType("sized_plugin")
+    module.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: SIZED)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("grid: {size: 4}", {"x": 2, "y": 2}),
+        ("grid: {mode: line, size: 4}", {"g": 4}),
+        ("grid: {size: {x: 1, y: 3}}", {"x": 1, "y": 3}),
+        ("lines: {axes: [a, b], size: [2, 3]}", {"a": 2, "b": 3}),
+        ("mesh: {dp: 2}\nparallel:\n  lines: {axes: [cp], size: 3}\n  grid: {size: 4}", {"dp": 2, "cp": 3, "x": 2, "y": 2}),
+        ("mesh: {dp: 2, x: 2}\nparallel: [{grid: {size: 4}}]", {"dp": 2, "x": 2, "y": 2}),
+        ("mesh: {views: {all: [x, y]}}\nparallel: [{grid: {size: 4}}, {lines: {axes: [all], size: 4}}]", {"x": 2, "y": 2}),
+        ("sequence: {axis: cp, size: 2}", {"cp": 2}),
+        ("context_parallel: {mode: ulysses, axis: u, size: 3}", {"u": 3}),
+        ("parallel: {sequence: {mode: ulysses, axis: u, size: 2}, ring: {axis: r, size: 2}}", {"u": 2, "r": 2}),
+    ],
+)
+def test_sizes_of_plans_make_the_mesh(tmp_path: Path, sized: Any, text: str, sizes: dict[str, int]) -> None:
+    assert cf.configure(written(tmp_path, text), plugins=[sized]).mesh.shape == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("mesh: {dp: 2, x: 3}\nparallel:\n  grid:\n    size: 4", "run.yaml:4: grid(size=4) wants 2 ranks on 'x', and Mesh(dp=2, x=3, y=2)"),
+        ("grid:\n  mode: square\n  size: 5", "run.yaml:3: grid: grid: 5 ranks are no square"),
+        ("grid:\n  size: two", "run.yaml:2: grid: size is 'two'; allowed: a whole number"),
+        ("grid:\n  size: [2]", "run.yaml:2: grid: size is [2], and the plan has the axes 'x', 'y'; write size: {x: ..., y: ...}"),
+        ("grid:\n  size: {x: 2}", "run.yaml:2: grid: size is {'x': 2}, and the plan has the axes"),
+        ("grid:\n  size: {x: 2, y: 0}", "run.yaml:2: grid: size is 0; allowed: a whole number of ranks, at least 1"),
+        ("lines:\n  axes: [a]\n  size: 1.5", "run.yaml:3: lines: size is 1.5; allowed: a whole number"),
+        ("rows:\n  axis: tp\n  size: 2", "run.yaml:3: rows: this plan does not say its axes"),
+        ("sequence:\n  mode: rings\n  axis: cp", "run.yaml:2: sequence: mode is 'rings'; allowed: 'ring', 'ulysses', 'gather_kv'"),
+        ("sequence:\n  mode: gather_kv\n  axis: cp", "run.yaml:2: 'gather_kv' is not installed"),
+        ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: ring has no option 'head'"),
+        ("mesh: {dp: 2}\nring: {axis: cp}", "run.yaml:2: ring: no axis 'cp'"),
+    ],
+)
+def test_wrong_sizes_have_their_line(tmp_path: Path, sized: Any, text: str, says: str) -> None:
+    with pytest.raises(cf.ConfigError) as caught:
+        cf.configure(written(tmp_path, text), plugins=[sized])
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
+
+
 def test_transforms_of_plugins_take_their_options(plugin: Any) -> None:
     for given, want in ((3, 3), ({"by": 0.5}, 0.5), (None, 2.0), (True, 2.0)):
         cf.configure({"scaled": given}, plugins=[plugin])
@@ -158,6 +240,14 @@ MISTAKES = [
     ("clip: 1\nmax_grad_norm: 2", "run.yaml:2: 'max_grad_norm' says the same as what is at run.yaml:1"),
     ("shard:\n  aut: false", "run.yaml:2: shard has no option 'aut'; did you mean 'auto'?"),
     ("shard:\n  auto: maybe", "run.yaml:2: shard: auto is 'maybe'; allowed: true or false"),
+    ("shard:\n  donate: maybe", "run.yaml:2: shard: donate is 'maybe'; allowed: 'auto' or true or false or a list or nothing (null)"),
+    ("shard:\n  auto: true\n  donate: [1]", "run.yaml:3: shard: donate=(1,): only argument 0, the state, can be consumed"),
+    ("mesh: {dp: 2}\nshard:\n  in_specs:\n    - null\n    - '(dq b)'", "run.yaml:5: shard: in_specs: (dq b) has 2 factors of unknown size"),
+    ("shard:\n  out_specs: [null, 3]", "run.yaml:2: shard: out_specs: 3 is no spec; allowed: '(dp b) ...'"),
+    ("precision:\n  compute: bf16\n  reduce: 3", "run.yaml:3: precision: policy: precision=3 is no dtype"),
+    ("precision:\n  params: fp32\n  compute: bf17", "run.yaml:3: precision: policy: precision='bf17' is no precision"),
+    ("accumulate:\n  microbatches: 2\n  mixing: maybe", "run.yaml:3: accumulate: unknown mixing 'maybe'"),
+    ("mesh:\n  dp: 2\n  device: tpu", "run.yaml:3: mesh: device 'tpu' is not 'cpu', 'cuda' or None"),
     ("executor: compield", "run.yaml:1: unknown executor 'compield'; did you mean 'compiled'?"),
     ("parallel:\n  - '*.w': '(tp'", "run.yaml:2: parallel: '*.w': unbalanced parentheses"),
     ("parallel:\n  rows: [tp, a, 1, b]", "run.yaml:2: rows takes 3 options by position (axis, where, level)"),
@@ -181,7 +271,7 @@ MISTAKES = [
 def test_mistakes_have_their_line(
     tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.setattr("colofunc.config.chain.NAMED_MODES", ("teleport", "zero"))
+    monkeypatch.setattr("colofunc.config.parallel.NAMED", ("teleport", "zero"))
     with pytest.raises(cf.ConfigError) as caught:
         cf.configure(written(tmp_path, text), plugins=[plugin])
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
@@ -230,6 +320,28 @@ def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert cf.configure(written(tmp_path, "clip: 1e-3")).clip == 0.001
+
+
+# ---- the plans that come along ----
+
+MODES = [
+    ("{zero: {stage: 3, size: 2}, tensor: {mode: 1d, size: 2}}", {"dp": 2, "tp": 2}, "(tp dp a) b"),
+    ("{tensor: {mode: 2d, size: 4}}", {"x": 2, "y": 2}, "(y a) (x b)"),
+    ("{tensor: {mode: 2.5d, depth: 1, size: 4}}", {"x": 2, "y": 2, "z": 1}, "(y a) (x b)"),
+    ("{zero: {stage: 1, size: 2}, tensor: {mode: 2.5d, depth: 1, size: 4}}", {"dp": 2, "x": 2, "y": 2, "z": 1}, "(y a) (x b)"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "mesh", "spec"), MODES)
+def test_modes_by_name(tmp_path: Path, parallel: str, mesh: dict[str, int], spec: str) -> None:
+    plugins = pytest.importorskip("colofunc_plugins")
+    chain = cf.configure(written(tmp_path, f"mesh: {{topology: 8xa100-80g}}\nparallel: {parallel}"), plugins=[plugins])
+    assert chain.mesh.shape == mesh
+    torch.manual_seed(0)
+    step, state = chain.train_step(cf.functional(Mlp().double()), cf.adapt(torch.optim.AdamW, lr=1e-2))
+    batch = torch.randn(8, 16, dtype=torch.float64)
+    assert step.lower(state, batch).plan.leaf("state.params.fc1.weight").spec == spec
+    cf.testing.check(step, state, batch, steps=2)
 
 
 # ---- the page ----

@@ -15,70 +15,31 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import attrs
 
+from colofunc.config import parallel
 from colofunc.config.options import bind, parameters
+from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans
+from colofunc.config.part import Part
 from colofunc.config.source import Node, read
-from colofunc.dtensor.spec import bind as bind_spec
-from colofunc.dtensor.spec import parse
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
 from colofunc.functional.optimizers import Optimizer
 from colofunc.functional.train import train_step
 from colofunc.mesh import Mesh
-from colofunc.planner.wishes import NamedPlan
 from colofunc.plugins import Registry, build_registry
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import EXECUTORS, Staged
 
 OWN_KEYS = ("mesh", "parallel", "shard", "clip", "executor")
 # What other frameworks call the same thing.
-ALIASES = {
-    "zero_optimization": "zero", "tensor_parallel": "tensor", "gradient_clipping": "clip", "max_grad_norm": "clip",
-    "gradient_clip_val": "clip", "gradient_accumulation_steps": "accumulate", "mixed_precision": "precision",
-    "activation_checkpointing": "checkpoint", "activation_checkpoint": "checkpoint",
+ALIASES = parallel.ALIASES | {
+    "gradient_clipping": "clip", "max_grad_norm": "clip", "gradient_clip_val": "clip", "gradient_accumulation_steps": "accumulate",
+    "mixed_precision": "precision", "activation_checkpointing": "checkpoint", "activation_checkpoint": "checkpoint",
 }  # fmt: skip
-# Modes that have a name before they have an implementation: a better word than "unknown" where one is not installed.
-NAMED_MODES = (
-    "precision", "accumulate", "offload", "checkpoint", "quantize", "pipeline", "zero", "tensor", "ulysses", "ring",
-    "experts", "gemini",
-)  # fmt: skip
-
-
-@attrs.frozen(eq=False)
-class Part:
-    """One transform or plan of the chain: a function of the step (or of nothing) with its options."""
-
-    name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any]
-    node: Node
-
-    def call(self, *first: Any) -> Any:
-        """The function with its options; what it refuses is a ConfigError with the line."""
-        try:
-            return self.fn(*first, *self.args, **self.options)
-        except (ColofuncError, TypeError, ValueError) as error:
-            raise _at_fault(self.node, str(error)).error(f"{self.name}: {error}") from error
-
-    def text(self) -> str:
-        given = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.options.items())]
-        return f"{self.name}({', '.join(given)})"
-
-
-def _at_fault(node: Node, message: str) -> Node:
-    """The one option of a mapping that a message speaks of, else the mapping."""
-    named = []
-    for key, child in node.value.items() if isinstance(node.value, dict) else ():
-        said = child.text() if isinstance(child.value, str) else f"{key}={child.text()}"
-        named += [child] if said in message else []
-    return named[0] if len(named) == 1 else node
 
 
 @attrs.frozen(eq=False)
@@ -145,8 +106,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     registry = build_registry(tuple(plugins))
     known = _transforms(registry)
     entries = _without_aliases(root)
-    mesh = _mesh(entries)
-    plans, texts = _plans(entries["parallel"], registry, mesh) if "parallel" in entries else ((), ())
+    wanted = list(read_plans(entries["parallel"], registry)) if "parallel" in entries else []
     transforms: list[Part] = []
     for key, node in entries.items():
         if key in OWN_KEYS or node.value is False:
@@ -154,12 +114,14 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
         if key in known:
             args, options = bind(node, key, parameters(known[key], skip=1))
             transforms.append(Part(key, known[key], args, options, node))
-        elif key in registry.plans:
-            plan, text = _named(key, node, registry, mesh)
-            plans, texts = (*plans, plan), (*texts, text)
+        elif plan_name(key, node, registry) is not None:
+            wanted.append(read_plan(key, node, registry))
         else:
             raise _unknown(key, node, (*OWN_KEYS, *known, *registry.plans))
-    sharding = _sharding(entries.get("shard"), root, tuple(plugins))
+    mesh = _mesh(entries, wanted)
+    wanted = [one.check(registry, mesh) for one in wanted]
+    plans, texts = tuple(one.plan for one in wanted), tuple(one.text for one in wanted)
+    sharding = _sharding(entries.get("shard"), root, tuple(plugins), mesh)
     clip, clip_node = _clip(entries.get("clip"))
     chain = Chain(mesh, plans, sharding, tuple(transforms), clip, _executor(entries), texts, clip_node)
     chain.apply(_nothing, clips=True)  # transforms only record what they are told, so this costs nothing
@@ -191,86 +153,41 @@ def _without_aliases(root: Node) -> dict[str, Node]:
 
 
 def _unknown(key: str, node: Node, names: Sequence[str]) -> ColofuncError:
-    if key in NAMED_MODES:
-        return node.error(f"{key!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key")
-    close = near(key, (*names, *NAMED_MODES, *ALIASES))
+    if key in parallel.NAMED:
+        return not_installed(key, node)
+    close = near(key, (*names, *parallel.NAMED, *ALIASES))
     return node.error(f"unknown key {key!r}{close if close.startswith('; did') else near(key, names, 'keys')}")
 
 
-def _mesh(entries: Mapping[str, Node]) -> Mesh:
+def _mesh(entries: Mapping[str, Node], wanted: Sequence[Wanted]) -> Mesh:
+    """The mesh that the file describes, with the axes that plans have sizes for and it does not name."""
     node = entries.get("mesh")
-    if node is None:
-        return Mesh()
-    given = dict(node.entries)
+    given = dict(node.entries) if node is not None else {}
     inner = given.pop("axes", None)
     for axis, size in inner.entries.items() if inner is not None else ():
         if axis in given:
             raise size.error(f"mesh: {axis!r} was given before, at {given[axis].where}; keep one of them")
         given[axis] = size
-    args, options = bind(attrs.evolve(node, value=given), "mesh", parameters(Mesh))
-    mesh: Mesh = Part("mesh", Mesh, args, options, node).call()
+    views = given["views"].entries if "views" in given else {}
+    for one in wanted:
+        for axis, ranks in one.sizes.items():
+            if axis not in views:
+                given.setdefault(axis, attrs.evolve(one.node.entries["size"], value=ranks))
+    if not given:
+        return Mesh()
+    made = attrs.evolve(node, value=given) if node is not None else Node(given, next(iter(given.values())).where)
+    args, options = bind(made, "mesh", parameters(Mesh))
+    mesh: Mesh = Part("mesh", Mesh, args, options, made).call()
     return mesh
 
 
-def _plans(node: Node, registry: Registry, mesh: Mesh) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The plans under `parallel`: names, names with options, and globs with specs, in order."""
-    plans: list[Any] = []
-    texts: list[str] = []
-    for item in node.items if node.value is not None else []:
-        if isinstance(item.value, str):
-            item = attrs.evolve(item, value={item.value: attrs.evolve(item, value=None)})
-        globs: dict[str, str] = {}
-        for key, child in item.entries.items():
-            name = ALIASES.get(key, key)
-            if name in registry.plans and child.value is not False:
-                plan, text = _named(name, child, registry, mesh)
-                plans.append(plan)
-                texts.append(text)
-            elif name in NAMED_MODES and child.value is not False:
-                raise _unknown(name, child, ())
-            elif child.value is not False:
-                globs[key] = _spec(key, child, registry, mesh)
-        if globs:
-            plans.append(globs)
-            texts.append(", ".join(f"{glob}: {spec}" for glob, spec in globs.items()))
-    return tuple(plans), tuple(texts)
-
-
-def _named(name: str, node: Node, registry: Registry, mesh: Mesh) -> tuple[Any, str]:
-    """(plan, text) from a plugin's constructor."""
-    fn = registry.plans[name]
-    part = Part(name, fn, *bind(node, name, parameters(fn)), node)
-    plan = part.call()
-    if isinstance(plan, NamedPlan):
-        Part(name, mesh.atoms, (plan.axes,), {}, node).call()  # raises on unknown axes
-    return plan, part.text()
-
-
-def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
-    """The spec or strategy that a glob is given; `{tp: o}` may stand without quotes."""
-    value = node.plain()
-    if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
-        value = "{" + ", ".join(f"{axis}: {factor}" for axis, factor in value.items()) + "}"
-    if isinstance(value, str):
-        axes = re.findall(r"(\w+)\s*:", value) if value.lstrip().startswith("{") else None
-        check, args = (_fits_mesh, (value, mesh)) if axes is None else (mesh.atoms, (tuple(axes),))
-        Part(f"parallel: {glob!r}", check, args, {}, node).call()
-        return value
-    raise node.error(
-        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED_MODES), 'plans')}; parameters of "
-        f"that name take a spec such as '(tp o) i', not {value!r}"
-    )
-
-
-def _fits_mesh(text: str, mesh: Mesh) -> None:
-    """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
-    groups = [dim for dim in parse(text).dims if dim is not None]
-    bind_spec(text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups])
-
-
-def _sharding(node: Node | None, root: Node, plugins: tuple[Any, ...]) -> Part:
+def _sharding(node: Node | None, root: Node, plugins: tuple[Any, ...], mesh: Mesh) -> Part:
     allowed = parameters(shard, skip=1, without=("mesh", "plans", "plugins"))
-    options = bind(node, "shard", allowed)[1] if node is not None and node.value is not False else {}
+    options: dict[str, Any] = {}
+    if node is not None and node.value is not False:
+        options = bind(node, "shard", allowed)[1]
+        for name in {"in_specs", "out_specs"} & options.keys():
+            check_specs(node.entries[name], f"shard: {name}", mesh)
     return Part("shard", shard, (), {**options, "plugins": plugins}, node or root)
 
 

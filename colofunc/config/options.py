@@ -102,11 +102,23 @@ def convert(node: Node, hint: Any, what: str) -> Any:
         try:
             return record(*args, **named)
         except (TypeError, ValueError) as error:
-            raise node.error(f"{what}: {error}") from error
+            raise _field_at_fault(node, record, named, str(error)).error(f"{what}: {error}") from error
     value = node.plain()
     if not _fits(value, hint):
         raise node.error(f"{what} is {value!r}; allowed: {describe(hint)}")
-    return tuple(value) if isinstance(value, list) and _origin(hint) is tuple else value
+    meant = next((h for h in _alternatives(hint) if _fits_one(value, h, False)), hint)
+    return tuple(value) if isinstance(value, list) and _origin(meant) is tuple else value
+
+
+def _field_at_fault(node: Node, record: Callable[..., Any], fields: Mapping[str, Any], message: str) -> Node:
+    """The field that is refused by itself, in the same words; else all of them."""
+    for key, value in fields.items():
+        try:
+            record(**{key: value})
+        except (TypeError, ValueError) as error:
+            if str(error) == message:
+                return node.entries[key]
+    return node
 
 
 def _record(hint: Any) -> type | None:

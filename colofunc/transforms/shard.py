@@ -9,11 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
+
+Donate = Literal["auto"] | bool | tuple[int, ...] | None
 
 
 def shard(
@@ -22,7 +25,7 @@ def shard(
     *plans: Any,
     in_specs: Any = None,
     out_specs: Any = None,
-    donate: Any = "auto",
+    donate: Donate = "auto",
     auto: bool = True,
     plugins: Sequence[Any] = (),
 ) -> Any:
@@ -30,12 +33,25 @@ def shard(
 
     plans: dicts of name globs -> spec, functions `(name, shape) -> spec or None`, or named plans; they pin what they
     name and leave the rest open. in_specs, out_specs: trees of specs (strings, `cf.Spec`, None for automatic), prefixes
-    allowed. donate: "auto" consumes argument 0 where output 0 can take its memory. auto: whether axes that no plan
-    names are searched (False: replicated). plugins: modules asked beside the installed ones.
+    allowed. donate: "auto" consumes argument 0 where output 0 can take its memory; True or (0,): it is an error where it
+    cannot; False, None or (): nothing is consumed. auto: whether axes that no plan names are searched (False:
+    replicated). plugins: modules asked beside the installed ones.
     """
-    options = dict(mesh=mesh, plans=plans, in_specs=in_specs, out_specs=out_specs, donate=donate, auto=auto, plugins=tuple(plugins))
+    consumes = _consumes(donate)
+    options = dict(mesh=mesh, plans=plans, in_specs=in_specs, out_specs=out_specs, donate=consumes, auto=auto, plugins=tuple(plugins))
     intent = Intent("shard", options)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
     return staged
+
+
+def _consumes(donate: Donate) -> str | tuple[int, ...]:
+    """"auto", (0,) or ()."""
+    if donate == "auto":
+        return "auto"
+    if donate is True or donate is False or donate is None:
+        return (0,) if donate else ()
+    if not isinstance(donate, tuple | list) or tuple(donate) not in ((), (0,)):
+        raise InputError(f"donate={donate!r}: only argument 0, the state, can be consumed; write donate=\"auto\", (0,) or ()")
+    return tuple(donate)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Stream:
         if self._errors:
             raise self._errors[0]
         set_direct(self._fd, False)
-        write_at(self._fd, memoryview(self._buffer)[: self._held], self._at)
+        write_at(self._fd, memory(self._buffer[: self._held]), self._at)
         os.fsync(self._fd)
 
     def stop(self) -> None:
@@ -93,7 +94,7 @@ class Stream:
             buffer, at = full
             try:
                 if not self._errors:
-                    write_at(self._fd, memoryview(buffer), at)
+                    write_at(self._fd, memory(buffer), at)
             except BaseException as error:  # raised by the next call of `write` or by `finish`
                 self._errors.append(error)
             self._free.put(buffer)
@@ -108,6 +109,11 @@ def stream(fd: int) -> Iterator[Stream]:
         made.finish()
     finally:
         made.stop()
+
+
+def memory(buffer: Buffer) -> memoryview:
+    whole: Any = buffer
+    return memoryview(whole)
 
 
 def set_direct(fd: int, on: bool) -> None:
