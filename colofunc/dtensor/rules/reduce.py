@@ -18,7 +18,7 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Operand, Rule
-from colofunc.dtensor.rules.pattern import RuleFn, dims_of, wrap
+from colofunc.dtensor.rules.pattern import RuleFn, bind, dims_of, wrap
 from colofunc.dtensor.rules.pointwise import keeps_sums
 
 Local = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None]
@@ -177,7 +177,15 @@ def sum_to_size(call: Call) -> Rule | None:
     )
 
 
+def histc(call: Call) -> Rule | None:
+    """d* -> [z]: counts add up, if the range does not follow from the data."""
+    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
+        return None
+    return bind("d* -> [z]", call, reduce={"d*": "sum"})
+
+
 RULES: dict[str, RuleFn] = {
+    "aten.histc.default": histc,
     "aten.sum": _over(1, 2, "sum", linear=True),
     "aten.nansum": _over(1, 2, "sum"),
     "aten.sum.default": lambda call: reduced(
