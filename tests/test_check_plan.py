@@ -139,6 +139,16 @@ def test_a_plan_that_bears_no_other_axis_is_caught() -> None:
         check_plan(Plan(alone), meshes, steps=["mlp"])
 
 
+def test_a_plan_that_bears_no_single_rank_is_caught() -> None:
+    def several(program: Any, mesh: cf.Mesh) -> Any:
+        if mesh.axis_size("tp") == 1:
+            raise cf.PlanError("tp=1 is too few")
+        return tensor("1d", "tp").wishes(program, mesh)
+
+    with pytest.raises(cf.CheckError, match=r"mine: mlp runs on tp=2 and not on tp=1: tp=1 is too few. Try: no wishes for an axis of one"):
+        check_plan(Plan(several), [cf.Mesh(tp=1, topology="8xa100-80g"), TP2], steps=["mlp"])
+
+
 def test_what_is_no_plan_is_an_error() -> None:
     with pytest.raises(cf.InputError, match=r"wants a plan with axes and wishes"):
         check_plan({"*": "(tp o) i"})

@@ -30,7 +30,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.program.ir import Program
 from colofunc.testing import programs
-from colofunc.testing.check import check
+from colofunc.testing.check import check, doubled_inside
 from colofunc.testing.numerics import float64
 from colofunc.transforms.shard import shard
 
@@ -52,6 +52,10 @@ class TriedPlan:
     @property
     def refused(self) -> bool:
         return bool(self.reason)
+
+    @property
+    def ranks(self) -> int:
+        return prod(int(n) for n in re.findall(r"=(\d+)", self.mesh))
 
     def __str__(self) -> str:
         said = f"refused  {self.reason}" if self.refused else f"equal    {self.worst:<8.2g} {self.share:.2f}"
@@ -117,7 +121,7 @@ def check_plan(
     `steps`: names among `STEPS`, or name -> function(rows of the batch) -> `programs.Step`. `plugins`: where its
     strategies come from. Raises CheckError that names the step and the mesh: numbers that differ from one device, an axis
     over which less than half of the work is split, a step that runs alone but not beside another axis, an error that is
-    no ColofuncError or names nothing, or a plan that refuses all.
+    no ColofuncError or names nothing, a step that runs on several ranks but not on one, or a plan that refuses all.
     """
     plan = plan if isinstance(plan, NamedPlan) or not callable(plan) else plan()
     if not isinstance(plan, NamedPlan):
@@ -133,8 +137,12 @@ def check_plan(
                 raise CheckError(f"{_title(plan)}: {name} runs on {_words(grid, plan.axes)} and not on {tried.mesh}: {tried.reason}")
             ran += [] if tried.refused else [tried.mesh]
             done.append(tried)
+        lone = next((row for row in done if row.step == name and row.refused and row.ranks == 1), None)
+        if lone and ran:
+            said = f"{_title(plan)}: {name} runs on {ran[0]} and not on {lone.mesh}: {lone.reason}"
+            raise CheckError(f"{said}. Try: no wishes for an axis of one")
     table = TriedPlans(_title(plan), tuple(done))
-    if not any(prod(int(n) for n in re.findall(r"=(\d+)", row.mesh)) > 1 for row in table.equal):
+    if not any(row.ranks > 1 for row in table.equal):
         raise CheckError(f"{_title(plan)} refuses every step on every mesh of more than one rank. Try: steps= of your own\n{table}")
     return table
 
@@ -150,7 +158,8 @@ def _chosen(steps: Mapping[str, Callable[[int], programs.Step]] | Sequence[str] 
 
 def _meshes(axes: Sequence[str]) -> Iterator[Mesh]:
     """Meshes of the plan's axes, and one with an axis beside them."""
-    ones, twos = dict.fromkeys(axes, 1), dict.fromkeys(axes, 2)
+    ones: dict[str, Any] = dict.fromkeys(axes, 1)
+    twos: dict[str, Any] = dict.fromkeys(axes, 2)
     for sizes in (ones, twos, {**twos, axes[0]: 3}, {**twos, axes[0]: 4}, {BESIDE: 2, **twos}):
         yield Mesh(topology=TOPOLOGY, **sizes)
 
@@ -172,7 +181,7 @@ def _words(mesh: Mesh, axes: Sequence[str] = ()) -> str:
 def _flops(step: programs.Step) -> float:
     """Of one device."""
     with float64():
-        return shard(step.fn, Mesh(topology=TOPOLOGY)).lower(step.state, step.batch).cost().flops
+        return shard(step.fn, Mesh(topology=TOPOLOGY)).lower(*doubled_inside((step.state, step.batch))).cost().flops
 
 
 def _try(plan: NamedPlan, name: str, step: programs.Step, whole: float, mesh: Mesh, plugins: tuple[Any, ...]) -> TriedPlan:
@@ -183,7 +192,7 @@ def _try(plan: NamedPlan, name: str, step: programs.Step, whole: float, mesh: Me
     staged = shard(step.fn, mesh, *plans, plugins=plugins)
     with float64():
         try:
-            low = staged.lower(step.state, step.batch)
+            low = staged.lower(*doubled_inside((step.state, step.batch)))
         except ColofuncError as error:
             return TriedPlan(name, words, reason=_reason(error, mesh, what))
         except Exception as error:
