@@ -12,6 +12,8 @@ follows can still overlap it. The order is part of the program, hence the same o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -23,6 +25,7 @@ from colofunc.program.merge import merge
 
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
 LATENCIES = 20  # a bucket is full when its transfer takes this many
+NONE: frozenset[int] = frozenset()
 _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
 
 
@@ -33,8 +36,21 @@ class _Bucket:
     until: int  # first read of a result so far
 
 
-def buckets(program: Program, mesh: Mesh, apart: frozenset[int] = frozenset()) -> Program:
-    """`program` (functional, local) with small collectives put together; not those that make the values `apart`."""
+def buckets(program: Program, mesh: Mesh, apart: Mapping[tuple[int | None, ...], frozenset[int]] = MappingProxyType({})) -> Program:
+    """`program` (functional, local) with small collectives put together, in the bodies of loops too.
+
+    apart: values whose collectives stay as they are, of the program (key ()) and of bodies (what their node defines).
+    """
+    nodes = []
+    for node in program.nodes:
+        if node.loop is not None:
+            body = _bucketed(node.loop.body, mesh, apart.get(node.outs, NONE))
+            node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
+        nodes.append(node)
+    return _bucketed(program.with_nodes(nodes), mesh, apart.get((), NONE))
+
+
+def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int]) -> Program:
     found = [b.members for b in _find(program, mesh, apart) if len(b.members) > 1]
     if not found:
         return program

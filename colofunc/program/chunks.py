@@ -50,10 +50,14 @@ class _Owned:
 
 @attrs.define(eq=False)
 class _Scope:
-    """A program or the body of one of its loops. `outer`: its inputs that are inputs of the whole program."""
+    """A program or the body of one of its loops. `outer`: its inputs that are inputs of the whole program.
+
+    `about`: its inputs that moves and casts alone make of inputs of the whole program.
+    """
 
     program: Program
     outer: Mapping[int, int]
+    about: Mapping[int, int]
     behind: Mapping[int, int]  # outputs of a body -> what they are outside
     around: _Scope | None = None
     makers: dict[int, int] = attrs.field(factory=dict)
@@ -80,30 +84,33 @@ def _is_move(node: Node) -> bool:
     return node.target in _MOVES or (len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node))
 
 
-def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, frozenset[int]]:
+def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, Mapping[tuple[int | None, ...], frozenset[int]]]:
     """`program` (functional, local) with one collective per chunk, and the results of these collectives.
 
-    wanted: inputs that lie in chunks -> elements of a chunk, or "auto".
+    wanted: inputs that lie in chunks -> elements of a chunk, or "auto". Results are named per scope: () is the program,
+    what a loop's node defines is its body.
     """
     if not wanted:
-        return program, frozenset()
+        return program, {}
     scopes = _scopes(program)
     for scope in scopes.values():
         _find(scope, wanted)
     chunk_of, members = _packed(scopes, wanted)
     if not chunk_of:
-        return program, frozenset()
+        return program, {}
     order = _orders(scopes, members, chunk_of)
     nodes = list(program.nodes)
+    apart: dict[tuple[int | None, ...], frozenset[int]] = {}
     for at, scope in scopes.items():
         if at >= 0:
             loop = nodes[at].loop
             assert loop is not None, "a scope inside is the body of a loop"
-            body, _ = _merged(scope, chunk_of, order)
+            body, made = _merged(scope, chunk_of, order)
+            apart[nodes[at].outs] = frozenset(made)
             nodes[at] = attrs.evolve(nodes[at], loop=attrs.evolve(loop, body=body))
     scopes[-1].program = program.with_nodes(nodes)
     out, made = _merged(scopes[-1], chunk_of, order)
-    return out, frozenset(made)
+    return out, {**apart, (): frozenset(made)}
 
 
 def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
@@ -128,14 +135,17 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 def _scopes(program: Program) -> dict[int, _Scope]:
     """The program (-1) and the bodies of its loops, by the index of their node."""
-    top = _Scope(program, {i: i for i in program.inputs}, {})
+    given = {i: i for i in program.inputs}
+    top = _Scope(program, given, given, {})
     found = {-1: top}
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             body = node.loop.body
             outer = {into: i for into, i in zip(body.inputs, node.refs, strict=True) if i in top.outer}
             behind = {made: o for made, o in zip(body.outputs, node.outs, strict=True) if o is not None}
-            found[index] = _Scope(body, outer, behind, top)
+            made = {into: top.origin(i)[0] for into, i in zip(body.inputs, node.refs, strict=True)}
+            about = {into: source for into, source in made.items() if source in top.outer}
+            found[index] = _Scope(body, outer, about, behind, top)
     return found
 
 
@@ -147,7 +157,7 @@ def _find(scope: _Scope, wanted: Mapping[int, int | str]) -> None:
         gather = node.target == "colofunc.all_gather"
         whole = node.outs[0] if gather else node.refs[0]
         source, chain = scope.origin(node.refs[0])
-        owner = scope.outer.get(source) if gather else None
+        owner = scope.about.get(source) if gather else None
         early = owner in wanted
         if not early:
             owner = _updated(scope, node.outs[0], wanted)
@@ -171,7 +181,7 @@ def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | st
                 return program.inputs[into]
         for index in scope.readers.get(at, ()):
             node = program.nodes[index]
-            others = [scope.outer.get(scope.origin(r)[0]) for r in node.refs if r != at]
+            others = [scope.about.get(scope.origin(r)[0]) for r in node.refs if r != at]
             mine = next((o for o in others if o in wanted), None)
             if mine is not None and node.phase == "update":
                 return mine
@@ -204,7 +214,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
             family.setdefault(one.owner, (str(top.values[one.owner].dtype), tuple(node.args[1]), str(wanted[one.owner])))
     used: dict[int, tuple[int, int]] = {}
     for at, scope in sorted(scopes.items()):
-        for id, outer in scope.outer.items():
+        for id, outer in scope.about.items():
             reads = scope.readers.get(id, ())
             if outer in numel and reads:
                 first = (reads[0], 0) if at < 0 else (at, reads[0])

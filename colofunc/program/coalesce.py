@@ -18,13 +18,21 @@ from bisect import bisect_right
 
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
+from colofunc.program.loop import within
 from colofunc.program.schedule import Memory
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 
 
 def reduces_early(program: Program) -> Program:
-    """Move reductions, and the layout moves that prepare them, up to right behind their operands."""
+    """Move reductions, and the layout moves that prepare them, up to right behind their operands.
+
+    In the body of a loop so does what its node gathers over the trips.
+    """
+    return _early(within(program, lambda body: _early(body, gathered=True)))
+
+
+def _early(program: Program, gathered: bool = False) -> Program:
     made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
     readers: dict[int, list[int]] = {}
     for index, node in enumerate(program.nodes):
@@ -33,7 +41,8 @@ def reduces_early(program: Program) -> Program:
     outputs = set(program.outputs)
     behind: dict[int, int] = {}  # node that moves -> the node it stands behind
     for index, node in enumerate(program.nodes):
-        if (kind_of(node) or ("", False))[0] not in _REDUCES or not _only_reader(node, readers, outputs):
+        ends = (kind_of(node) or ("", False))[0] in _REDUCES or (gathered and _is_move(node) and node.outs[0] in outputs)
+        if not ends or not _only_reader(node, readers, outputs):
             continue
         chain = [index]
         at = made.get(node.refs[0], -1)

@@ -90,18 +90,22 @@ class Zero:
         stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
         alone = all(a in axes or mesh.axis_size(a) == 1 for a in mesh.axis_names)
         found = self._batch(program, mesh, axes)
+        masters = _masters(program)
         for id in program.inputs:
             value = program.values[id]
             if value.role == "state":
                 ways = (moments, stored)
             elif value.role in ("param", "frozen"):
-                ways = (stored,) if self.stage == 3 else ()
+                ways = (stored,) if self.stage == 3 else (moments, stored) if id in masters else ()
             else:
                 continue
             want = places(value.shape, ways, mesh, alone)
             mine = value.role in ("param", "frozen")
-            again, chunk = (self.regather, self.chunk) if mine else (None, None)
-            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk))
+            again = False if mine and self.stage < 3 else self.regather if mine else None
+            chunk = self.chunk if mine else None
+            # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
+            each = True if mine and (self.stage == 2 or self.regather) else None
+            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk, scatter=each))
         return found
 
     def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.Wish]:
@@ -119,6 +123,20 @@ class Zero:
         spec = f"({' '.join(axes)} b) ..."
         mine = [v for v in leaves if v.shape[0] == rows]
         return [cf.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
+
+
+def _masters(program: Any) -> set[int]:
+    """Parameters that forward reads in a narrower dtype only: what it reads is gathered, they themselves are optimizer state."""
+    reads: dict[int, list[Any]] = {}
+    for node in program.nodes:
+        for id in node.refs if node.phase == "forward" else ():
+            reads.setdefault(id, []).append(node)
+    params = [id for id in program.inputs if program.values[id].role == "param"]
+    return {id for id in params if reads.get(id) and all(_narrows(node, program.values) for node in reads[id])}
+
+
+def _narrows(node: Any, values: Any) -> bool:
+    return node.target == "aten._to_copy.default" and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize
 
 
 def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
