@@ -7,7 +7,7 @@ from einops import rearrange
 from colofunc.dtensor.layout import replicated
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.faults import FaultError, fail
-from colofunc.executors.kernels import rearrange_text
+from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.facts import rearrange_steps
@@ -255,3 +255,14 @@ def test_compiled_segment_writes_in_place():
     assert got[0][0] is inputs[0][0]
     for a, b in zip(want, got):
         torch.testing.assert_close(a[0], b[0])
+
+
+def test_statistics_of_a_norm_that_are_a_view():
+    """torch's own kernel reads mean and rstd without strides: a rank's rows of them would be other rows."""
+    x, grad, w = torch.randn(2, 8, 4), torch.randn(2, 8, 4), torch.randn(4)
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, [4], w, w, 1e-5)
+    parts = [t[:, 4:] for t in (grad, x, mean, rstd)]
+    fn = callable_of("aten.native_layer_norm_backward.default")
+    got = fn(*parts[:2], [4], *parts[2:], w, w, [True] * 3)
+    want = fn(*(t.contiguous() for t in parts[:2]), [4], *(t.contiguous() for t in parts[2:]), w, w, [True] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))

@@ -71,7 +71,7 @@ CASES = {
     "full": (("aten.full.default", (6, 4), 2.0), {"d0", "d1"}),
     "new_zeros": (("aten.new_zeros.default", r(3), (6, 4)), {"d0", "d1"}),
     "zeros_like": (("aten.zeros_like.default", r(6, 4)), {"d0", "d1"}),
-    "arange": (("aten.arange.default", 6), set()),
+    "arange": (("aten.arange.default", 6), {"d0"}),
     "amax all": (("aten.amax.default", r(4, 6)), {"d0", "d1"}),
     "argmax": (("aten.argmax.default", r(4, 6), 1), {"d0"}),
     "any": (("aten.any.dim", r(4, 6) > 0, 1), {"d0"}),

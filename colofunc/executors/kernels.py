@@ -18,8 +18,22 @@ from colofunc.ops.define import KERNELS
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.facts import Steps
 
-# Direct torch functions that do just what our kernel does.
-_FAST: dict[str, Callable[..., Any]] = {"colofunc.linear": F.linear, "colofunc.linear_dx": torch.matmul}
+
+def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
+    """A kernel of torch that reads operands `first` to `last` as if they were contiguous, which a rank's part may not be."""
+
+    def kernel(*args: Any) -> Any:
+        return fn(*args[:first], *(x.contiguous() for x in args[first : last + 1]), *args[last + 1 :])
+
+    return kernel
+
+
+# Torch functions that do just what our kernel does, and a kernel that reads the statistics of a norm without strides.
+_FAST: dict[str, Callable[..., Any]] = {
+    "colofunc.linear": F.linear,
+    "colofunc.linear_dx": torch.matmul,
+    "aten.native_layer_norm_backward.default": _contiguous(torch.ops.aten.native_layer_norm_backward.default, 3, 4),
+}
 
 
 

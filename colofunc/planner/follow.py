@@ -175,8 +175,16 @@ class Rules:
         placement: dict[str, Dim] = {}
         for id, operand in zip(ids, rule.ins, strict=True):
             placement |= place(operand, rule, lies[id].with_pending(())) or {} if id in lies else {}
-        outs = zip(node.outs, rule.outs, call.outs, strict=True)
-        return {o: lay_out(op, typ, rule, placement) for o, op, typ in outs if o is not None and op is not None and typ is not None}
+        found = {}
+        for o, op, typ in zip(node.outs, rule.outs, call.outs, strict=True):
+            # An axis on rows here and on columns there (both of them in the gradient of a bias) is on the rows.
+            mine: dict[str, Dim] = {}
+            for f in (f for dim in op or () for f in dim if f in placement):
+                if not {a for _, a in placement[f]} & {a for lies in mine.values() for _, a in lies if a is not None}:
+                    mine[f] = placement[f]
+            if o is not None and op is not None and typ is not None:
+                found[o] = lay_out(op, typ, rule, mine)
+        return found
 
     def place(self, node: Node, factor: str, axis: str, stripes: int = 1) -> Strategy | None:
         """The strategy with `axis` on a factor, in so many stripes; None where the sizes do not divide."""

@@ -3,7 +3,7 @@
 Problem: a trace holds what Python happened to do: copies that only mattered because tensors were mutated, views undone
 by views, the same thing computed in forward and again in backward. Idea: small passes, each Program -> Program.
 
-    tidy           copies, casts and views that change nothing; equal calls computed once
+    tidy           copies, casts and views that change nothing; equal calls computed once; shifts are one operator
     fold_masks     dense attention masks that depend on no input become `causal` and `window`
     fold_constants small tables that depend on no input become constants
     drop_dead      what no output needs
@@ -22,6 +22,7 @@ import attrs
 from colofunc.ops.targets import overload
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.simplify_known import fold_constants, fold_masks
+from colofunc.program.simplify_shifts import shifted
 
 __all__ = ["drop_dead", "fold_constants", "fold_masks", "simplify", "tidy"]
 
@@ -87,6 +88,7 @@ def tidy(program: Program) -> Program:
         node = _renamed(original, same)
         rewrite = REWRITES.get(node.target)
         found = rewrite(node, scope) if rewrite is not None else None
+        found = shifted(node, makers, program.values) if found is None else found
         if isinstance(found, int):
             same[_only(node)] = found
             continue

@@ -129,21 +129,17 @@ class Pattern(ABC):
         return a.change(sizes=[*sizes, *more], strides=[*strides, *steps], offset=scalar(offset + start))
 
 
-def patterns(call: Any, mesh: cf.Mesh, kind: type[Pattern], stripes: bool = True) -> Iterator[cf.Strategy]:
-    """All of a kind over one axis of the mesh: contiguous and, where `stripes` and a mask has an order, striped."""
-    attention = Attention.of(call)
-    if attention.placed or attention.shape("k_offset") or len(attention.shape("q") or ()) != 4:
+def patterns(call: Any, mesh: cf.Mesh, axis: str, kind: type[Pattern], stripes: bool = True) -> Iterator[cf.Strategy]:
+    """All of a kind over one axis: contiguous and, where `stripes` and a mask has an order, striped."""
+    attention, n = Attention.of(call), mesh.axis_size(axis)
+    if n == 1 or attention.placed or attention.shape("k_offset") or len(attention.shape("q") or ()) != 4:
         return
-    for axis in mesh.axis_names:
-        n = mesh.axis_size(axis)
-        if n == 1 or any(attention.sizes[f] % n for f in "st"):
-            continue
-        for striped in (False, True) if stripes and attention.positional else (False,):
-            rows, columns = ({f: f"{f} {axis}" if striped else f"{axis} {f}"} for f in "st")
-            for way in cf.ways(call, mesh, *attention.own(rows, columns)):
-                pattern = kind(attention, mesh, axis, striped, way)
-                if pattern.fits:
-                    yield pattern.strategy()
+    for striped in (False, True) if stripes and attention.positional else (False,):
+        rows, columns = ({f: f"{f} {axis}" if striped else f"{axis} {f}"} for f in "st")
+        for way in cf.ways(call, mesh, *attention.own(rows, columns)):
+            pattern = kind(attention, mesh, axis, striped, way)
+            if pattern.fits:
+                yield pattern.strategy()
 
 
 def scalar(x: torch.Tensor | int) -> torch.Tensor:

@@ -1,66 +1,149 @@
-"""The named plans: which leaves of the batch are split, and what attention does.
+"""The named plans: which leaves of the batch are split, and what attention does with its parts.
 
-    ring(axis)        tokens `b (s axis)` where a causal mask asks for stripes, else `b (axis s)`
-    ulysses(axis)     tokens `b (axis s)`, attention by heads
-    gather_kv(axis)   as ring, keys and values gathered
+    ring(axis)             tokens `(s axis)` under a causal mask, else `(axis s)`    attention {axis: striped} or {axis: ring}
+    ring(axis, heads=u)    tokens `(u s axis)` or `(axis u s)`                       and {u: g}
+    ulysses(axis)          tokens `(axis s)`                                         {axis: g}, or {axis: heads}
+    gather_kv(axis)        as ring                                                   {axis: gathered}
 
-A leaf of the batch is split if its dim 1 is as long as the rows or columns of some attention.
+A leaf of the batch is split if its dim 1 is as long as the rows or columns of some attention. From there the layout is
+followed through the program; attention is crossed: it takes and gives tokens as they lie.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import attrs
 from colofunc_plugins.sequence.call import FORWARD, TARGETS, Attention
+from colofunc_plugins.sequence.gathered import Gathered
+from colofunc_plugins.sequence.heads import Heads
+from colofunc_plugins.sequence.pattern import Pattern, patterns
+from colofunc_plugins.sequence.rings import Ring
 
 import colofunc as cf
 
 BALANCES = ("auto", "stripes", None)
+KINDS: Mapping[str, type[Pattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Heads}
 
 
-def ring(axis: str, *, balance: str | None = "auto") -> Sequence:
-    return Sequence("ring", (axis,), balance)
+def ring(axis: str, *, balance: str | None = "auto", heads: str | None = None) -> SequencePlan:
+    """Ring attention over `axis`: keys and values travel from rank to rank, a block at a time.
+
+    balance: "stripes" deals tokens round, so that a causal mask leaves every rank the same work; None keeps contiguous
+    blocks, of which a window reaches only the last few. "auto": stripes if some attention is causal and sees more than
+    half of the tokens. heads: a second axis that splits heads by all-to-all (Ulysses) around the ring.
+    """
+    return _made("ring", axis, balance, heads)
 
 
-def gather_kv(axis: str, *, balance: str | None = "auto") -> Sequence:
-    return Sequence("gather_kv", (axis,), balance)
+def gather_kv(axis: str, *, balance: str | None = "auto") -> SequencePlan:
+    """Context parallelism with gathered keys: each rank works on its own rows and gathers all keys, layer by layer."""
+    return _made("gather_kv", axis, balance, None)
 
 
-def ulysses(axis: str) -> Sequence:
-    return Sequence("ulysses", (axis,), None)
+def ulysses(axis: str) -> SequencePlan:
+    """DeepSpeed Ulysses over `axis`: all-to-all from tokens to heads before attention and back behind it.
+
+    Key heads that the axis does not divide: query heads are padded to a multiple, and a key head that several ranks need
+    goes to each of them. No axis may be larger than the number of query heads.
+    """
+    return _made("ulysses", axis, None, None)
+
+
+def _made(mode: str, axis: str, balance: str | None, heads: str | None) -> SequencePlan:
+    if not isinstance(axis, str) or not (heads is None or isinstance(heads, str)):
+        wrong = axis if not isinstance(axis, str) else heads
+        raise cf.PlanError(f"{mode} takes the name of one axis, not {wrong!r}; write {mode}('cp'), or make a view of several")
+    if heads == axis:
+        raise cf.PlanError(f"{mode}: axis {axis!r} cannot both hold blocks of tokens and split heads; name two axes")
+    if balance not in BALANCES:
+        raise cf.PlanError(f"{mode} has balance {', '.join(map(repr, BALANCES))}, not {balance!r}; write {mode}({axis!r}, balance='stripes')")
+    return SequencePlan(mode, (axis,) if heads is None else (axis, heads), balance)
 
 
 @attrs.frozen
-class Sequence:
-    """What `ring`, `ulysses` and `gather_kv` return: a named plan."""
+class SequencePlan:
+    """What `ring`, `ulysses` and `gather_kv` return: a named plan, and the plugin that gives attention its pattern over it."""
 
     mode: str
     axes: tuple[str, ...]
-    balance: str | None = "auto"
+    balance: str | None = None
 
     @property
     def name(self) -> str:
         return f"{self.mode}({', '.join(self.axes)})"
 
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(TARGETS, self.strategies)
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """The plan's pattern of one call, with every way to place the other axes."""
+        yield from patterns(call, mesh, self._atom(mesh, self.axes[0]), KINDS[self.mode], stripes=self.mode != "ulysses")
+
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        (axis,) = mesh.atoms(self.axes)
-        calls = attentions(program, mesh)
-        striped = self.mode != "ulysses" and any(a.get("causal") and not a.get("window") for a in calls) and self.balance is not None
+        axis, *heads = (self._atom(mesh, a) for a in self.axes)
+        ranks = prod(mesh.axis_size(a) for a in (axis, *heads))
+        if ranks == 1:
+            return []
+        calls = self._attentions(program, mesh, ranks)
+        striped = self.mode != "ulysses" and self._striped(calls)
+        inside = ("s", axis) if striped else (axis, "s")
+        tokens = " ".join((*heads, *inside) if striped else (axis, *heads, "s"))
         lengths = {a.sizes[f] for a in calls for f in "st"}
-        text = f"(s {axis})" if striped else f"({axis} s)"
-        word = {"ring": "striped" if striped else "ring", "ulysses": "g", "gather_kv": "gathered"}[self.mode]
-        found = []
-        for id in program.inputs:
-            value = program.values[id]
-            if value.role == "batch" and len(value.shape) > 1 and value.shape[1] in lengths:
-                found.append(cf.Wish(value.name, f"b {text} ...", self.axes, ("batch",), self.name, along=True, rest={3: f"b {text} d"}, across=TARGETS))
-        both = ("forward", "backward")
-        found.append(cf.Wish("*", f"{{{axis}: {word}}}", self.axes, source=self.name, targets=TARGETS, phases=both))
-        return found
+        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch"]
+        mine = [v for v in leaves if len(v.shape) > 1 and v.shape[1] in lengths]
+        if not mine:
+            have = ", ".join(f"{v.name} {v.shape}" for v in leaves[:4]) or "none"
+            raise cf.PlanError(
+                f"{self.name} splits the tokens of the batch, and no leaf has {' or '.join(map(str, sorted(lengths)))} of them in "
+                f"dim 1 ({have}); hand the step its batch as (rows, tokens, ...)"
+            )
+        found = [cf.Wish(v.name, f"b ({tokens}) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in mine]
+        return [*found, *self._patterns(calls, mesh, axis, heads, striped)]
 
+    def _atom(self, mesh: cf.Mesh, name: str) -> str:
+        atoms = mesh.atoms((name,))
+        if len(atoms) != 1:
+            raise cf.PlanError(f"{self.name}: {name!r} is a view of axes {', '.join(atoms)}; a sequence goes over one axis. Name one of them")
+        return atoms[0]
 
-def attentions(program: Any, mesh: cf.Mesh) -> list[Attention]:
-    """The attention operators of a program's forward."""
-    rules = cf.Rules(program, mesh)
-    return [Attention.of(rules.call(node)) for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
+    def _attentions(self, program: Any, mesh: cf.Mesh, ranks: int) -> list[Attention]:
+        rules = cf.Rules(program, mesh)
+        calls = [Attention.of(rules.call(node)) for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
+        if not calls:
+            raise cf.PlanError(
+                f"{self.name} finds no attention in this step; it knows torch's scaled_dot_product_attention, which transformers "
+                "calls with attn_implementation='sdpa' (not 'eager')"
+            )
+        for size in (a.sizes[f] for a in calls for f in "st"):
+            if size % ranks:
+                raise cf.PlanError(
+                    f"{self.name}: {size} tokens do not divide over {ranks} ranks; take a multiple (cf.pad with multiple={ranks} "
+                    "makes one), or fewer ranks"
+                )
+        return calls
+
+    def _striped(self, calls: list[Attention]) -> bool:
+        if self.balance != "auto":
+            return self.balance == "stripes"
+        return any(a.get("causal") and not 0 < a.get("window") <= a.sizes["t"] // 2 for a in calls)
+
+    def _patterns(self, calls: list[Attention], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool) -> list[cf.Wish]:
+        """What attention does, forward and backward."""
+        splits = [axis] if self.mode == "ulysses" else heads
+        for a in splits:
+            fewest = min(call.sizes["g"] * call.sizes["r"] for call in calls)
+            if mesh.axis_size(a) > fewest:
+                raise cf.PlanError(
+                    f"{self.name}: {fewest} heads over the {mesh.axis_size(a)} ranks of {a!r} leave ranks without any; use fewer ranks, or "
+                    f"ring({a!r}), which splits tokens only"
+                )
+        ways: tuple[str, ...] = tuple(f"{a}: {word}" for a in splits[:1] for word in ("g", "heads"))
+        if self.mode != "ulysses":
+            word = {"ring": "striped" if striped else "ring", "gather_kv": "gathered striped" if striped else "gathered"}[self.mode]
+            ways = (f"{axis}: {word}" + "".join(f", {a}: g" for a in heads),)
+        wants = tuple(f"{{{way}}}" for way in ways)
+        return [cf.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))]

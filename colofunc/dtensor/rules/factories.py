@@ -1,7 +1,7 @@
 """Tensors made from nothing: a constant can be made in any layout, from its local size.
 
     full (8, 4)     -> d0 d1      local size (4, 4) with dp on d0
-    arange (8)      -> [d0]       whole: a shard would start at an offset
+    arange (8)      -> d0         a part starts at its own offset, or lists its positions; [d0] where numbers are rounded
     zeros_like x    d0 d1 -> d0 d1
 
 `x_like` and `new_x` read only the shape of their operand, so its values do not matter and any sum passes.
@@ -9,11 +9,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+
+import attrs
+import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Operand, Rule
+from colofunc.dtensor.rules.build import Local
+from colofunc.dtensor.rules.local import positions
 from colofunc.dtensor.rules.pattern import Args, RuleFn, dims_of, with_arg
+from colofunc.mesh import Mesh
 
 
 def _sized(index: int, name: str) -> RuleFn:
@@ -68,8 +75,32 @@ def like(call: Call) -> Rule | None:
     return Rule(ins, (dims,), sizes)
 
 
+def arange(call: Call) -> Rule | None:
+    """Whole numbers from whole numbers: a part is made from its positions."""
+    overload = call.target.rsplit(".", 1)[1]
+    start, step = (0 if overload == "default" else call.arg(0, "start")), (call.arg(2, "step", 1) if overload == "start_step" else 1)
+    out, rule = call.outs[0], whole(call)
+    if out is None or rule is None or call.ins or out.dtype != torch.int64 or type(start) is not int or type(step) is not int:
+        return rule
+
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+        atoms = outs[0].dims[0] if outs[0] is not None else ()
+        if all(axis is None for _, axis in atoms):
+            return None
+
+        def local(mesh: Mesh) -> torch.Tensor:
+            here = positions(atoms, mesh)
+            count = prod(n for n, axis in atoms if axis is None)
+            listed = here if isinstance(here, torch.Tensor) and here.dim() else torch.arange(count) + here
+            return listed * step + start
+
+        return local
+
+    return attrs.evolve(rule, whole=frozenset(), local=code)
+
+
 def whole(call: Call) -> Rule | None:
-    """arange, eye, linspace: elements depend on their position."""
+    """eye, linspace: elements depend on their position."""
     out = call.outs[0]
     if out is None:
         return None
@@ -86,5 +117,6 @@ RULES: dict[str, Any] = {
     **_names("new_full new_zeros new_ones new_empty", _sized(1, "size")),
     **_names("empty_strided new_empty_strided", _strided),
     **_names("zeros_like ones_like full_like empty_like", like),
-    **_names("arange eye linspace logspace scalar_tensor tril_indices triu_indices range", whole),
+    **_names("arange", arange),
+    **_names("eye linspace logspace scalar_tensor tril_indices triu_indices range", whole),
 }
