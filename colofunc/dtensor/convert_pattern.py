@@ -123,8 +123,8 @@ def _pattern(layout: Layout, ranks: int) -> Pattern | None:
         axes = tuple(axis for _, axis in dim if axis is not None)
         if any(axis is None for _, axis in dim[: len(axes)]):
             return None
-        if size > 1:  # with ranks squared there is room for every axis beside those of source and target
-            dims.append((axes, size if size % ranks**2 else 0))
+        if size > 1:  # a layout names an axis once, so there is room for all of them at once
+            dims.append((axes, size if size % ranks else 0))
     return tuple(dims), layout.pending
 
 

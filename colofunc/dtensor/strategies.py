@@ -25,6 +25,8 @@ from colofunc.dtensor.rule import Call, Cost, Operand, Rule, Strategy, TensorTyp
 from colofunc.mesh import Mesh
 
 Placement = Mapping[str, Dim]
+Way = str | tuple[int, str] | None  # of one axis: a factor, a reduction that passes through (index of its set, how), nothing
+Only = tuple[tuple[str, tuple[Way, ...]], ...]  # axis -> the ways that it may take; absent: all
 _ANY = torch.float32  # layouts do not depend on it
 
 # Operators that only describe memory anew: they cost nothing to run.
@@ -158,14 +160,41 @@ def usable(rule: Rule) -> tuple[str, ...]:
 
 
 def enumerate_strategies(
-    call: Call, rule: Rule | None, mesh: Mesh, axes: Sequence[str] | None = None, orders: bool = True
+    call: Call, rule: Rule | None, mesh: Mesh, axes: Sequence[str] | None = None, orders: bool = True, only: Only = ()
 ) -> tuple[Strategy, ...]:
     """Every strategy of `rule` on `mesh`; the first one is replicated. `axes`: only these axes are placed.
 
-    `orders`: also every order of several axes on one factor; False: only the mesh's.
+    `orders`: also every order of several axes on one factor; False: only the mesh's. `only`: see `as_fixed`.
     """
     open_axes = tuple(a for a in (mesh.axis_names if axes is None else axes) if mesh.axis_size(a) > 1)
-    return _enumerate(call, _Keyed(rule), mesh, open_axes, orders)
+    return _enumerate(call, _Keyed(rule), mesh, open_axes, orders, only)
+
+
+def as_fixed(call: Call, rule: Rule, mesh: Mesh, axes: Iterable[str], fixed: Strategy) -> Only:
+    """Of each of `axes` the ways in which it lies, in every operand and result, where it lies in `fixed`."""
+    found = []
+    for axis in axes:
+        want = [lay and _lies(lay, axis) for lay in (*fixed.ins, *fixed.outs)]
+        ways = []
+        for way in _ways(rule):
+            placement = {way: major(rule.sizes[way], (axis,), mesh)} if isinstance(way, str) else {}
+            if isinstance(way, str) and rule.sizes[way] % mesh.axis_size(axis):
+                continue
+            alone = build(call, rule, placement, ((axis, *way),) if isinstance(way, tuple) else ())
+            if [lay and _lies(lay, axis) for lay in (*alone.ins, *alone.outs)] == want:
+                ways.append(way)
+        found.append((axis, tuple(ways)))
+    return tuple(found)
+
+
+def _lies(layout: Layout, axis: str) -> tuple[object, ...]:
+    """On which dims an axis lies, and what is pending over it."""
+    return tuple(d for d, dim in enumerate(layout.dims) for _, a in dim if a == axis), tuple(p for p in layout.pending if p[0] == axis)
+
+
+def _ways(rule: Rule) -> list[Way]:
+    passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
+    return [None, *usable(rule), *passes]
 
 
 class _Keyed:
@@ -184,12 +213,12 @@ class _Keyed:
 
 
 @lru_cache(maxsize=4096)
-def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...], orders: bool) -> tuple[Strategy, ...]:
+def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...], orders: bool, only: Only) -> tuple[Strategy, ...]:
     rule = keyed.rule
     if rule is None:
         return (replicated_strategy(call),)
     found: dict[tuple[object, ...], Strategy] = {}
-    for placement, passing in placements(rule, mesh, axes, orders):
+    for placement, passing in placements(rule, mesh, axes, orders, only):
         strategy = build(call, rule, placement, passing)
         found.setdefault((strategy.ins, strategy.outs), strategy)
     return tuple(found.values())
@@ -203,13 +232,11 @@ def replicated_strategy(call: Call) -> Strategy:
 
 
 def placements(
-    rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True
+    rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True, only: Only = ()
 ) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
-    factors = usable(rule)
-    passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
-    options: list[str | tuple[int, str] | None] = [None, *factors, *passes]
-    for choice in product(options, repeat=len(axes)):
+    ways, some = _ways(rule), dict(only)
+    for choice in product(*(some.get(axis, ways) for axis in axes)):
         on: dict[str, list[str]] = {}
         passing: list[tuple[str, int, str]] = []
         for axis, what in zip(axes, choice, strict=True):
@@ -233,13 +260,23 @@ def major(size: int, axes: Iterable[str], mesh: Mesh) -> Dim:
     return (*atoms, (size, None))
 
 
-def enumerate_layouts(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str] | None = None) -> tuple[Layout, ...]:
-    """Every major-only layout of a tensor without pending reductions; the first one is replicated."""
+def enumerate_layouts(
+    shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str] | None = None, fixed: Layout | None = None
+) -> tuple[Layout, ...]:
+    """Every major-only layout of a tensor without pending reductions; the first one is replicated.
+
+    `fixed`: those in which every axis but `axes` lies on the same dim as there.
+    """
     names = tuple(chr(ord("a") + i) for i in range(len(shape)))
     rule = Rule((), (tuple((n,) for n in names),), dict(zip(names, shape, strict=True)))
     typ = TensorType(shape, _ANY)
-    open_axes = tuple(a for a in (mesh.axis_names if axes is None else axes) if mesh.axis_size(a) > 1)
-    found = {lay_out(rule.outs[0] or (), typ, rule, placement): None for placement, _ in placements(rule, mesh, open_axes)}
+    free = mesh.axis_names if axes is None else axes
+    open_axes = tuple(a for a in (free if fixed is None else mesh.axis_names) if mesh.axis_size(a) > 1)
+    only: Only = ()
+    if fixed is not None:
+        there = {a: names[d] for d, dim in enumerate(fixed.dims) for _, a in dim if a is not None}
+        only = tuple((a, (there.get(a),)) for a in open_axes if a not in free)
+    found = {lay_out(rule.outs[0] or (), typ, rule, placement): None for placement, _ in placements(rule, mesh, open_axes, True, only)}
     return tuple(found)
 
 

@@ -34,6 +34,9 @@ from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
 from colofunc.program.ir import Node, Program, Value
 
+ENOUGH = 1e-3
+"""A turn of one axis that gains a smaller share of the cost has changed nothing."""
+
 Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
 
 
@@ -88,6 +91,7 @@ def assign(
     effort: Effort = NORMAL,
     slack: float = 0.0,
     memo: Memo | None = None,
+    fresh: bool = True,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`.
 
@@ -95,13 +99,13 @@ def assign(
     per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
     the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
     calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
-    least possible peak is above the budget.
+    least possible peak is above the budget. `fresh`: False searches from `starts` only.
     """
     convert = convert_s or free
     peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
     if memo.fastest is None:
-        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort)
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh)
     found = memo.fastest
     if budget_bytes is None or peak(found) <= budget_bytes:
         return found
@@ -140,14 +144,15 @@ def _fastest(
     tied: bool | None,
     starts: Sequence[Assignment],
     effort: Effort,
+    fresh: bool,
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
-    begin = [*(_choice_of(a, program, ties, options) for a in starts), *_starts(program, ties, model)]
-    choice = search(model, begin, seed, effort)
+    begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
+    choice = search(model, begin, seed, effort, fresh)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -172,7 +177,8 @@ def assign_by_axes(
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
-    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work.
+    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work. Axes of which
+    a constraint speaks leave little to decide, and have their turns alone.
     """
     named = tuple(mesh.axis_names if axes is None else axes)
     open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
@@ -183,6 +189,7 @@ def assign_by_axes(
         budget: int | None,
         memo: Memo | None = None,
         decided: Sequence[str] = mesh.axis_names,
+        fresh: bool = True,
     ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
@@ -190,25 +197,30 @@ def assign_by_axes(
         mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
         keyed = mine if fixed is None else mine | _apart(fixed)
         begin = () if current is None else (current,)
-        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo)
+        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh)
 
     together = _together(constraints, open_axes)
     if len(open_axes) <= 2 or together == [tuple(open_axes)]:
         return solve_for(tuple(open_axes), None, budget_bytes, memo)
     rest = [a for a in open_axes if not any(a in block for block in together)]
-    blocks = [*together, *(tuple(rest[k : k + 2]) for k in range(0, len(rest), 2))]
+    said = {a for some in constraints.items.values() for c in some for a in c.axes}
+    left = [a for a in rest if a not in said]
+    blocks = [*together, *((a,) for a in rest if a in said), *(tuple(left[k : k + 2]) for k in range(0, len(left), 2))]
     current: Assignment | None = None
     decided = [a for a in mesh.axis_names if a not in open_axes]
     for block in blocks:  # the budget binds only once every axis has had its turn
         decided += block
         current = solve_for(block, current, None, None, decided)
     assert current is not None
-    for turn in range(rounds):
+    turns, still = open_axes * rounds, 0  # still: turns in a row that changed nothing
+    if len(blocks[-1]) == 1:  # this axis has just had its turn
+        still = 1
+        turns = turns[open_axes.index(blocks[-1][0]) + 1 :]
+    for axis in turns:
         before = current.cost_s
-        for axis in open_axes:
-            last = turn == rounds - 1 or axis == open_axes[-1]
-            current = solve_for((axis,), current, budget_bytes if last else None)
-        if current.cost_s >= before * (1 - 1e-9):
+        current = solve_for((axis,), current, None, fresh=False)
+        still = still + 1 if current.cost_s >= before * (1 - ENOUGH) else 1
+        if still >= len(open_axes):
             break
     if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
         current = solve_for(tuple(open_axes[:2]), current, budget_bytes)

@@ -14,7 +14,7 @@ import attrs
 from colofunc.dtensor.convert_pattern import pattern_s
 from colofunc.dtensor.layout import Layout, is_major, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies, follow, replicated_strategy
+from colofunc.dtensor.strategies import as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, Memo, assign_by_axes
 from colofunc.planner.constraints import Constraints, leaf_strategy
@@ -120,18 +120,23 @@ class Candidates:
                     layouts.setdefault(o, tuple(made))
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
-        mine = self._over(item, self.mesh.axis_names if fixed is not None else axes)
+        mine = self._over(item, axes, fixed)
         if fixed is None:
             return mine
         return [s for s in mine if _agrees(s, fixed, set(axes))] or [fixed]
 
-    def _over(self, item: Node | Value, axes: tuple[str, ...]) -> list[Strategy]:
+    def _over(self, item: Node | Value, free: tuple[str, ...], fixed: Strategy | None) -> list[Strategy]:
+        """Candidates over the axes that are free, and all that are not where something is fixed."""
         if isinstance(item, Value) and item.id in self.program.constants:
             return [leaf_strategy(replicated(item.shape))]  # every rank carries the program's own tensors whole
         if isinstance(item, Value):
-            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, axes)]
+            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, free, fixed and fixed.outs[0])]
         call, _ = call_of(item, self.program.values)
-        found = list(enumerate_strategies(call, self.rule(call), self.mesh, axes, _orders_matter(item, call)))
+        rule, axes, only = self.rule(call), free, ()
+        if fixed is not None:
+            axes = tuple(a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1)
+            only = as_fixed(call, rule, self.mesh, (a for a in axes if a not in free), fixed) if rule is not None else ()
+        found = list(enumerate_strategies(call, rule, self.mesh, axes, _orders_matter(item, call), only))
         extra = [s for s in self.extra_of(item) if _uses_only(s, axes)]
         made = self.reductions
         return [s for s in (*found, *extra) if _wanted(s) <= made] or [replicated_strategy(call)]
