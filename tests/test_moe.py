@@ -1,7 +1,10 @@
 """experts(axis): strategies proved, four model families with one greedy expert and two starving ones, bytes, rounds."""
 
+import importlib.util
+import sys
 from collections import Counter
 from math import ceil
+from pathlib import Path
 
 import colofunc_plugins
 import pytest
@@ -293,3 +296,17 @@ def test_a_router_that_yields_nan_is_named() -> None:
     batch["x"][:, 0] = 0.0  # inf * 0
     said = str(step.lower(state, batch).check_finite(state, batch))
     assert "nan" in said and "test_moe.py" in said and "in loss" in said
+
+
+# ---- the recipe ----
+
+
+def test_the_recipe_learns(monkeypatch, capsys) -> None:
+    pytest.importorskip("transformers")
+    found = importlib.util.spec_from_file_location("moe_zero3", Path(__file__).resolve().parents[1] / "examples" / "moe_zero3.py")
+    module = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "moe_zero3", module)
+    found.loader.exec_module(module)
+    first, last = module.main(["--steps", "31"])
+    assert last < first - 0.25
+    assert "dp: ZeRO-3 (zero(3, dp)) · ep: expert parallel (experts(ep))" in capsys.readouterr().out
