@@ -206,6 +206,16 @@ def test_batch_norm_is_refused_by_name():
         cf.accumulate(step, 2).lower(state, batch)
 
 
+def test_batch_norm_over_sharded_rows_is_refused_by_its_own_name():
+    """The first thing that microbatches cannot follow is a collective in its local code."""
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double().train()
+    opt = cf.adapt(torch.optim.AdamW, lr=0.1)
+    step, state = cf.train_step(cf.functional(module), opt, loss=lambda out, batch: out.square().mean(), inputs=lambda x: ((x,), {}))
+    zero = pytest.importorskip("colofunc_plugins").zero
+    with pytest.raises(PlanError, match=r"batch_norm.* in '1' .*mixes the samples of the batch, so 2 microbatches"):
+        cf.accumulate(cf.shard(step, MESHES["dp"], zero(3, "dp")), 2).lower(state, torch.randn(8, 6, dtype=torch.float64))
+
+
 def test_contrastive_loss_is_refused_both_ways():
     w, x = torch.randn(4, 3), torch.randn(8, 4)
     with pytest.raises(PlanError, match=r"mixes the samples of the batch, so 2 microbatches"):
@@ -465,6 +475,22 @@ def test_every_reduction_of_a_loss_with_ignored_labels_runs_in_one_loop(reductio
 
 # ---- any program ----
 
+def test_few_rows_stay_where_they_are():
+    """Six microbatches of one row a rank: a plan that moves rows between dp and tp is made again with rows on one of them."""
+    torch.manual_seed(0)
+
+    def step(w, batch):
+        def loss_of(w):
+            h = torch.tanh(batch["x"] @ w).cumsum(1)
+            return (h.sum(1) * batch["i"]).sum() / batch["i"].sum()
+
+        loss, grad = cf.value_and_grad(loss_of)(w)
+        return w - grad, loss
+
+    batch = {"x": torch.randn(12, 6, dtype=torch.float64), "i": torch.randint(1, 6, (12,))}
+    cf.testing.check(cf.accumulate(cf.shard(step, MESHES["dp tp"]), 6), torch.randn(6, 6, dtype=torch.float64), batch)
+
+
 # Layers of (b, 6) -> (b, 6) that do not mix rows; `t` is a table of the state, `i` the batch's own integers.
 LAYERS = {
     "linear": lambda h, w, t, i: torch.tanh(h @ w),
@@ -494,7 +520,7 @@ LOSSES = {
     st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=4),
     st.sampled_from(sorted(LOSSES)),
     st.sampled_from([2, 3, 4, 6]),
-    st.sampled_from(["one", "dp"]),
+    st.sampled_from(["one", "dp", "dp tp"]),
 )
 def test_any_program_gives_the_numbers_of_the_whole_batch(layers, loss, microbatches, mesh):
     torch.manual_seed(0)
@@ -512,6 +538,6 @@ def test_any_program_gives_the_numbers_of_the_whole_batch(layers, loss, microbat
         (value, h), grads = cf.value_and_grad(loss_of, has_aux=True)(state)
         return {k: v - 0.01 * grads[k] for k, v in state.items()}, value, h
 
-    if mesh == "dp" and microbatches == 4:
+    if mesh != "one" and microbatches == 4:
         microbatches = 3  # of the six rows that a rank has
     cf.testing.check(cf.accumulate(cf.shard(step, MESHES[mesh]), microbatches), state, batch)

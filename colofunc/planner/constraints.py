@@ -8,6 +8,7 @@ no operands and one result, so one kind of test serves both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import TypeVar
 
 import attrs
 
@@ -16,6 +17,8 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.planner.classes import item_of
 from colofunc.program.ir import Program, Value
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -43,6 +46,14 @@ class Constraint:
         if not mine or self.partly is None:
             return None
         return Constraint((self.key, "on", mine), self.partly(mine), self.says, (), mine)
+
+
+class NotSo(PlanError):
+    """A pass cannot carry out what was decided, but may what is decided under `more`, constraints of the global program."""
+
+    def __init__(self, text: str, more: Callable[[Program], Constraints]) -> None:
+        super().__init__(text)
+        self.more = more
 
 
 @attrs.frozen
@@ -123,3 +134,14 @@ def _describe(program: Program, item: int) -> str:
     where = f" in {thing.path!r}" if thing.path else ""
     shapes = ", ".join(str(program.values[r].shape) for r in thing.refs)
     return f"{thing.target}{where} on {shapes}" + (f" ({thing.line})" if thing.line else "")
+
+
+def retried(plan: Callable[[Constraints], T], constraints: Constraints, program: Program) -> T:
+    """`plan(constraints)`, once more under further constraints where a pass asks for them."""
+    try:
+        return plan(constraints)
+    except NotSo as refused:
+        try:
+            return plan(constraints | refused.more(program))
+        except PlanError:
+            raise PlanError(str(refused)) from None

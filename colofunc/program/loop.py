@@ -55,7 +55,7 @@ def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: b
             return _folded(program, plan, axis, trips)
         estimates = [k for k in culprits if _kind(program.nodes[k]) == "all_reduce"]
         if mixing != "per-microbatch" or not estimates:
-            raise PlanError(_mixes(program.nodes[culprits[0]], trips, mixing))
+            raise _mixes(program.nodes[culprits[0]], trips, mixing)
         program = _estimated(program, set(estimates), axis, trips, first=not estimated)
         estimated = True
 
@@ -112,19 +112,23 @@ def _over(node: Node, axis: str) -> bool:
     return kind not in ("", "rearrange", "wait", "loop") and tuple(node.args[1]) == (axis,)
 
 
-def _mixes(node: Node, trips: int, mixing: str) -> str:
+class RowsMove(PlanError):
+    """The plan moves rows of the batch between ranks where microbatches cannot follow; another plan may not."""
+
+
+def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
     who = node.note.split(" needs ")[0].split(": ")[-1] if " needs " in node.note else node.note.split(" {")[0]
     where = f" in {node.path!r}" if node.path else ""
     line = f" ({node.line})" if node.line else ""
     if who.removeprefix("colofunc.") in WIRE | LOCAL:
-        return (
+        return RowsMove(
             f"the plan moves rows of the batch between ranks ({who.removeprefix('colofunc.')}{where}{line}), which {trips} microbatches "
             f"of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in in_specs"
         )
     said = f"{who.removeprefix('aten.').removeprefix('colofunc.')}{where}{line} mixes the samples of the batch"
     if mixing == "per-microbatch":
-        return f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step"
-    return (
+        return PlanError(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
+    return PlanError(
         f"{said}, so {trips} microbatches cannot be computed one after another; "
         f'write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or drop cf.accumulate'
     )

@@ -165,7 +165,7 @@ class _Build:
             self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
             return
         maker = node or self.makers.get(old) or Node("", (), (), ())
-        who = f"{node.target} needs {over.text()}" if node is not None else "an output"
+        who = f"{_user_of(node)} needs {over.text()}" if node is not None else "an output"
         for move in conversion(have, over, self.mesh, like.dtype.itemsize).moves:
             out = self.new(like, None, move.local_shape)
             rise = int(move.target in ("all_reduce", "all_gather"))
@@ -364,6 +364,12 @@ class _Build:
             if members == frozenset(pending):
                 return build(call, rule, {}, [(axis, index, how)])
         return None
+
+
+def _user_of(node: Node) -> str:
+    """The operator that a node belongs to: a collective in the local code of one says whose in its note."""
+    inside = kind_of(node) is not None and node.note and " -> " not in node.note
+    return node.note.split(" ", maxsplit=1)[0] if inside else node.target
 
 
 def _only_own(call: Call) -> bool:

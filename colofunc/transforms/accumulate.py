@@ -20,20 +20,21 @@ names the operator. With mixing="per-microbatch" such a statistic is the microba
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import NONE, Constraint, Constraints
+from colofunc.planner.constraints import NONE, Constraint, Constraints, NotSo
 from colofunc.plugins import Registry
 from colofunc.program.coalesce import reduces_early
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program, Value
-from colofunc.program.loop import MIXING, fold
+from colofunc.program.loop import MIXING, RowsMove, fold
 from colofunc.program.memory import memory
 from colofunc.program.time import Rules, lies_over_time, over_time
 from colofunc.program.trace import Traced, record_local
@@ -73,7 +74,8 @@ def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Trace
         return lambda program, mesh: program
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
-    return partial(_accumulated, leaves, microbatches, mixing, rules)
+    pinned = partial(_rows_on, leaves, microbatches, rules)
+    return partial(_accumulated, leaves, microbatches, mixing, rules, pinned)
 
 
 def _constraints(
@@ -83,23 +85,46 @@ def _constraints(
     if microbatches == 1:
         return NONE
     leaves = _leaves(_argument(traced, batch), traced)
-    ids = [i for i in program.inputs if leaves.get(program.values[i].name) == program.values[i].shape]
-    for id in ids:
-        _check_divides(program.values[id], microbatches)
-    rows = program.values[ids[0]].shape[0]
-    lies = lies_over_time(program, ids, microbatches, "time", Rules(registry.rule, registry.extra_strategies, record_local))
+    rules = Rules(registry.rule, registry.extra_strategies, record_local)
+    rows, places_of = _places(leaves, microbatches, rules, program)
+    says = f"{microbatches} microbatches, which have to divide the rows that a rank has"
     items = {}
-    for item, (ins, outs) in enumerate([((), (i,)) for i in program.inputs] + [(node.refs, node.outs) for node in program.nodes]):
-        places = tuple(None if i is None else _rows_at(lies.get(i)) for i in (*ins, *outs))
-        if any(places):
-            says = f"{microbatches} microbatches, which have to divide the rows that a rank has"
-            accepts = partial(_divides, microbatches, rows, places)
-            items[item] = (Constraint(("microbatches", microbatches, places), accepts, says),)
+    for item, places in places_of.items():
+        items[item] = (Constraint(("microbatches", microbatches, places), partial(_divides, microbatches, rows, places), says),)
     return Constraints(items)
 
 
-def _rows_at(over: Layout | None) -> tuple[int, int] | None:
-    """(dim, size of what stands before) of the rows of the batch in a value, by where time lies in it."""
+def _rows_on(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program) -> Constraints:
+    """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks."""
+    rows, places_of = _places(leaves, microbatches, rules, program)
+    says = f"rows of {microbatches} microbatches stay on {', '.join(sorted(axes)) or 'no axis'}"
+    items = {}
+    for item, places in places_of.items():
+        items[item] = (Constraint(("rows on", axes, places), partial(_stay, rows, places, axes), says),)
+    return Constraints(items)
+
+
+Place = tuple[int, int]  # (dim, size of what stands before) of the rows of the batch in a value
+
+
+def _places(
+    leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program
+) -> tuple[int, dict[int, tuple[Place | None, ...]]]:
+    """How many rows the batch has, and per item (input or node) of a global program where they are in operands and results."""
+    ids = [i for i in program.inputs if leaves.get(program.values[i].name) == program.values[i].shape]
+    for id in ids:
+        _check_divides(program.values[id], microbatches)
+    lies = lies_over_time(program, ids, microbatches, "time", rules)
+    found = {}
+    for item, (ins, outs) in enumerate([((), (i,)) for i in program.inputs] + [(node.refs, node.outs) for node in program.nodes]):
+        places = tuple(None if i is None else _rows_at(lies.get(i)) for i in (*ins, *outs))
+        if any(places):
+            found[item] = places
+    return program.values[ids[0]].shape[0], found
+
+
+def _rows_at(over: Layout | None) -> Place | None:
+    """Where the rows of the batch are in a value, by where time lies in it."""
     for d, dim in enumerate(over.dims if over is not None else ()):
         before = 1
         for size, owner in dim:
@@ -109,22 +134,30 @@ def _rows_at(over: Layout | None) -> tuple[int, int] | None:
     return None
 
 
-def _divides(microbatches: int, rows: int, places: tuple[tuple[int, int] | None, ...], strategy: Strategy) -> bool:
-    """Whether the rows that a rank has under a strategy come in equal microbatches, in every operand and result."""
+def _row_axes(rows: int, places: tuple[Place | None, ...], strategy: Strategy) -> Iterator[list[tuple[int, str]]]:
+    """Per operand and result that has them: (ways, mesh axis) that split the rows."""
     for place, layout in zip(places, (*strategy.ins, *strategy.outs), strict=True):
         if place is None or layout is None:
             continue
         d, before = place
-        held, skipped, ways = rows, 1, 1
+        held, skipped, found = rows, 1, []
         for size, axis in layout.dims[d]:
             if skipped < before:
                 skipped *= size
             elif held > 1:
-                ways *= min(size, held) if axis is not None else 1
+                found += [(min(size, held), axis)] if axis is not None else []
                 held //= min(size, held)
-        if rows % ways or rows // ways % microbatches:
-            return False
-    return True
+        yield found
+
+
+def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], strategy: Strategy) -> bool:
+    """Whether the rows that a rank has under a strategy come in equal microbatches, in every operand and result."""
+    every = (prod(n for n, _ in found) for found in _row_axes(rows, places, strategy))
+    return not any(rows % ways or rows // ways % microbatches for ways in every)
+
+
+def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], strategy: Strategy) -> bool:
+    return all(axis in axes for found in _row_axes(rows, places, strategy) for _, axis in found)
 
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
@@ -153,7 +186,10 @@ def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if shape[0] == most}
 
 
-def _accumulated(leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules, program: Program, mesh: Mesh) -> Program:
+def _accumulated(
+    leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules,
+    pinned: Callable[[frozenset[str], Program], Constraints], program: Program, mesh: Mesh,
+) -> Program:  # fmt: skip
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
@@ -169,7 +205,12 @@ def _accumulated(leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: 
             made = make(minor=True)
             minor = True
         except PlanError:
-            raise error from None
+            if not isinstance(error, RowsMove):
+                raise error from None
+            # Rows are few, and move between ranks.
+            here = Counter(layout.dims[0] for i in program.inputs if i in split and (layout := program.values[i].layout) is not None)
+            axes = frozenset(axis for _, axis in here.most_common(1)[0][0] if axis is not None) if here else frozenset()
+            raise NotSo(str(error), partial(pinned, axes)) from None
     if mesh.size == 1 or budget is None or _peak_bytes(made) <= budget:
         return made
     lean = make(minor=minor, lean=True)

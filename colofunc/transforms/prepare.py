@@ -25,7 +25,8 @@ from colofunc.executors.backend import held
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import Constraint, Constraints
+from colofunc.planner.assign import Memo
+from colofunc.planner.constraints import Constraint, Constraints, retried
 from colofunc.planner.plan import Plan
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.buckets import buckets
@@ -90,7 +91,12 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
     finish = partial(_lowered, program, mesh, temporaries=temporaries, passes=passes, chunks=constraints.chunks)
-    plan_it = partial(_within, program, mesh, candidates, constraints, named, budget, axes, finish, parts, count)
+
+    def plan_under(some: Constraints) -> tuple[Decided, Program]:
+        candidates.memo = Memo()
+        return _within(program, mesh, candidates, some, named, budget, axes, finish, parts, count)
+
+    plan_it = partial(retried, plan_under, constraints, program)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, mesh, candidates, constraints)
