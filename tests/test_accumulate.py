@@ -342,6 +342,24 @@ def test_half_precision_is_accumulated_as_it_is_made():
     assert torch.bfloat16 not in kept
 
 
+@pytest.mark.parametrize("mesh", ["one", "dp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_accumulators_are_no_narrower_than_float32(dtype, mesh):
+    """512 gradients of 1: a bfloat16 sum ends at 256, where one more is rounded away; a float16 one of 4096 at 2048."""
+    rows = 4096 if dtype == torch.float16 else 512
+
+    def step(w, x):
+        _, grad = cf.value_and_grad(lambda w: (x * w).sum(0).sum())(w)
+        return w + grad
+
+    specs = (None, "(dp b) i") if mesh == "dp" else None
+    staged = cf.accumulate(cf.shard(step, MESHES[mesh], in_specs=specs), rows // 2)
+    w, x = torch.zeros(3, dtype=dtype), torch.ones(rows, 3, dtype=dtype)
+    kept = {loop.body.values[o].dtype for loop in loops(staged.lower(w, x).program) for o in loop.body.outputs}
+    got = staged(w, x).full()
+    assert kept == {torch.float32} and got.dtype == dtype and got.tolist() == [rows] * 3
+
+
 def test_one_microbatch_is_the_step_itself():
     step, state, batch = programs.mlp()
     assert cf.accumulate(step, 1).lower(state, batch).text() == cf.shard(step, cf.Mesh()).lower(state, batch).text()

@@ -14,6 +14,9 @@ or whole. Conversions are an accumulation (pending -> whole), a stack (split -> 
 each node takes its operands as they lie wherever a strategy allows. Strategies that need fewer accumulations before
 them come first; among those, fewer conversions.
 
+Note [Accumulators]. What is summed over microbatches is summed at least in float32: a bfloat16 sum of 256 ones stays at 256,
+however many more are added. The sum is rounded once, behind the loop.
+
 Whole values that are wanted split are computed split from the start where that is cheap (masks, expanded gradients), so
 that nothing of the size of the batch is made only to be sliced.
 """
@@ -166,8 +169,11 @@ class _Build:
             return
         maker = node or self.makers.get(old) or Node("", (), (), ())
         who = f"{_user_of(node)} needs {over.text()}" if node is not None else "an output"
+        wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
+        if wide:  # see Note [Accumulators]
+            current = self._cast(current, torch.float32, maker)
         for move in conversion(have, over, self.mesh, like.dtype.itemsize).moves:
-            out = self.new(like, None, move.local_shape)
+            out = self.new(attrs.evolve(like, dtype=self.values[current].dtype), None, move.local_shape)
             rise = int(move.target in ("all_reduce", "all_gather"))
             made = Node(
                 f"colofunc.{move.target}", (Ref(current), *move.args), (), (out,), maker.phase, maker.path, maker.line,
@@ -175,8 +181,18 @@ class _Build:
             )  # fmt: skip
             self.emit(made, (out,), rise)
             current = out
+        if wide:
+            current = self._cast(current, like.dtype, maker)
         self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
         self.copies[old][over] = current
+
+    def _cast(self, id: int, dtype: torch.dtype, maker: Node) -> int:
+        """The new value in another dtype."""
+        value = self.values[id]
+        out = self.new(attrs.evolve(value, dtype=dtype), value.layout, value.shape)
+        where = (maker.phase, maker.path, maker.line, f"accumulated in {torch.float32}")
+        self.emit(Node("aten._to_copy.default", (Ref(id),), (("dtype", dtype),), (out,), *where), (out,))
+        return out
 
     def _at_source(self, old: int, over: Layout) -> int | None:
         """The value computed split, from operands that are split or sliced, where its operator is cheap to run in parts."""
