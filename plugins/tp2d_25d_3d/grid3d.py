@@ -42,7 +42,11 @@ class Cube:
     @property
     def lies(self) -> Lies:
         """Where the axes lie in X, W, Y and the bias."""
-        x, y, z = self.x, self.y, self.z
+        return self.layer(self.z)
+
+    def layer(self, z: str) -> Lies:
+        """The same with z, or without it ("")."""
+        x, y = self.x, self.y
         return {"x": {"b": f"{z} {y}", "i": x}, "w": {"i": f"{x} {z}", "o": y}, "y": {"b": f"{z} {x}", "o": y}, "bias": {"o": y}}
 
     def words(self, stripes: int) -> Words:
@@ -51,33 +55,40 @@ class Cube:
         return (self.x, "3d inputs"), (self.y, outputs), (self.z, "3d rows")
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-        """The cube's strategies for a call."""
+        """The cube's strategies for a call, and those of one layer of it, for a planner that has not come to z."""
         for n in STRIPES:
-            yield from patterns(call, mesh, n, self.lies, self.words(n), partial(self.cost, call, mesh), self.local, sort=False)
+            words = self.words(n)
+            yield from patterns(call, mesh, n, self.lies, words, partial(self.cost, call, mesh, False), partial(self.local, False))
+            cost, local = partial(self.cost, call, mesh, True), partial(self.local, True)
+            yield from patterns(call, mesh, n, self.layer(""), words[:2], cost, local, hidden=(self.z,))
 
-    def cost(self, call: Any, mesh: cf.Mesh, form: Form, way: cf.Strategy) -> tuple[float, int]:
+    def along(self, flat: bool) -> dict[str, str]:
+        """The axis along which each matrix is stored split, and whole in the product."""
+        return {"x": self.y, "y": self.x} if flat else {"x": self.y, "w": self.z, "y": self.x}
+
+    def cost(self, call: Any, mesh: cf.Mesh, flat: bool, form: Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of what is gathered and of the terms of the result)."""
         seconds, peak = 0.0, 0
-        for name, axis in (("x", self.y), ("w", self.z), ("y", self.x)):
+        for name, axis in self.along(flat).items():
             nbytes = parts(form, way, call)[name] * mesh.axis_size(axis)
             seconds += mesh.collective_s("reduce_scatter" if name == NAMES[form.out] else "all_gather", nbytes, (axis,))
             peak += nbytes
         return seconds, peak
 
-    def local(self, form: Form, way: cf.Strategy) -> Callable[..., T]:
+    def local(self, flat: bool, form: Form, way: cf.Strategy) -> Callable[..., T]:
         """The local code of one strategy."""
         shape = way.outs[0].local_shape
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
             given = form.matrices(shards)
-            along = {"x": self.y, "w": self.z, "y": self.x}
-            whole = {name: _gathered(given[name], axis, mesh) for name, axis in along.items() if name in given}
+            along = self.along(flat)
+            whole = {name: _gathered(m, along[name], mesh) if name in along else m for name, m in given.items() if name != "bias"}
             if "y" not in given:
                 y = _scattered(torch.mm(whole["x"], whole["w"]), self.x, mesh)
                 return form.given(y if "bias" not in given else y + given["bias"], shape)
             if "w" in given:
                 return form.given(_scattered(torch.mm(whole["y"], whole["w"].t()), self.y, mesh), shape)
-            return form.given(_scattered(torch.mm(whole["x"].t(), whole["y"]), self.z, mesh), shape)
+            return form.given(_scattered(torch.mm(whole["x"].t(), whole["y"]), along.get("w"), mesh), shape)
 
         return local
 
@@ -87,6 +98,8 @@ def _gathered(m: T, axis: str, mesh: cf.Mesh) -> T:
     return cf.collectives.all_gather(m.contiguous(), (axis,), mesh).flatten(0, 1)
 
 
-def _scattered(m: T, axis: str, mesh: cf.Mesh) -> T:
-    """The sum of all members' terms, each rank its rows: (n rows, columns) -> (rows, columns)."""
+def _scattered(m: T, axis: str | None, mesh: cf.Mesh) -> T:
+    """The sum of all members' terms, each rank its rows: (n rows, columns) -> (rows, columns). axis None: it is the only one."""
+    if axis is None:
+        return m
     return cf.collectives.reduce_scatter(m.unflatten(0, (mesh.axis_size(axis), -1)), (axis,), mesh)

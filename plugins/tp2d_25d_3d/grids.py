@@ -94,22 +94,27 @@ Local = Callable[[Form, cf.Strategy], Callable[..., torch.Tensor]]
 
 
 def patterns(
-    call: Any, mesh: cf.Mesh, stripes: int, lies: Lies, words: Words, cost: Cost, local: Local, sort: bool
-) -> Iterator[cf.Strategy]:
+    call: Any, mesh: cf.Mesh, stripes: int, lies: Lies, words: Words, cost: Cost, local: Local,
+    *, depth: Words = (), hidden: tuple[str, ...] = (), sort: bool = False,
+) -> Iterator[cf.Strategy]:  # fmt: skip
     """The strategies of one pattern, for every form of the call, with the mesh's other axes on b or nowhere.
 
-    `sort`: the axes on b stand in the mesh's order (the pattern does not care); otherwise other axes stand before its own.
+    `depth`: axes that lie on b as others may, but always. `hidden`: axes that are left out. `sort`: the axes on b stand in
+    the mesh's order (the pattern does not care); otherwise other axes stand before its own.
     """
-    words = tuple((axis, word) for axis, word in words if mesh.axis_size(axis) > 1)
+    words, depth = (tuple((axis, word) for axis, word in some if mesh.axis_size(axis) > 1) for some in (words, depth))
     for form in forms(call):
         ins, outs = [form.own(text, lies, stripes) for text in form.ins], [form.own(form.out, lies, stripes)]
-        for way in cf.ways(call, mesh, ins, outs):
-            if any(f not in form.batch for _, f in way.axes) or any(lay.pending for lay in way.ins):
+        for way in cf.ways(call, mesh, ins, outs, open=[a for a in mesh.axis_names if a not in hidden]):
+            others = dict(way.axes)
+            if not set(others.values()) <= form.batch or any(lay.pending for lay in way.ins):
+                continue
+            if any(others.pop(axis, None) != form.factors["b"] for axis, _ in depth):
                 continue
             if sort:
                 into, out = (tuple(in_order(lay, mesh) for lay in some) for some in (way.ins, way.outs))
                 way = attrs.evolve(way, ins=into, outs=out)
-            axes = (*words, *way.axes)
+            axes = (*words, *depth, *others.items())
             seconds, peak = cost(form, way)
             yield attrs.evolve(
                 way,

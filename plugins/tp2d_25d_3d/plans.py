@@ -58,8 +58,8 @@ class Gridded:
         if self.mode == "3d":
             z, x, y = mesh.atoms(self.axes)
             return Cube(x, y, z), Cube(y, x, z)
-        x, y = mesh.atoms(self.axes)[:2]
-        return (Grid(x, y, mesh.axis_size(x), mesh.axis_size(y)),)
+        x, y, *depth = mesh.atoms(self.axes)
+        return (Grid(x, y, mesh.axis_size(x), mesh.axis_size(y), *depth),)
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         self._check(mesh)
@@ -73,11 +73,12 @@ class Gridded:
             if product.bias is not None:
                 specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
             target = program.nodes[product.index].target
-            want = "{" + ", ".join(f"{axis}: {word}" for axis, word in grid.words(stripes)) + "}"
-            for phase, targets in (("forward", (target,)), ("backward", BACKWARD.get(target, ("aten.mm.default",)))):
-                found.append(
-                    cf.Wish(product.path, want, source=self.name, targets=targets, phases=(phase,), along=True, optional=phase != "forward")
-                )
+            words = grid.words(stripes)
+            for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
+                want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
+                for phase, targets in (("forward", (target,)), ("backward", BACKWARD.get(target, ("aten.mm.default",)))):
+                    rest = dict(source=self.name, targets=targets, phases=(phase,), along=True, optional=phase != "forward")
+                    found += [cf.Wish(product.path, want, **rest)] if some else []
         if not specs:
             sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
             raise cf.PlanError(
@@ -93,7 +94,7 @@ class Gridded:
     def _check(self, mesh: cf.Mesh) -> None:
         atoms, has = mesh.atoms(self.axes), tuple(map(mesh.axis_size, self.axes))
         if len(atoms) != len(self.axes):
-            raise cf.PlanError(f"{self.name}: a view among {', '.join(self.axes)} stands for several axes ({', '.join(atoms)}); name single axes")
+            raise cf.PlanError(f"{self.name}: a view stands for several axes, {', '.join(atoms)} in all; name single axes")
         for axis, said, size in zip(self.axes, self.sizes or has, has, strict=True):
             if said != size:
                 raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")

@@ -35,12 +35,13 @@ T = torch.Tensor
 
 @attrs.frozen
 class Grid:
-    """rows by columns ranks: rows of activations on axis `x`, columns on `y`."""
+    """rows by columns ranks: rows of activations on axis `x`, columns on `y`; more of the rows on `depth`."""
 
     x: str
     y: str
     rows: int
     columns: int
+    depth: str | None = None
 
     @property
     def lies(self) -> Lies:
@@ -49,12 +50,16 @@ class Grid:
 
     def words(self, stripes: int) -> Words:
         """What a wish calls the pattern."""
-        return (self.x, "summa rows"), (self.y, "summa columns" + (f" in {stripes}" if stripes > 1 else ""))
+        depth = () if self.depth is None else ((self.depth, "summa depth"),)
+        return (self.x, "summa rows"), (self.y, "summa columns" + (f" in {stripes}" if stripes > 1 else "")), *depth
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-        """SUMMA for a call on this grid."""
+        """SUMMA for a call on this grid, and without its depth, for a planner that has not come to that axis."""
         for n in STRIPES:
-            yield from patterns(call, mesh, n, self.lies, self.words(n), partial(self.cost, call, mesh), self.local, sort=True)
+            cost, words = partial(self.cost, call, mesh), self.words(n)
+            yield from patterns(call, mesh, n, self.lies, words[:2], cost, self.local, depth=words[2:], sort=True)
+            if self.depth is not None:
+                yield from patterns(call, mesh, n, self.lies, words[:2], cost, self.local, hidden=(self.depth,), sort=True)
 
     @property
     def blocks(self) -> int:
