@@ -28,6 +28,7 @@ from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.follow import beside, follow
+from colofunc.planner.gradients import worked_on
 from colofunc.planner.plan import matches, parse_axes
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
@@ -45,12 +46,12 @@ class Wish:
     tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
-    source are followed together, and so is what an operator gives under the pattern of a plugin that is wished for it.
-    `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
+    source are followed together, and what an operator gives under the pattern of a plugin that is wished for it is followed too. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
     phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
     ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
-    (True: less memory, more on the wire) or once; None: as memory asks. The words in "{axis: word}" are factors of the
+    (True: less memory, more on the wire) or once; None: as memory asks. The role "grad" means what the update
+    makes of gradients elementwise. The words in "{axis: word}" are factors of the
     operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
     in split comes out split, and a wish of its own says how they work (see `follow`).
     """
@@ -147,7 +148,7 @@ def constraints_of(
     items: dict[int, list[Constraint]] = {}
     said: dict[int, list[tuple[Wish, Where]]] = {}
     seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
-    held: dict[str, dict[int, list[Wish]]] = {}  # source -> index of a node -> wishes for its pattern, which is followed
+    held: dict[str, dict[int, tuple[Wish, tuple[Strategy, ...]]]] = {}  # source -> index of a node -> patterns to follow
     regather: dict[int, bool] = {}
     chunks: dict[int, int | str] = {}
     scatter: dict[int, bool] = {}
@@ -160,7 +161,8 @@ def constraints_of(
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
             if wish.along and wish.on_operator:
-                held.setdefault(wish.source, {}).setdefault(item - len(program.inputs), []).append(wish)
+                index = item - len(program.inputs)
+                held.setdefault(wish.source, {})[index] = wish, _patterns(wish, extra_of(program.nodes[index]), mesh)
             elif wish.along:
                 seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
@@ -175,9 +177,7 @@ def constraints_of(
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
     for source in dict.fromkeys((*seeds, *held)):
-        patterns = {k: _patterns(some, extra_of(program.nodes[k]), mesh) for k, some in held.get(source, {}).items()}
-        first = next(wish for wish, _ in seeds[source].values()) if source in seeds else next(iter(held[source].values()))[0]
-        for item, wish, where, constraint in _along(first, seeds.get(source, {}), patterns, program, mesh, rule_of):
+        for item, wish, where, constraint in _along(source, seeds.get(source, {}), held.get(source, {}), program, mesh, rule_of):
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
@@ -220,13 +220,16 @@ def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, 
     hits = [(k, program.values[i]) for k, i in enumerate(program.inputs) if wish.meets(program.values[i].name)]
     roles = wish.roles or PARAMETERS
     chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
+    if "grad" in roles:
+        chosen += [(len(program.inputs) + index, grad) for index, grad in worked_on(program, wish.meets)]
     for k, value in chosen:
         layouts = _bounds(wish, value, mesh)
         axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
         axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
         wheres = [places(layout, axes) for layout in layouts]
         where = {a: frozenset(w[a] for w in wheres) if len(wheres) > 1 else wheres[0][a] for a in axes}
-        yield k, where, _any_of([_leaf_constraint(wish, layout, axes, mesh) for layout in layouts])
+        constraint = _any_of([_leaf_constraint(wish, layout, axes, mesh) for layout in layouts])
+        yield k, where, constraint if k < len(program.inputs) else attrs.evolve(constraint, offers=())
 
 
 def _any_of(some: Sequence[Constraint]) -> Constraint:
@@ -365,12 +368,9 @@ def _casts(program: Program, item: int) -> list[int]:
     return [n + k for k, node in enumerate(program.nodes) if node.refs == (id,) and node.target.startswith("aten._to_copy")]
 
 
-def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
-    """The strategies of plugins that wishes for one operator name together, without any other axis."""
-    wants: list[dict[str, str]] = [{}]
-    for wish in wishes:
-        some = wish.want if isinstance(wish.want, tuple) else (wish.want,)
-        wants = [want | dict(parse_axes(str(more))) for want in wants for more in some]
+def _patterns(wish: Wish, extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
+    """The strategies of plugins that a wish names, without any other axis."""
+    wants = [dict(parse_axes(str(want))) for want in (wish.want if isinstance(wish.want, tuple) else (wish.want,))]
     wants = [{a: word for a, word in want.items() if mesh.axis_size(a) > 1} for want in wants]
     return tuple(s for s in extra if dict(s.axes) in wants)
 
@@ -379,18 +379,16 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 
 
 def _along(
-    wish: Wish,
+    source: str,
     seeds: Mapping[int, tuple[Wish, Layout]],
-    held: Mapping[int, tuple[Strategy, ...]],
+    held: Mapping[int, tuple[Wish, tuple[Strategy, ...]]],
     program: Program,
     mesh: Mesh,
     rule_of: Callable[[Node], Rule | None],
 ) -> Iterator[tuple[int, Wish, Where, Constraint]]:
-    """Constraints on every operator that leaves and patterns of one source reach: held where it works, offered where it passes on.
-
-    `wish`: one of them, which says what holds for all.
-    """
-    patterns = {index: some for index, some in held.items() if some}
+    """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
+    wish = next(wish for wish, _ in (*seeds.values(), *held.values()))
+    patterns = {index: some for index, (_, some) in held.items() if some}
     starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
     followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
     mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
@@ -400,7 +398,7 @@ def _along(
         rule = rule_of(program.nodes[index])
         odd = strategy.local is not None or any(lay is not None and not is_major(lay) for lay in (*strategy.ins, *strategy.outs))
         offers = beside(call_of(program.nodes[index], program.values)[0], rule, strategy, mesh) if odd else ()
-        key = ("along", wish.source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
+        key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
         if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
             partly = None if odd else partial(_like, strategy)

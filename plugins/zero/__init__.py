@@ -103,6 +103,9 @@ class Zero:
             mine = value.role in ("param", "frozen")
             again = False if mine and self.stage < 3 else self.regather if mine else None
             chunk = self.chunk if mine else None
+            if value.role == "param":
+                lies = places(value.shape, (moments, stored), mesh, alone, pad=False)
+                found.append(cf.Wish(f"grad.{value.name}", lies, axes, ("grad",), self.name, optional=True))
             # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
             each = True if mine and (self.stage == 2 or self.regather) else None
             found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk, scatter=each))
@@ -139,7 +142,7 @@ def _narrows(node: Any, values: Any) -> bool:
     return node.target == "aten._to_copy.default" and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize
 
 
-def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
+def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool, pad: bool = True) -> Any:
     """Where a tensor may be stored: on a dim that the ranks divide, for the first of `ways` for which there is one.
 
     `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there decides.
@@ -150,7 +153,7 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
         specs = tuple(_spec(shape, d, axes) for d in dims)
         if specs:
             return specs[0] if alone or len(specs) == 1 else specs
-    if ways and prod(shape) > SMALL:
+    if ways and prod(shape) > SMALL and pad:
         longest = max(range(len(shape)), key=lambda d: shape[d])
         return _spec(shape, longest, ways[-1], "~")
     return " ".join(f"d{d}" for d in range(len(shape)))
