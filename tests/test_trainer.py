@@ -1,5 +1,6 @@
 """Hugging Face's Trainer on a staged step: the numbers of the plain Trainer, on simulated meshes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,72 @@ def test_a_configured_chain(tmp_path: Path) -> None:
         theirs = trainer(tmp_path, None, max_steps=2)
         mine.train(), theirs.train()
     assert isinstance(mine, ColofuncTrainer) and history(mine) == pytest.approx(history(theirs), rel=1e-10)
+
+
+class Files(transformers.TrainerCallback):
+    """Which rank writes and logs."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "trainer_state.json").exists()  # on all ranks, at once
+        assert state.is_world_process_zero == (torch.distributed.get_rank() == 0) == args.should_save == args.should_log
+
+
+KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_spread", "eval_labels")
+OPTIONS = dict(eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2, max_steps=4)
+
+
+def on_a_rank(path: str) -> Any:
+    """As under torchrun, which tells accelerate of the processes."""
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with cf.testing.float64():
+        run = trainer(Path(path), DP, save_strategy="steps", save_steps=2, callbacks=[Files()], compute_metrics=spread, **OPTIONS)
+        run.train()
+        assert run.args.distributed_state.num_processes == 2 and run.args.world_size == 1
+        assert all(len(p.parts) == 1 for p in run._loop.state["params"].values())  # of this rank
+        again = trainer(Path(path) / "again", DP, compute_metrics=spread, **OPTIONS)
+        again.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    run.save_model(f"{path}/saved")
+    return history(run, KEYS), history(again, KEYS)
+
+
+@pytest.mark.dist
+def test_on_real_ranks(tmp_path: Path) -> None:
+    """Two processes: the numbers of one, on both; one of them writes; what it wrote resumes, here and in the plain Trainer."""
+    ranks = cf.launch(on_a_rank, 2, str(tmp_path))
+    with cf.testing.float64():
+        whole = trainer(tmp_path / "whole", None, compute_metrics=spread, **OPTIONS)
+        whole.train()
+        plain = trainer(tmp_path / "plain", None, compute_metrics=spread, **OPTIONS)
+        plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    want = history(whole, KEYS)
+    assert len(want) == 18
+    for found in (*ranks[0], *ranks[1], history(plain, KEYS)):
+        assert found == pytest.approx(want, rel=1e-10)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8)
+    assert type(torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)) is transformers.TrainingArguments
+
+
+def in_a_process_group(path: str) -> Any:
+    """Where accelerate knows nothing of the other process; and a mesh that is not theirs."""
+    with cf.testing.float64():
+        run = trainer(Path(path) / str(torch.distributed.get_rank()), DP, max_steps=2, save_strategy="steps", save_steps=2)
+        run.train()
+    with pytest.raises(cf.InputError) as caught:
+        trainer(Path(path), DP_TP)
+    return history(run), sorted(os.listdir(run.args.output_dir)) if os.path.exists(run.args.output_dir) else [], str(caught.value)
+
+
+@pytest.mark.dist
+def test_in_a_process_group(tmp_path: Path) -> None:
+    (mine, files, said), (other, none, _) = cf.launch(in_a_process_group, 2, str(tmp_path))
+    with cf.testing.float64():
+        whole = trainer(tmp_path, None, max_steps=2)
+        whole.train()
+    assert mine == other == pytest.approx(history(whole), rel=1e-10)
+    assert files == ["checkpoint-2"] and none == [] and "has 4 ranks, and 2 processes were started" in said
 
 
 class Peeking(transformers.TrainerCallback):

@@ -5,11 +5,13 @@ or the model's own) is traced as a function of parameters and batch; the whole u
 last batch of an accumulation, and the calls after it find nothing to do. Evaluation runs `prediction_step` on the same
 sharded parameters. Values go back to the model to be saved and at the end.
 
-`per_device_train_batch_size` is the size of the global batch: the plan splits it, not the loader.
+`per_device_train_batch_size` is the size of the global batch: the plan splits it, not the loader. Under torchrun every
+process reads the same batches, rank 0 writes and logs (see `one_process`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,27 +34,37 @@ except ImportError as error:
         'colofunc.integrations.transformers needs transformers and accelerate. Try: pip install "colofunc[hf]"'
     ) from error
 
+from colofunc.integrations.one_process import barrier, one_accelerator, one_process, real_ranks
+
 if not hasattr(Trainer, "_clip_grad_norm"):
     raise ImportError(f"ColofuncTrainer needs transformers 5 or newer, not {transformers.__version__}. Try: pip install -U transformers")
+
+
+_OPTIONS = list(inspect.signature(Trainer.__init__).parameters)[3:]  # behind self, model, args
 
 
 class ColofuncTrainer(Trainer):
     """The Trainer's loop on a staged step.
 
     mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. Everything else is the
-    Trainer's. Refused with a reason: DeepSpeed, FSDP, fp16, several processes, callbacks that want gradients.
+    Trainer's. Refused with a reason: DeepSpeed, FSDP, fp16, callbacks that want gradients.
     """
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, **kwargs: Any) -> None:
-        given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
-            _refuse(given)
+        given = kwargs.pop("args", args[1] if len(args) > 1 else None) or TrainingArguments("tmp_trainer")  # as the Trainer's own
+        _refuse(given)
         self._mesh = staging(mesh, plans, chain, Clip(), "ColofuncTrainer")[0]
+        given = one_process(given, self._mesh)
         self._staging = (mesh, plans, chain)
         self._loop: Loop | None = None
         self._norm: Tensor | None = None
         self._evaluation: dict[Any, tuple[Model, Staged]] = {}
-        super().__init__(*args, **kwargs)
+        super().__init__(*args[:1], args=given, **dict(zip(_OPTIONS, args[2:])), **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if real_ranks() > 1:
+            one_accelerator(self.accelerator)
 
     # ---- training ----
 
@@ -155,6 +167,16 @@ class ColofuncTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.sync()
         super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            barrier()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        barrier()  # whoever reads it next, reads all of it
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # that of all ranks, which walk the same loop
+            super()._save_rng_state(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._loop is not None:
@@ -200,8 +222,3 @@ def _refuse(args: TrainingArguments) -> None:
     for name, (value, why) in clashes.items():
         if value:
             raise InputError(f"TrainingArguments({name}={value!r}) clashes with ColofuncTrainer: {why}")
-    if args.world_size > 1:
-        raise InputError(
-            f"ColofuncTrainer runs in one process, not in {args.world_size}: the Trainer splits batches between processes, and so "
-            "does a mesh. Try: ColofuncStrategy of Lightning, or a loop of your own"
-        )
