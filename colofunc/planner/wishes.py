@@ -431,7 +431,7 @@ def _alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) ->
         return False
     for mine, theirs in zip(want.dims, layout.dims, strict=True):
         for axis in (a for _, a in mine if a in axes):
-            whole = prod(size for size, a in _before(mine, axis) if a not in axes)
+            whole = prod(size for size, a in _before(mine, axis) if a is None)  # axes of its own that are not decided yet do not count
             before = [(size, a) for size, a in _before(theirs, axis) if a not in axes]
             if whole not in (prod(size for size, _ in before), prod(size for size, a in before if a is None)):
                 return False
