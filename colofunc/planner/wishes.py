@@ -46,7 +46,8 @@ class Wish:
     tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
     parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
     nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
-    source are followed together, and what an operator gives under the pattern of a plugin that is wished for it is followed too. `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
+    source are followed together, and so is what an operator gives under the pattern of a plugin that is wished for it.
+    `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
     works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
     phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
     ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
@@ -148,7 +149,7 @@ def constraints_of(
     items: dict[int, list[Constraint]] = {}
     said: dict[int, list[tuple[Wish, Where]]] = {}
     seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
-    held: dict[str, dict[int, tuple[Wish, tuple[Strategy, ...]]]] = {}  # source -> index of a node -> patterns to follow
+    held: dict[str, dict[int, list[Wish]]] = {}  # source -> index of a node -> wishes for its pattern, which is followed
     regather: dict[int, bool] = {}
     chunks: dict[int, int | str] = {}
     scatter: dict[int, bool] = {}
@@ -161,8 +162,7 @@ def constraints_of(
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
             if wish.along and wish.on_operator:
-                index = item - len(program.inputs)
-                held.setdefault(wish.source, {})[index] = wish, _patterns(wish, extra_of(program.nodes[index]), mesh)
+                held.setdefault(wish.source, {}).setdefault(item - len(program.inputs), []).append(wish)
             elif wish.along:
                 seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
@@ -177,7 +177,9 @@ def constraints_of(
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
     for source in dict.fromkeys((*seeds, *held)):
-        for item, wish, where, constraint in _along(source, seeds.get(source, {}), held.get(source, {}), program, mesh, rule_of):
+        patterns = {k: _patterns(some, extra_of(program.nodes[k]), mesh) for k, some in held.get(source, {}).items()}
+        first = next(wish for wish, _ in seeds[source].values()) if source in seeds else next(iter(held[source].values()))[0]
+        for item, wish, where, constraint in _along(first, seeds.get(source, {}), patterns, program, mesh, rule_of):
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
@@ -368,9 +370,12 @@ def _casts(program: Program, item: int) -> list[int]:
     return [n + k for k, node in enumerate(program.nodes) if node.refs == (id,) and node.target.startswith("aten._to_copy")]
 
 
-def _patterns(wish: Wish, extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
-    """The strategies of plugins that a wish names, without any other axis."""
-    wants = [dict(parse_axes(str(want))) for want in (wish.want if isinstance(wish.want, tuple) else (wish.want,))]
+def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
+    """The strategies of plugins that wishes for one operator name together, without any other axis."""
+    wants: list[dict[str, str]] = [{}]
+    for wish in wishes:
+        some = wish.want if isinstance(wish.want, tuple) else (wish.want,)
+        wants = [want | dict(parse_axes(str(more))) for want in wants for more in some]
     wants = [{a: word for a, word in want.items() if mesh.axis_size(a) > 1} for want in wants]
     return tuple(s for s in extra if dict(s.axes) in wants)
 
@@ -379,16 +384,18 @@ def _patterns(wish: Wish, extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strate
 
 
 def _along(
-    source: str,
+    wish: Wish,
     seeds: Mapping[int, tuple[Wish, Layout]],
-    held: Mapping[int, tuple[Wish, tuple[Strategy, ...]]],
+    held: Mapping[int, tuple[Strategy, ...]],
     program: Program,
     mesh: Mesh,
     rule_of: Callable[[Node], Rule | None],
 ) -> Iterator[tuple[int, Wish, Where, Constraint]]:
-    """Constraints on every operator that the leaves of one source reach: held where it works, offered where it passes on."""
-    wish = next(wish for wish, _ in (*seeds.values(), *held.values()))
-    patterns = {index: some for index, (_, some) in held.items() if some}
+    """Constraints on every operator that leaves and patterns of one source reach: held where it works, offered where it passes on.
+
+    `wish`: one of them, which says what holds for all.
+    """
+    patterns = {index: some for index, some in held.items() if some}
     starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
     followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
     mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
@@ -398,7 +405,7 @@ def _along(
         rule = rule_of(program.nodes[index])
         odd = strategy.local is not None or any(lay is not None and not is_major(lay) for lay in (*strategy.ins, *strategy.outs))
         offers = beside(call_of(program.nodes[index], program.values)[0], rule, strategy, mesh) if odd else ()
-        key = ("along", source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
+        key = ("along", wish.source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
         if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
             partly = None if odd else partial(_like, strategy)
