@@ -28,6 +28,7 @@ from colofunc.planner.plan import Plan, matches, parse_axes
 from colofunc.planner.wishes import Wish, constraints_of, wishes_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
+from colofunc.testing import models, programs
 
 MESH = Mesh(dp=2, tp=2, topology="8xa100-80g")
 
@@ -187,6 +188,33 @@ WORK = dict.fromkeys(("batch", "sequence", "column", "row", "heads", "whole"), 0
 )
 def test_words(work: dict, params: float, grads: float, states: float, stream: bool, expected: str) -> None:
     assert words(Shares({**WORK, **work}, params, grads, states, False, stream)) == expected
+
+
+@pytest.mark.parametrize(
+    ("attention", "products", "work", "expected"),
+    [
+        ("g", "b1", {"sequence": 0.6, "heads": 0.4}, "Ulysses"),
+        ("r", "b1", {"sequence": 0.3, "heads": 0.7}, "Ulysses"),
+        ("s", "b1", {"sequence": 1.0}, "context parallel (gathered keys)"),
+        ("ring", "b1", {"sequence": 1.0}, "context parallel (ring)"),
+        ("g", "o", {"column": 0.3, "row": 0.3, "heads": 0.4}, "Megatron column/row"),
+        ("b", "summa rows", {"batch": 1.0}, "tensor parallel (summa rows)"),
+        ("whole", "b1", {"sequence": 0.8, "whole": 0.2}, "sequence parallel"),
+        ("b", "b0", {"batch": 1.0}, "data parallel"),
+    ],
+)
+def test_words_of_what_attention_and_patterns_do(attention: str, products: str, work: dict, expected: str) -> None:
+    assert words(Shares({**WORK, **work}, 0, 0, 0, False, False, False, attention, products)) == expected
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(4, "Ulysses"), (1, "context parallel (gathered keys)")])
+def test_long_sequences_are_called_by_their_names_where_they_are_found(heads: int, expected: str) -> None:
+    torch.manual_seed(0)
+    net = models.Attention(64, heads)
+    step = programs.training(net, {"x": torch.zeros(1, 8, 64)}, lambda out, batch: out.square().mean())
+    batch = {"x": cf.abstract((1, 1 << 16, 64), torch.float32)}
+    plan = cf.shard(step.fn, cf.Mesh(cp=4, topology="8xa100-80g")).lower(step.state, batch).plan
+    assert str(plan).startswith(f"cp: {expected}") and plan.axes[0].by == "found"
 
 
 def test_data_parallel_and_megatron_are_recognised_in_a_plan() -> None:

@@ -11,11 +11,15 @@ result, and weigh by flops; then look at how parameters, gradients and optimizer
     last dim     pending      row
     experts' weights by expert                         expert parallel
 
-Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2205.05198).
+What is sequence parallel around attention has a name by what attention does: by heads it is Ulysses, by rows it is context
+parallel. A plugin's own pattern is said by its word: "context parallel (ring)", "tensor parallel (summa)".
+
+Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2205.05198), Ulysses (2309.14509).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
@@ -27,6 +31,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
+FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
 KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
 
 
@@ -41,6 +46,8 @@ class Shares:
     vocabulary: bool
     stream_sequence: bool  # what flows between the heavy operators is split along a middle dim
     experts: bool = False  # experts lie on it
+    attention: str = ""  # what most of attention has it on: a factor of the rule, or the word of a pattern
+    products: str = ""  # the same of all other heavy work
 
 
 def describe(
@@ -55,6 +62,8 @@ def words(s: Shares) -> str:
     """The field's name of what one axis does."""
     if s.experts:
         return "expert parallel"
+    if named := _pattern(s):
+        return named + (", weights sharded (ZeRO-3)" if s.params > 0.5 and not named.startswith("tensor") else "")
     dims = {
         "batch": s.work["batch"],
         "sequence": s.work["sequence"],
@@ -74,6 +83,17 @@ def words(s: Shares) -> str:
         text += ", vocabulary parallel"
     others = [f"{100 * n:.0f} % {k}" for k, n in dims.items() if k != kind and n >= 0.2]
     return f"mostly {text}, {' and '.join(others)}" if others and share < 0.8 else text
+
+
+def _pattern(s: Shares) -> str:
+    """The name of sequence sharding by what attention does, or of a pattern of a plugin; "" for all else."""
+    if s.products and not FACTOR.fullmatch(s.products):
+        return f"tensor parallel ({s.products})"
+    if s.attention and not FACTOR.fullmatch(s.attention):
+        return f"context parallel ({s.attention})"
+    if s.work["sequence"] > s.work["column"] + s.work["row"] + s.work["batch"] + s.work["whole"]:
+        return {"g": "Ulysses", "r": "Ulysses", "s": "context parallel (gathered keys)"}.get(s.attention, "")
+    return ""
 
 
 def _stored(text: str, s: Shares) -> str:
@@ -99,10 +119,13 @@ def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int
     grads = [0.0, 0.0]
     stream = [0.0, 0.0]
     vocabulary = experts = False
+    on: dict[bool, dict[str, float]] = {True: {}, False: {}}  # of attention, of the rest: weight per factor
     for node, s in zip(program.nodes, strategies, strict=True):
         name = node.target.split(".")[1] if "." in node.target else node.target
         if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
-            work[kind_of(name, s, axis)] += _weight(program, node)
+            work[kind_of(name, s, axis)] += (weight := _weight(program, node))
+            tally, factor = on[name.startswith("attention")], dict(s.axes).get(axis, "whole")
+            tally[factor] = tally.get(factor, 0.0) + weight
         elif name == "experts":
             experts |= axis in _axes(s.ins[3], 0)
         elif name == "embedding" and s.ins:
@@ -126,7 +149,14 @@ def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int
         vocabulary,
         _share(stream) > 0.5,
         experts,
+        _most(on[True]),
+        _most(on[False]),
     )
+
+
+def _most(weights: Mapping[str, float]) -> str:
+    """What holds more than half, "" if nothing does."""
+    return next((name for name, weight in weights.items() if weight > 0.5 * sum(weights.values())), "")
 
 
 def kind_of(name: str, s: Strategy, axis: str) -> str:
