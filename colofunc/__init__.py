@@ -56,10 +56,12 @@ from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
 from colofunc.planner.plan import Plan
+from colofunc.planner.policies import every, save_only
 from colofunc.planner.ways import ways
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
+from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.expert_capacity import expert_capacity
 from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.precision import precision
@@ -107,11 +109,13 @@ __all__ = [
     "accumulate",
     "adapt",
     "batches",
+    "checkpoint",
     "clip_by_global_norm",
     "collectives",
     "configure",
     "debug",
     "distribute",
+    "every",
     "expert_capacity",
     "follow",
     "from_local",
@@ -131,6 +135,7 @@ __all__ = [
     "random",
     "random_state",
     "save",
+    "save_only",
     "save_pretrained",
     "schedule",
     "set_random_state",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,24 +29,18 @@ from colofunc.planner.assign import Memo
 from colofunc.planner.constraints import Constraint, Constraints, retried
 from colofunc.planner.plan import Plan
 from colofunc.plugins import bringing, build_registry
-from colofunc.program.buckets import buckets
-from colofunc.program.check import check_program
-from colofunc.program.chunks import chunked
-from colofunc.program.coalesce import reduces_early, views_late
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.lift import lift
-from colofunc.program.lower import lower
-from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.simplify import simplify
-from colofunc.program.trace import Traced, record_local, trace
+from colofunc.program.trace import Traced, trace
 from colofunc.program.trace_tree import Tree
 from colofunc.transforms.agree import equal_captured, from_main, same, share
-from colofunc.transforms.decide import Candidates, Decided, decide
+from colofunc.transforms.decide import Candidates, Decided
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes
+from colofunc.transforms.within import Ending, within
 
 
 def say(text: str) -> None:
@@ -84,23 +78,25 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
         constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
-    budget, temporaries = mesh.capacity_bytes("device"), staged.executor != "compiled"
+    budgets = [mesh.capacity_bytes("device"), *(i.options.get("budget_bytes") for i in staged.intents)]
+    budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
-    passes += [i.last(traced, registry) for i in staged.intents if i.last is not None]
+    passes += [i.last(traced, registry, constraints) for i in staged.intents if i.last is not None]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
-    finish = partial(_lowered, program, mesh, temporaries=temporaries, passes=passes, chunks=constraints.chunks)
+    refit = next((i.refit for i in staged.intents if i.refit is not None), None)
+    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()
-        return _within(program, mesh, candidates, some, named, budget, axes, finish, parts, count)
+        return within(ending, candidates, some, named, budget, axes, parts)
 
     plan_it = partial(retried, plan_under, constraints, program)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, mesh, candidates, constraints)
-        return decided, finish(decided)
+        return decided, ending.finish(decided, budget).program
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
@@ -162,65 +158,6 @@ def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
     found = tuple(program.values[i].layout for i in ids)
     assert all(layout is not None for layout in found), "inputs and outputs of a local program have layouts"
     return found  # type: ignore[return-value]
-
-
-def _within(
-    program: Program,
-    mesh: Mesh,
-    candidates: Candidates,
-    constraints: Constraints,
-    named: Mapping[str, str],
-    budget_bytes: int | None,
-    axes: tuple[str, ...],
-    finish: Callable[[Decided], Program],
-    parts: int = 1,
-    count: Callable[[Program], MemoryReport] = memory,
-    tries: int = 4,
-) -> tuple[Decided, Program]:
-    """Plan and lower so that the accountant agrees that the peak is within the budget.
-
-    The planner's estimate is quick and a little off; where the accountant counts more, it plans again for less. It knows
-    nothing of microbatches either: a step in `parts` may hold so many times less than it says. `count`: the
-    accountant of the executor that will run it.
-    """
-    aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
-    for _ in range(tries + parts.bit_length() - 1):
-        try:
-            decided = decide(program, mesh, candidates, constraints, named, aim, axes)
-        except PlanError:
-            if not peak:
-                raise
-            break  # the planner sees nothing for less
-        local = finish(decided)
-        if budget_bytes is None or aim is None:
-            return decided, local
-        peak = count(local).peak_bytes["device"]
-        if peak <= budget_bytes:
-            return decided, local
-        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / peak * 0.99)
-    raise PlanError(
-        f"no plan found within {(budget_bytes or 0) / 2**30:.2f} GiB a rank: the best has a peak of {peak / 2**30:.2f} GiB; "
-        f"use more ranks, a smaller batch, or a topology with more memory"
-    )
-
-
-def _lowered(
-    program: Program,
-    mesh: Mesh,
-    decided: Decided,
-    temporaries: bool,
-    passes: Sequence[Callable[[Program, Mesh], Program]],
-    chunks: Mapping[int, int | str],
-) -> Program:
-    """The local program of some decisions. `chunks`: input position -> elements of the chunks that it lies in."""
-    layouts = decided.input_layouts, decided.output_layouts
-    local = lower(program, decided.choices, *layouts, mesh, record_local, decided.regather)
-    check_program(local, mesh)
-    for rewrite in passes:
-        local = rewrite(local, mesh)
-        check_program(local, mesh)
-    local, apart = chunked(views_late(reduces_early(local)), {local.inputs[k]: size for k, size in chunks.items()})
-    return in_place(buckets(local, mesh, apart), temporaries)
 
 
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

@@ -32,8 +32,9 @@ class Intent:
     `within`: the same for a transform that has to know the chain: `within(staged, fn)`.
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
-    `last`: makes, from the trace and the registry, a rewrite of one rank's program that runs after all others.
+    `last`: makes, from the trace, the registry and the constraints, a rewrite of one rank's program that runs after all others.
     `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
+    `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -43,9 +44,10 @@ class Intent:
     grow: Callable[[Any], Any] | None = None
     clashes: Mapping[str, str] = attrs.field(factory=dict)
     local: Callable[[Any, Any], Any] | None = None
-    last: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None
+    last: Callable[[Any, Any, Any], Callable[[Any, Any], Any]] | None = None
     constrain: Callable[[Any, Any, Any], Any] | None = None
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
+    refit: Callable[[Any, Any, Any, Any], Any] | None = None
 
 
 class Compiler(Protocol):

@@ -1,0 +1,137 @@
+"""Which of the orders of work is taken: the fastest whose peak the accountant finds within the budget.
+
+Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
+flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
+the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
+comes out on every rank.
+
+    for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import attrs
+
+from colofunc.planner.chain import Back, Run, Sweep, table
+from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
+from colofunc.program.ir import Program
+from colofunc.program.loop import within
+
+SLOTS = 250
+FEW = 150
+"""Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+
+Finish = Callable[[Program], tuple[Program, int]]
+
+
+@attrs.frozen
+class Policy:
+    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
+    given who reads it in forward. `every`: so many stages are made again as one."""
+
+    name: str
+    keeps: Keeps = attrs.field(repr=False)
+    every: int = 1
+
+
+@attrs.frozen(eq=False)
+class Fitted:
+    """A finished program, its peak in bytes, and the seconds that it spends on making again."""
+
+    program: Program
+    peak_bytes: int
+    again_s: float
+
+
+def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
+    """The program that keeps what the policy says, and what goes from stage to stage."""
+    change = partial(_by_policy, node_s=node_s, policy=policy)
+    made = within(change(program), change)
+    done, peak = finish(made)
+    return Fitted(done, peak, _seconds(made, node_s) - _seconds(program, node_s))
+
+
+def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
+    chain = chain_of(program, node_s, policy.keeps, policy.every)
+    n = len(chain.parts)
+    return chain.replay([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else program
+
+
+def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None) -> tuple[Fitted | None, Fitted]:
+    """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak."""
+    plain_s = _seconds(program, node_s)
+
+    def tried(one: Program) -> Fitted:
+        done, peak = finish(one)
+        return Fitted(done, peak, _seconds(one, node_s) - plain_s)
+
+    whole = tried(program)
+    if budget_bytes is None or whole.peak_bytes <= budget_bytes:
+        return whole, whole
+    orders = list(_proposals(program, node_s))
+    every = len(program.nodes) <= FEW
+    found = _all(orders, tried, budget_bytes) if every else _bisect(orders, tried, budget_bytes)
+    leanest = min((whole, *found), key=lambda f: f.peak_bytes)
+    fits = [f for f in found if f.peak_bytes <= budget_bytes]
+    return min(fits, key=lambda f: (f.again_s, f.peak_bytes), default=None), leanest
+
+
+def _all(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    return [tried(order()) for order in orders]
+
+
+def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    """Those that were counted on the way to the fastest that fits; the leanest is always among them."""
+    found = {len(orders) - 1: tried(orders[-1]())} if orders else {}
+    low, high = 0, len(orders) - 1  # high fits, or nothing does
+    while low < high and found[len(orders) - 1].peak_bytes <= budget:
+        middle = (low + high) // 2
+        found[middle] = tried(orders[middle]())
+        low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
+    return list(found.values())
+
+
+def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program]]:
+    """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
+    chains = {id(p): chain_of(p, node_s) for p in _bodies(program)}
+    sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
+    if not sweeps:
+        return
+    for k in range(max(map(len, sweeps.values()))):
+
+        def change(part: Program, k: int = k) -> Program:
+            mine = sweeps.get(id(part))
+            return part if not mine else chains[id(part)].replay(mine[min(k, len(mine) - 1)].order)
+
+        yield lambda change=change: within(change(program), change)  # type: ignore[misc]
+
+
+def _bodies(program: Program) -> Iterator[Program]:
+    yield program
+    for node in program.nodes:
+        if node.loop is not None:
+            yield from _bodies(node.loop.body)
+
+
+def _sweeps(chain: Chain) -> Iterable[Sweep]:
+    """The distinct orders for all amounts of memory, from much to little, and the one that keeps least of all."""
+    stages = chain.stages
+    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs for s in stages)
+    whole, found = table(stages, most, SLOTS), dict[tuple[Run | Back, ...], Sweep]()
+    for slots in reversed(range(SLOTS + 1)):
+        sweep = whole.at(slots)
+        if sweep is None:
+            break
+        found.setdefault(sweep.order, sweep)
+    return found.values()
+
+
+def _seconds(program: Program, node_s: NodeS) -> float:
+    return sum(
+        _seconds(node.loop.body, node_s) * node.loop.trips if node.loop is not None else node_s(node, program.values)
+        for node in program.nodes
+    )

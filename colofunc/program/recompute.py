@@ -1,0 +1,105 @@
+"""Recomputation: a program in which backward makes again what forward did not keep.
+
+Problem: what backward reads is held from forward on, and that is most of the memory of a training step. Idea: the order
+of work is all that has to be said. A node that stands in the order twice is run twice, and whoever reads its result reads
+the last one; in between nothing holds it.
+
+    order   f0 f1 f2 | b2 . f0' f1' b1 b0       f0 and f1 run again, and backward reads their second results
+
+`Replay` follows such an order; `run` and `back` say it by stages. A value that is asked for and not there is made again
+from what is there, so every order is right, and a bad one only slow. Random operators make the same numbers again
+(their keys are counters), collectives stand in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import attrs
+
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+
+AGAIN = "made again"
+
+
+class Replay:
+    """A program being written down in another order. Values keep their ids where they are made for the first time."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.maker = {o: k for k, node in enumerate(program.nodes) for o in node.outs if o is not None}
+        self.there = {i: i for i in program.inputs}  # value -> the id that its last making has
+        self.values = dict(program.values)
+        self.nodes: list[Node] = []
+        self.ran: set[int] = set()
+        self._next = max(program.values, default=-1) + 1
+
+    def run(self, index: int) -> None:
+        """Run a node, and before it whatever made the operands that are not there."""
+        todo = [index]
+        while todo:
+            k = todo[-1]
+            missing = [self.maker[r] for r in self.program.nodes[k].refs if r not in self.there]
+            if missing:
+                todo += dict.fromkeys(missing)
+                continue
+            todo.pop()
+            if k == index or any(o is not None and o not in self.there for o in self.program.nodes[k].outs):  # not on the way
+                self._write(k)
+
+    def want(self, ids: Iterable[int]) -> None:
+        """Have these values there."""
+        for id in ids:
+            if id not in self.there:
+                self.run(self.maker[id])
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Nobody may read these any more as they are."""
+        for id in ids:
+            self.there.pop(id, None)
+
+    def _write(self, index: int) -> None:
+        node = self.program.nodes[index]
+        again = index in self.ran
+        self.ran.add(index)
+        outs = tuple(None if o is None else self._made(o, again) for o in node.outs)
+        args, kwargs = (map_refs(tree, lambda i: Ref(self.there[i])) for tree in (node.args, node.kwargs))
+        node = attrs.evolve(node, args=args, kwargs=kwargs, outs=outs)
+        if again:
+            node = attrs.evolve(node, phase="backward", note=f"{AGAIN}; {node.note}".rstrip("; "))
+        self.nodes.append(node)
+        for old, new in zip(self.program.nodes[index].outs, outs, strict=True):
+            if old is not None and new is not None:
+                self.there[old] = new
+
+    def _made(self, id: int, again: bool) -> int:
+        if not again:
+            return id
+        new, self._next = self._next, self._next + 1
+        self.values[new] = attrs.evolve(self.program.values[id], id=new)
+        return new
+
+    def finish(self) -> Program:
+        """The program; what was made again for nobody is left out."""
+        outputs = tuple(self.there[o] for o in self.program.outputs)
+        return without_dead(attrs.evolve(self.program, nodes=tuple(self.nodes), values=self.values, outputs=outputs))
+
+
+def without_dead(program: Program) -> Program:
+    """`program` without nodes that were made again and whose results nobody reads."""
+    read = set(program.outputs)
+    kept = []
+    for node in reversed(program.nodes):
+        if node.note.startswith(AGAIN) and not any(o in read for o in node.outs if o is not None):
+            continue
+        read.update(node.refs)
+        kept.append(node)
+    kept.reverse()
+    used = set(program.inputs) | {o for node in kept for o in node.outs if o is not None}
+    values: dict[int, Value] = {id: v for id, v in program.values.items() if id in used}
+    return program.with_nodes(kept, values)
+
+
+def made_again(program: Program) -> Collection[int]:
+    """Indices of the nodes that run a second time."""
+    return [k for k, node in enumerate(program.nodes) if node.note.startswith(AGAIN)]

@@ -1,0 +1,67 @@
+"""checkpoint: what forward makes for backward is kept, or made again, so that the peak stays within a budget.
+
+    step = cf.checkpoint(cf.shard(step_fn, mesh, zero(3, "dp")), budget="10GiB")   # the fastest that fits
+    step = cf.checkpoint(step_fn, policy="dots")                                   # a policy, as in JAX
+    step = cf.checkpoint(step_fn, policy=cf.save_only("*.attn"))                   # what these modules return is kept
+    step = cf.checkpoint(step_fn, policy=cf.every(2))                              # two stages at a time are made again
+
+Problem: memory for activations is chosen layer by layer by hand, and what it saves is found out by trying. Idea: the step
+is one program, so what is kept is a question of order alone (`program/recompute.py`); forward is a chain of stages
+(`planner/stages.py`), and the best order for any amount of memory is known (`planner/chain.py`). Collectives are priced
+like operators: to gather a parameter anew is to make it again. Random operators make the same numbers.
+
+The step keeps its numbers to the bit where its operators do. Hints of `torch.utils.checkpoint` in the model are not needed
+and not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from colofunc.errors import PlanError, near
+from colofunc.mesh.sizes import parse_bytes
+from colofunc.planner.policies import NAMED
+from colofunc.planner.recompute import Finish, Fitted, Policy, by_policy, fit
+from colofunc.planner.stages import NodeS
+from colofunc.program.ir import Program
+from colofunc.transforms.compile import StepCompiler
+from colofunc.transforms.staged import Intent, Staged, stage
+
+
+def checkpoint(
+    step_fn: Callable[..., Any] | None = None, *, budget: str | int | None = None, policy: str | Policy = "auto"
+) -> Any:
+    """The step within `budget` bytes a rank ("10GiB" or a number), at every moment: the fastest way found.
+
+    policy: "auto" chooses by cost, per value; "everything" keeps all, "nothing" only what goes from stage to stage, "dots"
+    the results of products, convolutions and attention; `cf.save_only(globs)` what these modules return, `cf.every(n)` every
+    n-th stage. Without a budget "auto" keeps to the memory of the mesh's topology. Raises PlanError with the least peak
+    found where nothing fits.
+    """
+    chosen, limit = _policy(policy), None if budget is None else parse_bytes(budget, "cf.checkpoint(budget=)")
+    intent = Intent("checkpoint", {"budget_bytes": limit, "policy": chosen}, refit=partial(_refit, chosen))
+    if step_fn is None:
+        return lambda fn: stage(fn, intent, StepCompiler)
+    staged: Staged = stage(step_fn, intent, StepCompiler)
+    return staged
+
+
+def _policy(policy: str | Policy) -> Policy | None:
+    """None: by cost."""
+    if isinstance(policy, Policy):
+        return policy
+    names = ("auto", *NAMED)
+    if policy not in names:
+        raise PlanError(f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), cf.every(n)")
+    return NAMED.get(policy)
+
+
+def _refit(
+    policy: Policy | None, program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None
+) -> tuple[Fitted | None, Fitted]:
+    if policy is None:
+        return fit(program, node_s, finish, budget_bytes)
+    done = by_policy(program, node_s, policy, finish)
+    return (done if budget_bytes is None or done.peak_bytes <= budget_bytes else None), done

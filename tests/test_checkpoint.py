@@ -1,0 +1,143 @@
+"""cf.checkpoint: the peak is within the budget, the numbers are the same, and a larger budget never costs time."""
+
+from typing import Any
+
+import pytest
+import torch
+from colofunc_plugins import tensor, zero
+from torch import nn
+
+import colofunc as cf
+from colofunc.program.recompute import made_again
+from colofunc.testing import check
+
+AMPLE = "8xa100-80g"
+
+
+class Block(nn.Module):
+    def __init__(self, d: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def training(layers: int = 6, d: int = 16, rows: int = 256, dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(d, dropout) for _ in range(layers)), nn.Linear(d, d)).double()
+    batch = {k: torch.randn(rows, d, dtype=torch.float64) for k in "xy"}
+    fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}))
+    return step, state, batch
+
+
+def peak(staged: Any, *args: Any) -> int:
+    return staged.lower(*args).memory().peak_bytes["device"]
+
+
+def again(staged: Any, *args: Any) -> int:
+    return len(made_again(staged.lower(*args).program))
+
+
+def test_within_every_budget_down_to_the_least_and_less_is_never_cheaper() -> None:
+    step, *args = training()
+    whole = peak(cf.shard(step, cf.Mesh()), *args)
+    spent, peaks = [], []
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        staged = cf.checkpoint(step, budget=int(whole * share))
+        try:
+            low = staged.lower(*args)
+        except cf.PlanError as error:
+            assert "the least found has a peak of" in str(error) and share < 0.6
+            break
+        peaks.append(low.memory().peak_bytes["device"])
+        spent.append(low.cost().flops)
+        assert peaks[-1] <= whole * share
+    assert len(peaks) >= 4 and peaks == sorted(peaks, reverse=True) and spent == sorted(spent) and spent[-1] > spent[0]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_what_is_made_again_has_the_same_numbers_with_dropout_too(share: float) -> None:
+    step, *args = training(layers=4, dropout=0.1)
+    staged = cf.checkpoint(step, budget=int(peak(cf.shard(step, cf.Mesh()), *args) * share))
+    assert again(staged, *args) > 0
+    assert check(staged, *args).worst <= 1e-12
+
+
+def test_beside_sharding_a_gather_of_parameters_may_be_made_again() -> None:
+    step, *args = training(layers=4, d=32, rows=64)
+    mesh = cf.Mesh(dp=4, topology=AMPLE)
+    plain = cf.shard(step, mesh, zero(3, "dp", regather=False))
+    staged = cf.checkpoint(plain, policy="nothing")
+    low = staged.lower(*args)
+    assert low.memory().peak_bytes["device"] < peak(plain, *args)
+    assert low.cost().bytes["all_gather", "dp"] > plain.lower(*args).cost().bytes["all_gather", "dp"]
+    assert check(staged, *args).worst < 1e-10
+
+
+def test_order_of_transforms_does_not_matter_and_it_composes_with_accumulate() -> None:
+    step, *args = training(layers=4)
+    mesh = cf.Mesh(dp=2, tp=2, topology=AMPLE)
+    one = cf.accumulate(cf.shard(step, mesh, zero(1, "dp"), tensor("1d", "tp")), microbatches=2)
+    least = int(peak(one, *args) * 0.8)
+    other = cf.shard(cf.checkpoint(step, budget=least), mesh, zero(1, "dp"), tensor("1d", "tp"))
+    both = [cf.checkpoint(one, budget=least), cf.accumulate(other, microbatches=2)]
+    texts = [staged.lower(*args).text() for staged in both]
+    assert texts[0] == texts[1]
+    assert peak(both[0], *args) <= least
+    assert check(both[0], *args).worst < 1e-10
+
+
+def test_policies_keep_what_they_say() -> None:
+    step, *args = training(layers=4)
+    everything, dots, nothing = (cf.checkpoint(step, policy=name).lower(*args) for name in ("everything", "dots", "nothing"))
+    products = [len([k for k in made_again(low.program) if "linear" in low.program.nodes[k].target]) for low in (everything, dots, nothing)]
+    assert len(made_again(everything.program)) == 0 and products[:2] == [0, 0] and products[2] >= 4
+    assert len(made_again(dots.program)) > 0
+    ups = cf.checkpoint(step, policy=cf.save_only("*.up")).lower(*args)
+    again = {ups.program.nodes[k].path for k in made_again(ups.program) if "linear" in ups.program.nodes[k].target}
+    assert not any(path.endswith(".up") for path in again)
+    assert check(cf.checkpoint(step, policy="nothing"), *args).worst <= 1e-12
+    assert check(cf.checkpoint(step, policy=cf.every(2)), *args).worst <= 1e-12
+
+
+def test_every_n_stages_holds_fewer_inputs() -> None:
+    step, *args = training(layers=8, rows=1024, d=8)
+    one, two = (peak(cf.checkpoint(step, policy=cf.every(n)), *args) for n in (1, 3))
+    assert one < peak(cf.shard(step, cf.Mesh()), *args) and two != one
+
+
+def test_a_policy_over_the_budget_and_words_that_mean_nothing_are_errors() -> None:
+    step, *args = training(layers=2)
+    with pytest.raises(cf.PlanError, match="the least found has a peak of"):
+        cf.checkpoint(step, budget="1KB", policy="everything").lower(*args)
+    with pytest.raises(cf.PlanError, match=r"no policy 'dotz'.*dots"):
+        cf.checkpoint(step, policy="dotz")
+    with pytest.raises(cf.ColofuncError, match=r"'6 gigs' is no size"):
+        cf.checkpoint(step, budget="6 gigs")
+    for wrong in (lambda: cf.every(0), lambda: cf.save_only()):
+        with pytest.raises(cf.PlanError, match="write cf"):
+            wrong()
+
+
+def test_a_step_without_backward_is_left_alone() -> None:
+    fn = lambda x: torch.relu(x @ x)  # noqa: E731
+    staged = cf.checkpoint(fn, policy="nothing")
+    assert again(staged, torch.randn(8, 8)) == 0
+    assert torch.equal(staged(torch.eye(4)).full(), torch.eye(4))
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+def test_a_language_model_as_it_is(policy: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=16, vocab_size=64, bos_token_id=1, eos_token_id=1)
+    torch.manual_seed(0)
+    model = cf.functional(transformers.GPT2LMHeadModel(config).double())
+    step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
+    ids = torch.randint(0, 64, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    staged = cf.checkpoint(cf.shard(step, cf.Mesh(dp=2), zero(1, "dp")), policy=policy)
+    assert again(staged, state, batch) > 0
+    with cf.testing.float64():
+        assert check(staged, state, batch).worst < 1e-10
