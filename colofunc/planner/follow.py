@@ -13,7 +13,7 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -205,27 +205,78 @@ class Rules:
         return tuple(found)
 
 
-def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh) -> tuple[Strategy, ...]:
-    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves open."""
-    if rule is None or strategy.local is not None:
+FREE_ROWS = (
+    "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
+    "colofunc.linear", "aten.mm", "aten.addmm",
+)  # fmt: skip
+"""Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
+
+MOST_BESIDE = 3
+"""Axes beside a followed one that are searched together."""
+
+
+def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
+    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves open.
+
+    `extra`: strategies with local code of their own, which may work on rows that lie so, too.
+    """
+    if rule is None:
         return (strategy,)
     placement: dict[str, Dim] = {}
     for operand, layout in zip((*rule.ins, *rule.outs), (*strategy.ins, *strategy.outs), strict=True):
         if operand is not None and layout is not None:
             placement.update(place(operand, rule, layout.with_pending(())) or {})
+    found: dict[Strategy, None] = {strategy: None}
+    if call.target.startswith(FREE_ROWS):
+        found |= dict.fromkeys(other for each in extra for other in _relaid(call, rule, each, strategy, placement, mesh))
+    if any(f not in usable(rule) for f in placement) or any(word not in rule.sizes for _, word in strategy.axes):  # local code of its own
+        return tuple(found)
     mine = {a for a, _ in strategy.axes}
     others = tuple(a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1)
-    if len(others) > 2:
+    if len(others) > MOST_BESIDE:
         raise PlanError(f"a striped layout beside {len(others)} open axes ({', '.join(others)}) is not searched; name plans for them")
-    found: dict[Strategy, None] = {strategy: None}
-    for more, passing in placements(rule, mesh, others, orders=False):
-        if not set(more) & set(placement):
-            found.setdefault(build(call, rule, {**placement, **more}, passing), None)
-    for axis in others:
-        for factor, dim in placement.items():
-            for both in _within(dim, axis, mesh.axis_size(axis)):
-                found.setdefault(build(call, rule, {**placement, factor: both}), None)
+    for both, rest in _among(placement, others, mesh):
+        for more, passing in placements(rule, mesh, rest, orders=False):
+            if not set(more) & set(placement):
+                found.setdefault(build(call, rule, {**both, **more}, passing), None)
     return tuple(found)
+
+
+def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
+    """(placement with some axes inside its factors, the axes left)."""
+    if not axes:
+        yield placement, ()
+        return
+    for some, rest in _among(placement, axes[1:], mesh):
+        yield some, (axes[0], *rest)
+        for factor, dim in some.items():
+            for both in _within(dim, axes[0], mesh.axis_size(axes[0])):
+                yield {**some, factor: both}, rest
+
+
+def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: Mapping[str, Dim], mesh: Mesh) -> Iterator[Strategy]:
+    """`other` on operands whose factors lie as those of `like`: it has the same axes on them, in blocks."""
+    mine = dict(like.axes)
+    if not mine or any((a, f) not in other.axes or f not in placement for a, f in mine.items()):
+        return
+    both = [*zip(rule.ins, other.ins, call.ins, strict=True), *zip(rule.outs, other.outs, call.outs, strict=True)]
+    lies = [None if op is None or lay is None else place(op, rule, lay.with_pending(())) for op, lay, _ in both]
+    if any(p is None and lay is not None for p, (_, lay, _) in zip(lies, both, strict=True)):
+        return
+    guests = {f: tuple(a for a, g in other.axes if g == f and a not in mine) for f in mine.values()}
+    theirs = {a for p in lies if p is not None for f in mine.values() for _, a in p.get(f, ()) if a is not None}
+    if theirs - set(mine) - {a for some in guests.values() for a in some}:
+        return  # axes of a pattern of its own lie there as well
+    for some, rest in _among({f: placement[f] for f in guests}, tuple(a for g in guests.values() for a in g), mesh):
+        if rest or any({a for _, a in dim} & {b for g, bs in guests.items() if g != f for b in bs} for f, dim in some.items()):
+            continue
+        laid = [
+            lay if p is None or op is None or lay is None or typ is None
+            else lay_out(op, typ, rule, {**p, **{f: dim for f, dim in some.items() if f in p}}, lay.pending)
+            for p, (op, lay, typ) in zip(lies, both, strict=True)
+        ]  # fmt: skip
+        ins = tuple(lay for lay in laid[: len(rule.ins)] if lay is not None)
+        yield attrs.evolve(other, ins=ins, outs=tuple(laid[len(rule.ins) :]))
 
 
 def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:

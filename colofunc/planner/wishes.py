@@ -30,6 +30,7 @@ from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.follow import beside, follow
 from colofunc.planner.gradients import worked_on
 from colofunc.planner.plan import matches, parse_axes
+from colofunc.planner.ranks import heard, highest
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
 
@@ -54,7 +55,8 @@ class Wish:
     (True: less memory, more on the wire) or once; None: as memory asks. The role "grad" means what the update
     makes of gradients elementwise. The words in "{axis: word}" are factors of the
     operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
-    in split comes out split, and a wish of its own says how they work (see `follow`).
+    in split comes out split, and a wish of its own says how they work (see `follow`). `rank`: where wishes speak for one axis
+    of one tensor, those of lower rank are not heard (see `ranks`).
     """
 
     match: str | Callable[[str], bool]
@@ -71,6 +73,7 @@ class Wish:
     chunk: int | str | None = None
     scatter: bool | None = None
     across: tuple[str, ...] = ()
+    rank: int = 0
 
     @property
     def on_operator(self) -> bool:
@@ -153,11 +156,17 @@ def constraints_of(
     regather: dict[int, bool] = {}
     chunks: dict[int, int | str] = {}
     scatter: dict[int, bool] = {}
-    for wish in wishes:
-        found = _on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)
+    told = [
+        (wish, list(_on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)))
+        for wish in wishes
+    ]
+    ranks = highest((item, wish.rank, where) for wish, found in told for item, where, _ in found)
+    for wish, found in told:
         none = True
-        for item, where, constraint in found:
+        for item, all_of, whole in found:
             none = False
+            where, left = heard(ranks, item, wish.rank, all_of, whole)
+            constraint = left or Constraint(("nothing",), lambda s: True, str(wish))
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).append(constraint)
@@ -179,10 +188,11 @@ def constraints_of(
     for source in dict.fromkeys((*seeds, *held)):
         patterns = {k: _patterns(some, extra_of(program.nodes[k]), mesh) for k, some in held.get(source, {}).items()}
         first = next(wish for wish, _ in seeds[source].values()) if source in seeds else next(iter(held[source].values()))[0]
-        for item, wish, where, constraint in _along(first, seeds.get(source, {}), patterns, program, mesh, rule_of):
+        for item, wish, all_of, whole in _along(first, seeds.get(source, {}), patterns, program, mesh, rule_of, extra_of):
+            where, left = heard(ranks, item, wish.rank, all_of, whole)
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
-            items.setdefault(item, []).append(constraint)
+            items.setdefault(item, []).extend([] if left is None else [left])
     return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather, chunks=chunks, scatter=scatter)
 
 
@@ -289,12 +299,14 @@ def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
 
 
 def _with_others(layout: Layout, mesh: Mesh) -> tuple[Layout, ...]:
-    """A layout as it is, and with every way to split what it leaves whole (of each dim the last part) over the other axes."""
+    """A layout as it is, and with every way to split what it leaves whole (of each dim the last such part) over the other axes."""
     names = tuple(a for a in mesh.axis_names if a not in layout.axes)
-    last = tuple(dim[-1][0] if dim and dim[-1][1] is None else 1 for dim in layout.dims)
+    at = [max((k for k, (_, a) in enumerate(dim) if a is None), default=None) for dim in layout.dims]
+    last = tuple(1 if k is None else dim[k][0] for k, dim in zip(at, layout.dims, strict=True))
     found: dict[Layout, None] = {layout: None}
     for other in enumerate_layouts(last, mesh, names):
-        dims = tuple(a[:-1] + b if a and a[-1][1] is None else a for a, b in zip(layout.dims, other.dims, strict=True))
+        parts = zip(at, layout.dims, other.dims, strict=True)
+        dims = tuple(a if k is None else (*a[:k], *b, *a[k + 1 :]) for k, a, b in parts)
         found.setdefault(make_layout(dims, layout.shape), None)
     return tuple(found)
 
@@ -390,6 +402,7 @@ def _along(
     program: Program,
     mesh: Mesh,
     rule_of: Callable[[Node], Rule | None],
+    extra_of: Callable[[Node], Iterable[Strategy]],
 ) -> Iterator[tuple[int, Wish, Where, Constraint]]:
     """Constraints on every operator that leaves and patterns of one source reach: held where it works, offered where it passes on.
 
@@ -400,11 +413,14 @@ def _along(
     followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
     mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
     axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))
-    n = len(program.inputs)
+    n, known = len(program.inputs), dict[Any, tuple[Strategy, ...]]()
     for index, strategy in followed.strategies.items():
         rule = rule_of(program.nodes[index])
-        odd = strategy.local is not None or any(lay is not None and not is_major(lay) for lay in (*strategy.ins, *strategy.outs))
-        offers = beside(call_of(program.nodes[index], program.values)[0], rule, strategy, mesh) if odd else ()
+        call, layouts = call_of(program.nodes[index], program.values)[0], (*strategy.ins, *strategy.outs)
+        odd = strategy.local is not None or any(lay is not None and not _usual(lay, mesh) for lay in layouts)
+        if odd and (call, layouts) not in known:
+            known[call, layouts] = beside(call, rule, strategy, mesh, extra_of(program.nodes[index]))
+        offers = known[call, layouts] if odd else ()
         key = ("along", wish.source, axes, tuple(lay and lay.text() for lay in (*strategy.ins, *strategy.outs)))
         if wish.rest is not None or _works(program.nodes[index], rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
@@ -412,6 +428,13 @@ def _along(
             yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly)
         elif offers:
             yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
+
+
+def _usual(layout: Layout, mesh: Mesh) -> bool:
+    """Whether enumeration has it: axes are major, and in the mesh's order."""
+    order = mesh.axis_names.index
+    some = [[order(a) for _, a in dim if a is not None] for dim in layout.dims]
+    return is_major(layout) and all(dim == sorted(dim) for dim in some)
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:

@@ -130,11 +130,11 @@ class Pattern(ABC):
 
 
 def patterns(call: Any, mesh: cf.Mesh, axis: str, kind: type[Pattern], stripes: bool = True) -> Iterator[cf.Strategy]:
-    """All of a kind over one axis: contiguous and, where `stripes` and a mask has an order, striped."""
+    """All of a kind over one axis: contiguous and, where `stripes`, striped."""
     attention, n = Attention.of(call), mesh.axis_size(axis)
     if n == 1 or attention.placed or attention.shape("k_offset") or len(attention.shape("q") or ()) != 4:
         return
-    for striped in (False, True) if stripes and attention.positional else (False,):
+    for striped in (False, True) if stripes else (False,):
         rows, columns = ({f: f"{f} {axis}" if striped else f"{axis} {f}"} for f in "st")
         for way in cf.ways(call, mesh, *attention.own(rows, columns)):
             pattern = kind(attention, mesh, axis, striped, way)
