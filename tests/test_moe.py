@@ -90,6 +90,7 @@ PLACES = {
     "ep2": lambda: (cf.Mesh(ep=2), experts("ep")),
     "ep4": lambda: (cf.Mesh(ep=4), experts("ep")),
     "dp ep": lambda: (cf.Mesh(dp=2, ep=2), zero(3, "dp"), experts("ep")),
+    "all ranks": lambda: (cf.Mesh(dp=2, ep=2), zero(3, ("dp", "ep")), experts("ep")),
     "two levels": lambda: (cf.Mesh(epo=2, epi=2), experts(("epo", "epi"))),
 }
 
@@ -172,6 +173,7 @@ STAGES = {
     "ep4": lambda: (cf.Mesh(ep=4), experts("ep")),
     "zero1": lambda: (cf.Mesh(dp=2, ep=2), zero(1, "dp"), experts("ep")),
     "zero3": lambda: (cf.Mesh(dp=2, ep=2), zero(3, "dp"), experts("ep")),
+    "zero3 all": lambda: (cf.Mesh(dp=2, ep=2), zero(3, ("dp", "ep")), experts("ep")),
 }
 
 
@@ -212,6 +214,17 @@ def test_families_train_with_greedy_and_starving_experts(family, stage) -> None:
         stage.startswith("zero")
     )
     assert low.coverage().fallbacks == () and not [n for n in low.program.nodes if "grouped" in n.target or "sort" in n.target]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_states_over_all_ranks_and_experts_over_some(order) -> None:
+    """ZeRO-3 over dp and ep holds for dense weights, over dp alone for experts, whichever plan is named first."""
+    step, state, batch = language("mixtral")
+    plans = [zero(3, ("dp", "ep")), experts("ep")][::order]
+    low = cf.shard(step, cf.Mesh(dp=2, ep=2), *plans, plugins=[colofunc_plugins]).lower(state, batch)
+    specs = {leaf.name.split("layers.0.")[-1]: leaf.spec for leaf in low.plan.inputs if ".params." in leaf.name}
+    assert specs["self_attn.q_proj.weight"] == "(dp ep a) b" and specs["input_layernorm.weight"] == "(dp ep a)"
+    assert specs["mlp.experts.gate_up_proj"].startswith("(ep ") and "dp" in specs["mlp.experts.gate_up_proj"]
 
 
 def test_batched_mm_and_tensor_parallelism_beside() -> None:

@@ -54,9 +54,9 @@ class Wish:
     ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
     (True: less memory, more on the wire) or once; None: as memory asks. The role "grad" means what the update
     makes of gradients elementwise. The words in "{axis: word}" are factors of the
-    operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what goes
-    in split comes out split, and a wish of its own says how they work (see `follow`). `rank`: where wishes speak for one axis
-    of one tensor, those of lower rank are not heard (see `ranks`).
+    operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not
+    followed but crossed: what goes in split comes out split, and a wish of its own says how they work (see `follow`).
+    `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard (see `ranks`).
     """
 
     match: str | Callable[[str], bool]

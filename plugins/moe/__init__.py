@@ -85,11 +85,11 @@ class Experts:
             if value.role in ("param", "frozen", "state"):
                 dims = [f"d{d}" for d in range(len(value.shape))]
                 spec = " ".join([f"({text} e)", *dims[1:]] if mine else dims)
-                found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name))
+                found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
         words = ("dispatch", "staged")[: len(axes)]
         wants = tuple("{" + ", ".join(f"{a}: {word}" for a in axes) + "}" for word in words)
-        both = ("forward", "backward")
-        return [*found, cf.Wish("*", wants if len(wants) > 1 else wants[0], self.axes, source=self.name, targets=TARGETS, phases=both)]
+        want, both = wants if len(wants) > 1 else wants[0], ("forward", "backward")
+        return [*found, cf.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
 
     def _batch(self, program: Any, axes: tuple[str, ...], ranks: int, text: str) -> list[cf.Wish]:
         """The rows of the batch, and whatever works on them; experts do as they are wished to."""
