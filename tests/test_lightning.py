@@ -12,6 +12,7 @@ import colofunc as cf
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs Lightning")
 from colofunc.integrations.lightning import ColofuncStrategy  # noqa: E402
+from colofunc.integrations.loop import Loop  # noqa: E402
 
 # Communication is free, so that tiny models are split at all.
 DP, DP_TP = cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")
@@ -143,6 +144,156 @@ def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(make: Any, tmp_path:
         assert first.seen + module.seen == pytest.approx(whole.seen, rel=1e-10)
 
 
+# ---- evaluation on the same state ----
+
+
+class Evaluated(Tiny):
+    """Steps that return what others may look at."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(out, batch[1]))
+        self.log("val_index", batch_idx * 1.0, on_step=True)
+        return {"classes": out.argmax(1), "n": len(out)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).double().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class Collect(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *more: Any) -> None:
+        self.seen.append((outputs["classes"].tolist(), outputs["n"], float(pl_module.net[3].bias.sum())))
+
+
+def test_evaluation_runs_on_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values go to the module once, at the end: training, validating, training moves nothing."""
+    written: list[int] = []
+    write = Loop.write
+    monkeypatch.setattr(Loop, "write", lambda loop: written.append(1) or write(loop))
+    strategy = ColofuncStrategy(mesh=DP_TP, evaluate="traced")
+    torch.manual_seed(0)
+    mine, theirs = Evaluated(), Evaluated()
+    mine.load_state_dict(theirs.state_dict())
+    a, b = fit(mine, strategy, tmp_path), fit(theirs, "auto", tmp_path)
+    assert len(written) == 1 and mine.seen == pytest.approx(theirs.seen, rel=1e-10)
+    assert a.callback_metrics.keys() == b.callback_metrics.keys()
+    for name, value in b.callback_metrics.items():
+        assert float(a.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6), name
+    state, evaluation = strategy.loop.state, strategy._evaluations["validation"]
+    params, buffers = ({f"module.{n}": x for n, x in state[key].items()} for key in ("params", "buffers"))
+    plan = evaluation.step.lower((params, buffers), next(iter(rows(8))), {"args": [0.0], "current_epoch": 0.0, "global_step": 0.0}).plan
+    for name, x in state["params"].items():
+        assert plan.leaf(f"state.0.module.{name}").spec == x.sharding.text(), name
+
+
+def test_hooks_see_the_current_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mine, theirs, seen = Evaluated(), Evaluated(), [Collect(), Collect()]
+    mine.load_state_dict(theirs.state_dict())
+    fit(mine, ColofuncStrategy(mesh=DP, evaluate="traced"), tmp_path, max_epochs=1, callbacks=[seen[0]])
+    fit(theirs, "auto", tmp_path, max_epochs=1, callbacks=[seen[1]])
+    assert len(seen[0].seen) == 4
+    for (classes, n, bias), (want, m, other) in zip(seen[0].seen, seen[1].seen, strict=True):
+        assert classes == want and n == m == 4 and bias == pytest.approx(other, rel=1e-10)
+
+
+def test_testing_and_predicting_without_training(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, found = Evaluated(), []
+    for strategy in (ColofuncStrategy(mesh=DP_TP, evaluate="traced"), "auto"):
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
+        found.append((trainer.test(module, rows(), verbose=False)[0]["accuracy"], torch.cat(trainer.predict(module, rows()))))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-10, atol=1e-10)
+
+
+class Filling(Evaluated):
+    """A list that a step fills, a counter that it moves: what a traced step would do once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        self.losses.append(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+class Counting(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += len(batch[0])
+        return super().validation_step(batch, batch_idx)
+
+
+CHANGES = "it changes self.count"
+
+
+@pytest.mark.parametrize(("make", "says"), [(Filling, CHANGES), (Counting, CHANGES), (Tiny, "data-dependent")])
+def test_evaluation_that_cannot_be_traced_runs_on_the_module(make: Any, says: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mine, theirs = make(), make()
+    mine.load_state_dict(theirs.state_dict())
+    with pytest.warns(UserWarning, match=f"validation_step runs on the plain module.*{says}") as caught:
+        fit(mine, ColofuncStrategy(mesh=DP), tmp_path, max_epochs=1)
+    assert sum("plain module" in str(w.message) for w in caught) == 1
+    fit(theirs, "auto", tmp_path, max_epochs=1)
+    assert mine.validated == pytest.approx(theirs.validated, rel=1e-10)
+    if make is Filling:
+        assert mine.count == theirs.count == 4 and [float(x) for x in mine.losses] == pytest.approx([float(x) for x in theirs.losses])
+    if make is Counting:
+        assert mine.count == theirs.count == 16
+    with pytest.raises(cf.ColofuncError):
+        fit(make(), ColofuncStrategy(mesh=DP, evaluate="traced"), tmp_path, max_epochs=1)
+
+
+# ---- precision ----
+
+
+class Narrow(Evaluated):
+    """In float32, as modules come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch[0].to(self.net[0].weight.dtype), batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().validation_step((batch[0].to(self.net[0].weight.dtype), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [
+        ("32-true", torch.float32, 1e-4), ("64-true", torch.float64, 1e-10), ("bf16-true", torch.bfloat16, 4e-2),
+        ("bf16-mixed", torch.float32, 4e-2),
+    ],
+)
+def test_lightnings_precisions(precision: str, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
+    """What the plain Trainer does under the same precision; sums of bfloat16 in another order differ by its 8 bits."""
+    torch.manual_seed(0)
+    mine, theirs = Narrow(), Narrow()
+    mine.load_state_dict(theirs.state_dict())
+    a = fit(mine, ColofuncStrategy(mesh=DP), tmp_path, precision=precision, max_epochs=1)
+    b = fit(theirs, "auto", tmp_path, precision=precision, max_epochs=1)
+    assert {p.dtype for p in a.strategy.loop.state["params"].values()} == {dtype}
+    assert mine.seen == pytest.approx(theirs.seen, rel=tolerance)
+    assert float(a.callback_metrics["val_loss"]) == pytest.approx(float(b.callback_metrics["val_loss"]), rel=tolerance)
+
+
 # ---- what is refused, and what numbers stand for ----
 
 
@@ -203,6 +354,7 @@ REFUSED = [
     (Metric, {}, cf.InputError, "training_step logs 'accuracy' as MeanMetric"),
     (Tiny, {"callbacks": [Frozen()]}, cf.InputError, "Frozen overrides on_before_optimizer_step"),
     (Tiny, {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}, cf.InputError, "StochasticWeightAveraging reads or writes"),
+    (Tiny, {"precision": "16-true"}, cf.InputError, "precision='16-true' keeps weights and moments in float16.*fp16"),
     (lambda: Tiny(torch.optim.LBFGS), {}, cf.InputError, "optimizer LBFGS cannot be adapted"),
 ]
 
@@ -220,6 +372,8 @@ def test_refused(make: Any, options: Any, error: type[Exception], says: str, tmp
 def test_arguments_are_told_at_once() -> None:
     with pytest.raises(cf.InputError, match=r"wants mesh=cf\.Mesh"):
         ColofuncStrategy()
+    with pytest.raises(cf.InputError, match="evaluate='tracd'; did you mean 'traced'"):
+        ColofuncStrategy(mesh=DP, evaluate="tracd")
     with pytest.raises(cf.InputError, match="drop mesh= and plans="):
         ColofuncStrategy(mesh=DP, chain={"mesh": {"dp": 2, "topology": "ideal"}})
 
@@ -236,22 +390,24 @@ def test_a_configured_chain(tmp_path: Path) -> None:
         fit(Tiny(), ColofuncStrategy(chain={"mesh": {"dp": 2, "topology": "ideal"}, "clip": 0.3}), tmp_path, gradient_clip_val=1.0)
 
 
-def on_a_rank(path: str) -> list[float]:
-    module = Tiny()
+def on_a_rank(path: str) -> Any:
+    module = Evaluated()
     module.load_state_dict(torch.load(f"{path}/start.pt"))
-    trainer = fit(module, ColofuncStrategy(mesh=DP), Path(path), max_epochs=1)
+    trainer = fit(module, ColofuncStrategy(mesh=DP, evaluate="traced"), Path(path), max_epochs=1)
     trainer.save_checkpoint(f"{path}/end.ckpt")
     assert len(trainer.strategy.loop.state["params"]["net.3.bias"].parts) == 1  # this rank's only
-    return module.seen
+    return module.seen, float(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.dist
 def test_on_real_ranks(tmp_path: Path) -> None:
-    start = Tiny()
+    start = Evaluated()
     torch.save(start.state_dict(), tmp_path / "start.pt")
     ranks = cf.launch(on_a_rank, 2, str(tmp_path))
-    fit(start, "auto", tmp_path, max_epochs=1)
-    assert ranks[0] == ranks[1] == pytest.approx(start.seen, rel=1e-10)
+    trainer = fit(start, "auto", tmp_path, max_epochs=1)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == pytest.approx(start.seen, rel=1e-10)
+    assert ranks[0][1] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
     saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]
     for name, value in start.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-10, atol=1e-10)

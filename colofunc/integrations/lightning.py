@@ -6,6 +6,9 @@ do. Values go back to the module when Lightning reads it (validation, checkpoint
 inside `training_step` comes out of the step as values and is logged then. `self.current_epoch`, `self.global_step` and
 `batch_idx` are tensors there, for Python runs only once.
 
+Validation, test and prediction steps are traced likewise and run on the same state, which does not move. Where that cannot
+be (Python that looks at values, lists that are filled, metrics that keep state), they run on the plain module, and one line says why.
+
 Every process reads the same batches: a batch is the global one, and the plan splits it.
 """
 
@@ -14,16 +17,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colofunc.errors import InputError
-from colofunc.integrations.loop import Clip, Loop, staging
+from colofunc.errors import InputError, TraceError, near
+from colofunc.integrations.loop import Clip, Evaluation, Loop, staging
+from colofunc.integrations.unchanged import Snapshot
 from colofunc.mesh import Mesh
 
 
@@ -48,7 +54,12 @@ HOOKS = (
 )  # fmt: skip
 # Callbacks that read or write weights between steps.
 CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning", "BaseFinetuning")
+# Hooks in which a user's code may read weights while a validation runs.
+READING = tuple(f"on_{stage}_{when}" for stage in ("validation", "test") for when in (
+    "start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train"
+))  # fmt: skip
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+EVALUATE = ("auto", "traced", "plain")
 # What of a trainer differs from call to call, and what it gives instead while a step is traced.
 COUNTERS = ("current_epoch", "global_step")
 VARIES = (
@@ -77,15 +88,21 @@ class TracedTrainer:
 class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
     """Lightning's loop on a staged step.
 
-    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. Refused with a reason:
-    manual optimization, hooks and callbacks that want gradients or change weights, fp16, several optimizers.
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. evaluate: how validation,
+    test and prediction steps run: "traced" on the sharded state, "plain" on the module on the CPU, "auto": traced where that
+    is possible. Refused with a reason: manual optimization, hooks and callbacks that want gradients or change weights,
+    fp16, several optimizers.
     """
 
     strategy_name = "colofunc"
 
-    def __init__(self, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, **kwargs: Any) -> None:
+    def __init__(self, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, evaluate: str = "auto", **kwargs: Any) -> None:
         staging(mesh, plans, chain, Clip(), "ColofuncStrategy")  # wrong arguments are told here
+        if evaluate not in EVALUATE:
+            raise InputError(f"ColofuncStrategy: evaluate={evaluate!r}{near(str(evaluate), EVALUATE, 'ways')}")
         super().__init__(**kwargs)
+        self._evaluate = evaluate
+        self._evaluations: dict[str, Evaluation | None] = {}  # by step; None: on the plain module
         self._given = (mesh, plans, chain)
         self._loop: Loop | None = None
         self.local_rank = 0
@@ -140,6 +157,7 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         self._loop = None
+        self._evaluations.clear()
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             return
         module = self.lightning_module
@@ -163,13 +181,66 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace each.
         rest = [float(a) if isinstance(a, int) else a for a in args[1:]]
         trainer = module.trainer
-        numbers = {"args": rest, **{name: float(getattr(trainer, name)) for name in COUNTERS}}
+        numbers = {"args": rest, **self._counters(trainer)}
         update = not trainer.fit_loop._should_accumulate()
         found = self.loop.step(batch, numbers, divisor=trainer.accumulate_grad_batches, update=update)
         for name, value, options in found["seen"]["logs"]:
             module.log(name, value, **options)
         out = found["seen"]["out"]
         return {**out, "loss": found["loss"]} if isinstance(out, Mapping) else found["loss"]
+
+    # ---- evaluation ----
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("validation", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("predict", super().predict_step, args, kwargs)
+
+    def _evaluated(self, stage: str, on_module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One batch of an evaluation: the traced step on the state, or the plain one on the module."""
+        if self._evaluate != "plain" and not kwargs and self._evaluations.get(stage, ()) is not None:
+            if stage not in self._evaluations:
+                self._evaluations[stage] = Evaluation(self.lightning_module, self.mesh, partial(self._run_evaluation, stage), self._loop)
+            before = Snapshot(self.lightning_module)
+            try:
+                return self._traced_evaluation(self._evaluations[stage], args, before)
+            except (TraceError, InputError) as error:
+                if self._evaluate == "traced":
+                    raise
+                before.restore()
+                self._evaluations[stage] = None
+                warnings.warn(
+                    f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: {error}. Try: return "
+                    f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not try",
+                    stacklevel=2,
+                )
+        self.sync()
+        return on_module(*args, **kwargs)
+
+    def _traced_evaluation(self, evaluation: Any, args: Any, before: Snapshot) -> Any:
+        module = self.lightning_module
+        # The index of the batch is a tensor, as in training; that of the loader, of which there are few, a number.
+        numbers = {"args": [float(args[1]), *args[2:]] if len(args) > 1 else [], **self._counters(module.trainer)}
+        found = evaluation(args[0], numbers)
+        changed = before.changed()
+        if changed is not None:
+            raise TraceError(f"it changes {changed}, and Python of a traced step runs only once")
+        for name, value, options in found["logs"]:
+            module.log(name, value, **options)
+        return found["out"]
+
+    def _run_evaluation(self, stage: str, module: nn.Module, batch: Any, numbers: Mapping[str, Any]) -> Any:
+        context = {"validation": "val_step_context"}.get(stage, f"{stage}_step_context")
+        with _traced(module, numbers) as logs, getattr(self.precision_plugin, context)():
+            out = getattr(module, f"{stage}_step")(batch, *numbers["args"])
+        return {"out": out, "logs": logs}
+
+    def _counters(self, trainer: Any) -> dict[str, float]:
+        return {name: float(getattr(trainer, name)) for name in COUNTERS}
 
     def _run(self, module: nn.Module, batch: Any, numbers: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """`training_step` as it is traced: (loss, {"out": the rest of what it returns, "logs": what it logs})."""
@@ -198,12 +269,9 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         if self._loop is not None:
             self._loop.write()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sync()
-        return super().validation_step(*args, **kwargs)
-
     def on_validation_start(self) -> None:
-        self.sync()
+        if _reads_weights(self.lightning_module):
+            self.sync()
 
     def on_train_end(self) -> None:
         self.sync()
@@ -230,6 +298,16 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
     def _forget(self) -> None:
         if self._loop is not None:
             self._loop.forget()
+        for evaluation in self._evaluations.values():
+            if evaluation is not None:
+                evaluation.forget()
+
+
+def _reads_weights(module: Any) -> bool:
+    """Whether hooks of the user run during a validation, in which the module should hold the current values."""
+    mine = [module, *(c for c in module.trainer.callbacks if type(c).__module__.split(".")[0] not in ("lightning", "pytorch_lightning"))]
+    bases = (pl.LightningModule, pl.Callback)
+    return any(getattr(type(one), hook, None) not in [getattr(base, hook, None) for base in bases] for one in mine for hook in READING)
 
 
 def _clip(trainer: Any) -> Clip:
@@ -260,10 +338,13 @@ def _refuse(module: Any, trainer: Any) -> None:
                 f"callback {who} reads or writes weights between steps, where a sharded state is not in the module. Try: drop it, "
                 "or a step function of your own with cf.shard"
             )
-    if trainer.precision_plugin.precision not in PRECISIONS:
+    precision = trainer.precision_plugin.precision
+    if precision not in PRECISIONS:
+        why = {"16-mixed": "scales gradients outside of the step", "16-true": "keeps weights and moments in float16, which has no "
+               "digits for their updates"}.get(str(precision), "replaces layers by others while the module is set up")  # fmt: skip
         raise InputError(
-            f"precision={trainer.precision_plugin.precision!r} scales gradients outside of the step; allowed: "
-            f"{', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy"
+            f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy, "
+            "which keeps float32 masters and the loss scale in the state"
         )
 
 

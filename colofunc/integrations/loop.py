@@ -179,6 +179,38 @@ class Loop:
                 )
 
 
+class Evaluation:
+    """A second function on the state of a loop: nothing of it moves. Where nothing trains, values are placed once.
+
+    run(module, batch, numbers) -> what it finds; it is traced.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, run: Callable[..., Any], loop: Loop | None) -> None:
+        self.loop = loop
+        self.model = model_of(module) if loop is None else loop.model
+        self._placed: Any = None
+
+        def evaluation_step(state: Any, batch: Any, numbers: Any) -> Any:
+            return self.model.apply(*state, run, batch, numbers)[0]
+
+        self.step: Staged = shard(evaluation_step, mesh)
+
+    def __call__(self, batch: Any, numbers: Mapping[str, Any]) -> Any:
+        """What `run` finds, as plain tensors. Collective."""
+        trained = self.loop.state if self.loop is not None else None
+        if trained is not None:
+            self._placed = None
+            params, buffers = ({f"module.{name}": value for name, value in trained[key].items()} for key in ("params", "buffers"))
+            return plain(self.step((params, buffers), batch, numbers))
+        if self._placed is None:
+            self._placed = self.step.init((self.model.params, self.model.buffers), batch, numbers)
+        return plain(self.step(self._placed, batch, numbers))
+
+    def forget(self) -> None:
+        """Values of the module are read again."""
+        self._placed = None
+
+
 def _holding(state: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     """The state with gradients of zero, if it is to add some up and has none."""
     if not accumulates or "grads" in state:
