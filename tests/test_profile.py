@@ -97,16 +97,19 @@ def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> 
 
 
 def on_two_ranks(path: str) -> Any:
-    step, state, batch = training(MESHES[0])
+    step, state, batch = training(cf.Mesh(dp=2, topology="8xa100-80g"))
     found = step.profile(path, state, batch, steps=2)
-    return found.simulated, found.exposed_s, found.clocked_s, found.table()
+    used = found.utilisation == pytest.approx(found.ideal_s / found.step_s) and 0 < found.utilisation < 1
+    return found.simulated, found.exposed_s, found.clocked_s, found.table(), used, found.by("path")
 
 
 @pytest.mark.dist
 def test_real_ranks_say_what_nothing_hides(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     one, other = launch(on_two_ranks, 2, str(path), timeout_s=120)
-    simulated, exposed, clocked, text = one
+    simulated, exposed, clocked, text, used, modules = one
+    assert used and "model flops utilisation" in text and "peak of topology '8xa100-80g'" in text
+    assert any(path.startswith("block") and took > 0 for (path,), took in modules.items())
     assert not simulated and len(exposed) == 2 and all(s > 0 for s in exposed) and exposed[0] < clocked
     assert exposed == other[1] and "communication that nothing hides" in text
     spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
