@@ -13,9 +13,11 @@ import colofunc as cf
 from colofunc.executors import simulated
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
+from colofunc.program.loop import within
 from colofunc.program.trace import trace
 from colofunc.testing import models
 from colofunc.transforms.compare import Reference, bounds_of
+from colofunc.transforms.executed import looked_at
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 MESHES = [cf.Mesh(tp=2, topology="ideal"), MESH]
@@ -209,6 +211,55 @@ def test_a_pass_after_lowering_is_named() -> None:
     found = attrs.evolve(low, program=low.program.with_nodes(scaled)).compare(*arguments())
     assert [d.line for d in found.differences] == [f"test_compare.py:{START + 3} in net"]
     assert found.first.made_by.startswith("the passes after lowering")
+
+
+def squashed(state: Any, x: torch.Tensor) -> Any:
+    h = torch.relu(x @ state["w1"])
+    y = torch.tanh(torch.addmm(state["b"], h, state["w2"]))  # summed over tp, in every microbatch
+    return {"loss": (y**2).mean(), "y": y}
+
+
+def accumulated() -> tuple[Any, Any]:
+    """One row per microbatch, so that rows cannot be split over tp."""
+    state, x = arguments()
+    specs = (SPECS[0], "b i")
+    return cf.accumulate(cf.shard(squashed, MESHES[0], in_specs=specs), 2).lower(state, x[:2]), (state, x[:2])
+
+
+def test_what_runs_in_a_loop_is_compared_per_microbatch() -> None:
+    low, args = accumulated()
+    (loop,) = [node.loop for node in low.program.nodes if node.loop is not None]
+    found = low.compare(*args)
+    assert found.equal and found.worst <= 1e-10
+    asked = looked_at(loop.body, low.global_program, {"time": 2})
+    assert len(asked) >= 5 and all(n % 2 == 0 for n in asked.values())
+    assert found.executed == sum(looked_at(low.program, low.global_program).values()) + 2  # and its two outputs
+    assert f"{found.executed} of them in the program that runs" in str(found)
+
+
+def test_a_wrong_collective_inside_of_the_loop() -> None:
+    low, args = accumulated()
+    hit = []
+
+    def dropped(program: Program) -> Program:
+        hit.extend(n for n in program.nodes if drop_reductions(n, program))
+        return program.with_nodes(drop_reductions(n, program) or n for n in program.nodes)
+
+    first = attrs.evolve(low, program=within(low.program, dropped)).compare(*args).first
+    assert len(hit) == 1
+    assert (first.operator, first.line) == ("aten.addmm.default", f"test_compare.py:{inspect.getsourcelines(squashed)[1] + 2} in squashed")
+    assert first.made_by.startswith("the passes after lowering") and "of microbatch 1 of 2" in first.made_by
+    assert first.ranks == (0, 1) and first.difference > 1e-3
+
+
+def test_a_microbatch_that_has_the_rows_of_another() -> None:
+    def always_the_first(program: Program) -> Program:
+        change = lambda n: attrs.evolve(n, target="aten.select.int", args=(n.args[0], 0, 0))  # noqa: E731
+        return program.with_nodes(change(n) if n.target == "colofunc.take_shard" and n.args[1] == ("time",) else n for n in program.nodes)
+
+    low, args = accumulated()
+    first = attrs.evolve(low, program=within(low.program, always_the_first)).compare(*args).first
+    assert first.name == "x" and "of microbatch 2 of 2" in first.made_by
 
 
 def test_copies_that_are_not_equal_are_the_callers() -> None:

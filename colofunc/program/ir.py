@@ -39,6 +39,7 @@ class Value:
     role: str = "activation"  # "param" | "frozen" | "buffer" | "state" | "grad" | "batch" | "constant" | "seed" | "activation"
     layout: Layout | None = None
     device_free: bool = False  # does not depend on any input (a mask, an arange)
+    of: int | None = attrs.field(default=None, eq=False)  # local view: the global value that it is a copy of, as its layout says
 
     @property
     def nbytes(self) -> int:

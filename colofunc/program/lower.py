@@ -144,6 +144,8 @@ def lower(
     outputs = tuple(
         build.want(i, layout, None) for i, layout in zip(program.outputs, output_layouts, strict=True)
     )
+    for of, copies in build.copies.items():
+        build.values.update({id: attrs.evolve(build.values[id], of=of) for id in copies.values()})
     return Program(inputs, tuple(build.nodes), outputs, build.values, constants, program.aliases, "local")
 
 

@@ -9,36 +9,35 @@ side, with one seed, and look at every value as it is made, in every layout that
     #   by all_gather(dp), which brings '(dp a) b' to 'a b'
     #   made at net.py:14 in forward, ...
 
-Values die as in the step: the global program runs just ahead of the local one.
+Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program that
+really runs is compared too, in whatever of it still is a value of the step (see `executed`), microbatch by microbatch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import join
 from colofunc.executors.tap import Lanes, everyones, values_tap
-from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
-from colofunc.program.closeness import TOLERANCE, scaled_difference
+from colofunc.program.closeness import TOLERANCE
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace_record import run_node
 from colofunc.program.trace_tree import flatten, unflatten
-from colofunc.transforms.observe import Arguments, Plain, arguments_of, history, name_of, plain_program, table_text, whole
+from colofunc.transforms.differing import differing, distance
+from colofunc.transforms.executed import Seen, looked_at, program_tap
+from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, table_text, whole
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
 
 SHOWN = 8
+PASSES = "the passes after lowering (microbatches, order, chunks, buckets, fusion, updates in place)"
 
 
 @attrs.frozen
@@ -71,6 +70,7 @@ class Compared:
     """What `compare` found. `equal`: nothing differs. `first` is where to look; what follows may be its consequence."""
 
     values: int  # copies of values that were compared
+    executed: int  # of these, in the program that really runs, behind all passes; its outputs are among them
     worst: float  # largest scaled difference within tolerance
     differences: tuple[Difference, ...]  # in the order of the program
 
@@ -90,7 +90,8 @@ class Compared:
 
     def __str__(self) -> str:
         if self.equal:
-            return f"equal: {self.values} values as on one device, largest difference {self.worst:.3g}"
+            ran = f"{self.executed} of them in the program that runs" if self.executed else "all before the passes"
+            return f"equal: {self.values} values as on one device, largest difference {self.worst:.3g}, {ran}"
         return f"first: {self.first}\n{len(self.differences)} of {self.values} values differ:\n{self.table()}"
 
     __repr__ = __str__
@@ -100,11 +101,12 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     """Compare every value of the local program with the global program's; collective on real ranks, consumes nothing.
 
     `fn`: the function itself, to be held against the global program too. Where all values agree the program that really
-    runs, after the passes, is held against the same outputs.
+    runs, after the passes, is compared: its outputs, and every value of it that still is a copy of one of the step's.
     """
     arguments = arguments_of(low, args)
     plain = plain_program(low, arguments.backend)
-    reference = Reference(low.global_program, arguments.whole(), Counter(plain.owners.values()))
+    inputs = arguments.whole()
+    reference = Reference(low.global_program, inputs, Counter(plain.owners.values()))
     look = _Look(low, plain, reference, tolerance)
     with torch.no_grad(), quiet():
         look.inputs(arguments)
@@ -112,10 +114,11 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
         run(arguments.copies(()))
         expected = [reference.value(o) for o in low.global_program.outputs]
         if not look.found:
+            look.executed(arguments, inputs)
             look.outputs(arguments, expected)
     if fn is not None and not look.found:
         look.function(fn, args, expected, arguments.seed)
-    return Compared(look.values, look.worst, tuple(look.found))
+    return Compared(look.values, look.ran, look.worst, tuple(look.found))
 
 
 class Reference:
@@ -162,7 +165,8 @@ class _Look:
         self.local_makers = plain.program.producers()
         self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
         self.found: list[Difference] = []
-        self.values, self.worst = 0, 0.0
+        self.values, self.ran, self.worst = 0, 0, 0.0
+        self.wrong: set[int] = set()  # global values of which the program that runs has a wrong copy
 
     def inputs(self, arguments: Arguments) -> None:
         ids = [i for i in self.plain.program.inputs if i not in self.plain.program.constants]
@@ -202,15 +206,38 @@ class _Look:
         strategy = self.strategies[id(maker)] if maker is not None else ""
         return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
 
+    def executed(self, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:
+        """All values agree: so must those of the program that really runs."""
+        low = self.low
+        self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program))
+        tap = program_tap(low.program, low.global_program, self.ran_value)
+        arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
+
+    def ran_value(self, seen: Seen, lanes: Lanes) -> None:
+        """Compare one value of the program that runs, in one trip if it stands in a loop."""
+        value, mesh = seen.value, self.low.mesh
+        assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
+        expected, layout = seen.part(self.reference.take(value.of), mesh)
+        worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, self.bounds[value.of])
+        self.values, self.ran = self.values + 1, self.ran + 1
+        if not ranks:
+            self.worst = max(self.worst, worst)
+        elif value.of not in self.wrong:
+            self.wrong.add(value.of)
+            trips = "".join(f" of microbatch {trip + 1} of {n}" for _, trip, n in seen.trips)
+            note = f" ({seen.node.note})" if seen.node.note else ""
+            why = f"{PASSES}: {collective_text(seen.node)}{trips}{note}; the program before them gives the right value"
+            self.found.append(self._difference(value.of, value.layout.text(), why, worst, ranks, self.makers.get(value.of), seen.node))
+
     def outputs(self, arguments: Arguments, expected: Sequence[torch.Tensor]) -> None:
-        """All values agree: so must the outputs of the program that really runs."""
+        """And its outputs, as the executor itself runs it."""
         low = self.low
         outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
         for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
             worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.bounds[owner])
-            self.values += 1
-            if ranks:
-                why = "the passes after lowering (order, buckets, fusion, updates in place): the program before them gives the right value"
+            self.values, self.ran = self.values + 1, self.ran + 1
+            if ranks and owner not in self.wrong:
+                why = f"{PASSES}: the program before them gives the right value"
                 self.found.append(self._difference(owner, layout.text(), why, worst, ranks, self.makers.get(owner)))
 
     def function(self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None) -> None:
@@ -221,7 +248,7 @@ class _Look:
         order = {id(node): k for k, node in enumerate(self.low.global_program.nodes)}
         made: list[int] = []
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
-            worst = _distance(want, got.detach())
+            worst = distance(want, got.detach())
             if not worst <= self.bounds[owner]:
                 why = "tracing or simplifying, unless what it reads from outside (a global, an attribute) has changed since its trace"
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
@@ -241,43 +268,3 @@ def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
                 through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
                 bounds[o] = 0.0 if exact else through[o]
     return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
-
-
-def differing(
-    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, bound: float
-) -> tuple[float, tuple[int, ...]]:
-    """(largest scaled difference, ranks of the copies that are beyond `bound`; () if all are within)."""
-    worst = 0.0
-    wrong: list[int] = []
-    seen: dict[tuple[int, ...], float] = {}
-    for ranks, order in copies_of(layout, mesh):
-        mine = [shards[r] for r in order]
-        key = tuple(id(x) for x in mine)
-        if key not in seen:
-            seen[key] = _distance(join(mine, layout, mesh).cpu(), expected)
-        worst = max(worst, seen[key])
-        if not seen[key] <= bound:
-            wrong += ranks
-    return worst, tuple(sorted(wrong))
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    if b.dtype.is_floating_point or b.dtype.is_complex:
-        return scaled_difference(a.to(b.dtype), b)
-    return float((a != b).sum())
-
-
-@lru_cache(maxsize=1 << 12)
-def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
-    tied = {*layout.axes, *(a for a, _ in layout.pending)}
-    free = [a for a in mesh.axis_names if a not in tied]
-    return tuple(_copies(free, mesh))
-
-
-def _copies(free: Sequence[str], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    everyone = range(mesh.size)
-    for index in product(*(range(mesh.axis_size(a)) for a in free)):
-        here = dict(zip(free, index, strict=True))
-        members = tuple(r for r in everyone if all(mesh.coordinates(r)[a] == i for a, i in here.items()))
-        yield members, tuple(mesh.rank_at({**mesh.coordinates(r), **here}) for r in everyone)
