@@ -1,7 +1,9 @@
 """cf.precision: against mixed precision written by hand, over meshes, and what it says to mistakes."""
 
 import warnings
+from typing import Any, NamedTuple
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -387,6 +389,49 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
     assert int(new["n"]) == int(new["loss_scale"]["good"])
 
 
+class Pair(NamedTuple):
+    p: Any
+    n: Any
+    loss_scale: Any = None
+
+
+@attrs.frozen
+class Record:
+    p: Any
+    n: Any
+    loss_scale: Any = None
+
+
+@attrs.frozen
+class Bare:
+    p: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, list, Pair, Record])
+def test_states_of_other_kinds_have_a_place_for_the_scale(kind) -> None:
+    """The steps of a dict, one of which is skipped; the function sees the state as it was made."""
+    sequence = kind in (tuple, list)
+
+    def step_fn(state, b):
+        p, n = state if sequence else (state.p, state.n)
+        assert sequence or state.loss_scale is None
+        new, metrics = scaled_step({"p": p, "n": n}, b)
+        return (kind(new.values()) if sequence else kind(new["p"], new["n"])), metrics
+
+    data = {"x": torch.ones(4, 8), "gain": torch.tensor(1.0)}
+    first = scaled_state()
+    states = [first, kind(first.values()) if sequence else kind(first["p"], first["n"])]
+    steps = [cf.precision(cf.shard(fn, cf.Mesh(dp=2)), "fp16") for fn in (scaled_step, step_fn)]
+    placed = [step.init(state, data) for step, state in zip(steps, states, strict=True)]
+    for _ in range(8):
+        placed = [step(state, data)[0] for step, state in zip(steps, placed, strict=True)]
+    want, got = placed
+    assert type(got) is kind
+    p, n, record = got if sequence else (got.p, got.n, got.loss_scale)
+    assert torch.equal(p["w"].full(), want["p"]["w"].full()) and 0 < int(n) == int(want["n"]) < 8
+    assert {k: float(v) for k, v in record.items()} == {k: float(v) for k, v in want["loss_scale"].items()}
+
+
 def test_a_state_with_a_loss_scale_is_updated_in_place() -> None:
     step_fn, state = training(nn.Linear(512, 512), clip=1.0)
     data = {"x": torch.randn(4, 512), "y": torch.randn(4, 512)}
@@ -492,7 +537,7 @@ def test_evaluation_through_a_model_computes_narrow() -> None:
         (lambda: cf.Policy(compute=16), r"16 is no dtype; write a name such as 'bf16'"),
         (lambda: cf.Policy(overrides={"*.head": "int4"}), r"overrides\['\*.head'\]='int4' is no precision"),
         (lambda: cf.Policy(loss_scale=-1), r"loss_scale=-1; write 'dynamic'"),
-        (lambda: cf.precision(lambda s, x: (s, x), "fp16").lower([torch.ones(1)], torch.ones(1)), r"type list here; make argument 0"),
+        (lambda: cf.precision(lambda s, x: (s, x), "fp16").lower(Bare(torch.ones(1)), torch.ones(1)), r"type Bare here; .* a record"),
         (lambda: cf.precision(cf.precision(scaled_step, "bf16"), "fp16"), r"precision is applied twice"),
     ],
 )  # fmt: skip

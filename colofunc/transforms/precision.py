@@ -9,7 +9,9 @@ device after every step whether to skip it. Idea: the policy is a function mode 
 masters are the state itself, and the loss scale is three more numbers in the state, so that skipping is a `where`:
 inside the update operators, which so stay in place, and around everything else in the state.
 
-    state["loss_scale"] = {"scale": 32768.0, "good": 0, "skipped": 0}      # fp16 only; the state is a dict then
+    state["loss_scale"] = {"scale": 32768.0, "good": 0, "skipped": 0}      # fp16 only
+
+A state that is a tuple or list has them as one more item at its end, a record in a field `loss_scale`.
 
 A step whose gradients are not all finite returns the state that it was given, with half the scale; 2000 good steps in a
 row double it. Metrics stay visible: the loss as it came out, and `skipped`, the steps skipped in a row. The host looks
@@ -32,7 +34,7 @@ from colofunc.planner.constraints import Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program
 from colofunc.program.trace import Traced
-from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.trace_tree import container, flatten, rebuild, unflatten
 from colofunc.program.wide_sums import gradients, wide_sums
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
@@ -90,17 +92,13 @@ class _Grow:
             state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
         if self.policy.scales is None:
             return state
-        if not isinstance(state, Mapping):
-            raise InputError(
-                f"the loss scale is kept in the state, which is of type {type(state).__name__} here; make argument 0 of the step a "
-                f"dict, such as {{'params': ..., 'opt': ...}}, or compute in bf16, which needs no scale"
-            )
-        if KEY in state:
-            self._look(state[KEY])
+        record, bare = _apart(state)
+        if record is not None:
+            self._look(record)
             return state
         first = FIRST if self.policy.scales == "dynamic" else float(self.policy.scales)
         zero = torch.zeros((), dtype=torch.int64)
-        return {**state, KEY: {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()}}
+        return _with(bare, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
 
     def _look(self, record: Any) -> None:
         self.calls += 1
@@ -119,6 +117,37 @@ def _narrower(t: Tensor, wide: torch.dtype) -> bool:
     return t.is_floating_point() and t.dtype.itemsize < wide.itemsize
 
 
+def _apart(state: Any) -> tuple[Any, Any]:
+    """(the loss scale in a state, None where there is none yet; the state without it). Raises InputError where it has no place."""
+    if isinstance(state, Mapping):
+        return state.get(KEY), {k: v for k, v in state.items() if k != KEY}
+    parts = container(state)
+    kind, keys, items, context = parts if parts is not None else ("", (), (), None)
+    if kind == "sequence":
+        last = items[-1] if items else None
+        grown = isinstance(last, dict) and set(last) == {"scale", "good", "skipped"}
+        return (last, type(state)(items[:-1])) if grown else (None, state)
+    if kind in ("namedtuple", "record") and KEY in keys:
+        bare = rebuild(kind, type(state), keys, [None if k == KEY else v for k, v in zip(keys, items, strict=True)], context)
+        return items[list(keys).index(KEY)], bare
+    raise InputError(
+        f"the loss scale is kept in the state, which is of type {type(state).__name__} here; make argument 0 of the step a dict or tuple, "
+        f"such as {{'params': ..., 'opt': ...}}, give a record the field `{KEY}: Any = None`, or compute in bf16, which needs no scale"
+    )
+
+
+def _with(bare: Any, record: Any) -> Any:
+    """The state with this loss scale, from what `_apart` gives."""
+    if isinstance(bare, Mapping):
+        return {**bare, KEY: record}
+    parts = container(bare)
+    assert parts is not None, "asked by _apart"
+    kind, keys, items, context = parts
+    if kind == "sequence":
+        return type(bare)([*items, record])
+    return rebuild(kind, type(bare), keys, [record if k == KEY else v for k, v in zip(keys, items, strict=True)], context)
+
+
 # ---- the step ----
 
 
@@ -130,8 +159,7 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
                 out = fn(*args)
             mixed.check_overrides()
             return _checked(policy, args, out)
-        record = args[0][KEY]
-        state = {k: v for k, v in args[0].items() if k != KEY}
+        record, state = _apart(args[0])
         with Mixed(policy, record["scale"]) as mixed:
             out = _checked(policy, (state,), fn(state, *args[1:]))
         mixed.check_overrides()
@@ -178,9 +206,9 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()
     if finite is None:
-        return back({**new, KEY: record})
+        return back(_with(new, record))
     kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
-    return back({**unflatten(tree, kept), KEY: _next(policy, record, finite)})
+    return back(_with(unflatten(tree, kept), _next(policy, record, finite)))
 
 
 def _next(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:
