@@ -207,9 +207,12 @@ class Rules:
 
 FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
-    "colofunc.linear", "aten.mm", "aten.addmm",
+    "colofunc.linear", "aten.mm", "aten.addmm", "colofunc.experts",
 )  # fmt: skip
 """Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
+
+DEALT_ROWS = ("colofunc.experts",)
+"""Those of them whose patterns do not care either how rows are dealt to the ranks of their own axes."""
 
 MOST_BESIDE = 3
 """Axes beside a followed one that are searched together."""
@@ -265,6 +268,8 @@ def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: 
         return
     guests = {f: tuple(a for a, g in other.axes if g == f and a not in mine) for f in mine.values()}
     theirs = {a for p in lies if p is not None for f in mine.values() for _, a in p.get(f, ()) if a is not None}
+    if call.target.startswith(DEALT_ROWS):
+        guests = dict.fromkeys(guests, tuple(sorted(theirs - set(mine), key=mesh.axis_names.index)))
     if theirs - set(mine) - {a for some in guests.values() for a in some}:
         return  # axes of a pattern of its own lie there as well
     for some, rest in _among({f: placement[f] for f in guests}, tuple(a for g in guests.values() for a in g), mesh):
