@@ -16,13 +16,15 @@ from functools import partial
 
 import attrs
 
-from colofunc.planner.chain import Back, Run, Sweep, table
+from colofunc.planner.chain import Back, Run, Stage, Sweep, table
+from colofunc.planner.checkmate import EXACT, Graph, solve
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
 
 SLOTS = 250
-FEW = 150
+LEVELS = 6
+FEW = 64
 """Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 
 Finish = Callable[[Program], tuple[Program, int]]
@@ -118,7 +120,7 @@ def _bodies(program: Program) -> Iterator[Program]:
 
 
 def _sweeps(chain: Chain) -> Iterable[Sweep]:
-    """The distinct orders for all amounts of memory, from much to little, and the one that keeps least of all."""
+    """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs for s in stages)
     whole, found = table(stages, most, SLOTS), dict[tuple[Run | Back, ...], Sweep]()
@@ -127,7 +129,31 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
         if sweep is None:
             break
         found.setdefault(sweep.order, sweep)
-    return found.values()
+    for sweep in _exact(stages, most) if 2 * len(stages) <= EXACT else ():
+        found.setdefault(sweep.order, sweep)
+    return sorted(found.values(), key=lambda sweep: sweep.seconds)
+
+
+def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
+    """Of a short chain also the orders in which a stage is kept for a while and made again later (see `checkmate`)."""
+    n = len(stages)
+    reads = (*(((i - 1,) if i else ()) for i in range(n)), *((n + j - 1,) * (j > 0) + (n - 1 - j,) for j in range(n)))
+    cost = (*(s.forward_s for s in stages), *(s.backward_s for s in reversed(stages)))
+    nbytes = (*(float(s.ways[0].nbytes) for s in stages), *(float(s.out_bytes) for s in reversed(stages)))
+    graph = Graph(cost, nbytes, reads)
+    for k in range(1, LEVELS):
+        order = solve(graph, most * k / LEVELS)
+        if order is not None:
+            yield Sweep(order.cost, tuple(_steps(order.nodes, n)))
+
+
+def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:
+    for k, node in enumerate(nodes):
+        if node >= n:
+            yield Back(2 * n - 1 - node)
+            continue
+        again = next(i for i in nodes[k + 1 :] if i in (node, 2 * n - 1 - node))
+        yield Run(node, None if again == node else 0)
 
 
 def _seconds(program: Program, node_s: NodeS) -> float:

@@ -74,6 +74,7 @@ class Chain:
                 continue
             keep = part.out if step.way is None else part.out | part.keeps[step.way]
             if step.stage in seen:
+                made.drop(part.made)
                 made.want(sorted(keep if step.way is not None else part.out))
             else:
                 seen.add(step.stage)
