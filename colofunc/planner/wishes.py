@@ -336,7 +336,8 @@ def _on_operators(
         if node.phase in wish.phases and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
     ]  # fmt: skip
     words = [_words(rule_of(node), extra_of(node)) for _, node in hits]
-    able = [hit for hit, known in zip(hits, words, strict=True) if any({f for a, f in pairs if mesh.axis_size(a) > 1} <= known for pairs in some)]
+    asked = [{f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
+    able = [hit for hit, known in zip(hits, words, strict=True) if any(factors <= known for factors in asked)]
     if hits and not able:
         rules = {
             f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
