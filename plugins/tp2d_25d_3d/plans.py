@@ -50,7 +50,7 @@ class Gridded:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """Of one call, on all grids that the plan uses."""
-        for grid in self.grids(mesh):
+        for grid in self.grids(mesh) if all(axis in mesh for axis in self.axes) else ():  # a mesh of time has none of them
             yield from grid.strategies(call, mesh)
 
     def grids(self, mesh: cf.Mesh) -> tuple[Grid | Cube, ...]:
