@@ -103,8 +103,10 @@ def allowed(program: Program, item: int, options: Iterable[Strategy], constraint
     """The options that pass all constraints on the item; raises PlanError naming the one that leaves none."""
     left = list(options)
     mine = constraints.items.get(item, ())
+    seen = {(s.ins, s.outs) for s in left}
     for constraint in mine:  # what one offers has to pass all the others as well
-        left += [s for s in constraint.offers if all((s.ins, s.outs) != (o.ins, o.outs) for o in left)]
+        left += [s for s in constraint.offers if (s.ins, s.outs) not in seen]
+        seen |= {(s.ins, s.outs) for s in constraint.offers}
     for k, constraint in enumerate(mine):
         kept = [s for s in left if constraint.accepts(s)]
         if not kept and k:
