@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
     "agree", "compare", "compile", "decide", "differing", "executed", "finite", "lowered", "observe",
-    "plan_cache", "prepare", "profile", "staged", "wanted", "within",
+    "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
 )  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.

@@ -142,6 +142,62 @@ def test_a_write_to_a_captured_tensor_is_seen(size: int, capfd: pytest.CaptureFi
     assert "traced again: a tensor that it captured was written to" in capfd.readouterr().err
 
 
+READS = """
+import torch
+
+scale, power, table, unused = 2.0, 1, torch.ones(4), torch.ones(4)
+
+def curve(x):
+    return x ** power
+
+def step(x):
+    return curve(x) * scale + table
+"""
+
+
+def test_names_that_are_bound_anew_are_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    script: dict[str, Any] = {}
+    exec(READS, script)
+    x = torch.full((4,), 3.0)
+    step = cf.shard(script["step"], cf.Mesh(dp=2))
+
+    def says(expected: float, line: str = "") -> None:
+        assert step(x).full().tolist() == [expected] * 4
+        said = capfd.readouterr().err
+        assert line in said and ("traced again" in said) == bool(line)
+
+    says(7.0)
+    script["unused"], script["x"] = torch.zeros(4), torch.zeros(4)  # not read by the function
+    says(7.0)
+    script["scale"] = 4.0
+    says(13.0, "step is traced again: global 'scale' was 2.0 and is 4.0")
+    script["table"] = torch.full((4,), 2.0)
+    says(14.0, "global 'table' was bound to another value")
+    with pytest.warns(UserWarning, match=r"step has been traced 4 times because static values change \(global 'power' was 1 and is 2\)"):
+        script["power"] = 2
+        says(38.0, "global 'power' was 1 and is 2")  # read by a function that the step calls
+    exec("def curve(x):\n    return -x", script)
+    says(-10.0, "global 'curve' was bound to another function")
+
+
+def test_names_of_the_function_around_are_seen_and_own_counters_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    calls, factor = 0, 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * factor
+
+    staged, x = cf.shard(step, cf.Mesh(dp=2)), torch.ones(4)
+    assert float(staged(x).full().sum()) == 8.0
+    calls = 7
+    staged(x)
+    assert "traced again" not in capfd.readouterr().err and calls == 7
+    factor = 3
+    assert float(staged(x).full().sum()) == 12.0 and calls == 8
+    assert "'factor' of the function around was 2 and is 3" in capfd.readouterr().err
+
+
 def test_large_captured_tensors_are_hidden_inputs_and_small_ones_constants() -> None:
     large, small = torch.randn(128, 128, dtype=D), torch.randn(4, dtype=D)
     low = cf.shard(lambda x: (x @ large)[:, :4] + small, cf.Mesh(dp=2)).lower(torch.ones(8, 128, dtype=D))

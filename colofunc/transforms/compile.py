@@ -36,6 +36,7 @@ from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
+from colofunc.transforms.reads import reads_of
 from colofunc.transforms.staged import Staged
 
 Leaf = torch.Tensor
@@ -44,7 +45,7 @@ Leaf = torch.Tensor
 class Ready:
     """A lowered step and, from the first call on, the backend that runs it."""
 
-    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None) -> None:
+    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None, fn: Callable[..., Any]) -> None:
         self.low = low
         self.watch = watch
         self._executor = executor
@@ -53,6 +54,7 @@ class Ready:
         values, captured = low.traced.program.values, low.traced.captured
         named = {vid for vid in captured if vid in values and values[vid].role == "frozen"}
         self._baked = [(t, compat.version(t)) for vid, t in captured.items() if vid not in named]
+        self._reads = reads_of(fn, captured.values())
         targets = {node.target for node in low.traced.program.nodes}
         self._operators = {name: OPERATORS[name] for name in targets if name in OPERATORS}
 
@@ -68,7 +70,9 @@ class Ready:
         if any(compat.version(t) != v for t, v in self._baked):
             return "a tensor that it captured was written to"
         other = next((name for name, before in self._operators.items() if OPERATORS.get(name) is not before), None)
-        return "" if other is None else f"operator {other!r} was defined again"
+        if other is not None:
+            return f"operator {other!r} was defined again"
+        return next((change for read in self._reads if (change := read.change())), "")
 
     def hidden(self) -> list[list[torch.Tensor]]:
         """Parts of the captured tensors that are inputs, placed at the first call and again if they were written to."""
@@ -141,20 +145,32 @@ class StepCompiler:
         around = torch.get_default_dtype(), training_flags(staged.fn)
         key = (tree.key(), types, *around)
         known = self._ready.setdefault(key, [])
-        for old in [r for r in known if r.stale()]:
+        stale = [r for r in known if r.stale()]
+        for old in stale:
             say(f"{getattr(staged.fn, '__name__', 'step')} is traced again: {old.stale()}")
+            self._count_retrace(staged, old.stale())
             known.remove(old)
         ready = next((r for r in known if _lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
-            if len(self._ready) > 1 and not known:
+            if len(self._ready) > 1 and not known and not stale:
                 self._tell_retrace(staged, leaves, tree, around)
             if runs:
                 backend_for(mesh_of(staged), staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(mesh_of(staged), staged.executor)
-            ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch)
+            ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch, staged.fn)
             known.append(ready)
         self._last = leaves, tree, around
         return ready
+
+    def _count_retrace(self, staged: Staged, why: str) -> None:
+        """A third time for a value that is part of the program is a warning."""
+        self._static_retraces += 1
+        if self._static_retraces == 3:
+            warnings.warn(
+                f"{getattr(staged.fn, '__name__', 'step')} has been traced 4 times because static values change ({why}); "
+                "pass numbers that vary as arguments: tensors or floats",
+                stacklevel=5,
+            )
 
     def _tell_retrace(self, staged: Staged, leaves: Sequence[Leaf], tree: Tree, around: tuple[Any, ...]) -> None:
         """One line that says why a step is traced again; a third time for a static value is a warning."""
@@ -163,14 +179,8 @@ class StepCompiler:
         pairs = zip(tree.statics(), old.statics(), strict=False)
         static = next((f"argument {a.name}: {b.value!r} -> {a.value!r}" for a, b in pairs if a.value != b.value), None)
         if static is not None:
-            self._static_retraces += 1
             say(f"{name} is traced again, a static value changed: {static}")
-            if self._static_retraces == 3:
-                warnings.warn(
-                    f"{name} has been traced {self._static_retraces + 1} times because static values change ({static}); "
-                    "pass numbers that vary as tensors or floats",
-                    stacklevel=4,
-                )
+            self._count_retrace(staged, static)
             return
         say(f"{name} is traced again for {_new_signature(tree, leaves, around, old, before, old_around)}")
 
