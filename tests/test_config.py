@@ -344,6 +344,18 @@ def test_modes_by_name(tmp_path: Path, parallel: str, mesh: dict[str, int], spec
     cf.testing.check(step, state, batch, steps=2)
 
 
+def test_experts_by_name(tmp_path: Path) -> None:
+    plugins = pytest.importorskip("colofunc_plugins")
+    for parallel, mesh in (
+        ("{zero: {stage: 3, size: 2}, experts: {size: 2}}", {"dp": 2, "ep": 2}),
+        ("{expert_parallel: {axis: [epo, epi], size: [2, 3]}}", {"epo": 2, "epi": 3}),
+    ):
+        chain = cf.configure(written(tmp_path, f"parallel: {parallel}"), plugins=[plugins])
+        assert chain.mesh.shape == mesh and chain.plans[-1].axes == tuple(mesh)[-len(chain.plans[-1].axes) :]
+    with pytest.raises(cf.ConfigError, match=r"run.yaml:3: experts: capacity_factor=0 leaves no place"):
+        cf.configure(written(tmp_path, "parallel:\n  experts:\n    capacity_factor: 0\n    size: 2"), plugins=[plugins])
+
+
 # ---- the page ----
 
 

@@ -287,6 +287,49 @@ def test_what_is_loaded_holds_no_more_memory_than_it_shows(tmp_path) -> None:
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in got.shards)
 
 
+# ---- the stream to the disk ----
+
+
+@pytest.mark.parametrize("how", ["direct", "no such flag", "refused when set", "refused when written", "short writes"])
+def test_a_stream_writes_the_bytes_that_it_is_given(tmp_path, monkeypatch, how) -> None:
+    """Of any lengths, over many buffers, whatever the file system takes."""
+    monkeypatch.setattr(disk, "BUFFER_BYTES", 8192)
+    pwrite, control, flags = os.pwrite, disk.fcntl.fcntl, []
+
+    def write(fd: int, data: Any, at: int) -> int:
+        direct = bool(disk.DIRECT & control(fd, disk.fcntl.F_GETFL))
+        flags.append(direct)
+        if how == "refused when written" and direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(fd, data[: 4096 if how == "short writes" else None], at)
+
+    def controlled(fd: int, what: int, *args: int) -> int:
+        if how == "refused when set" and args and args[0] & disk.DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return control(fd, what, *args)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(disk.fcntl, "fcntl", controlled)
+    if how == "no such flag":
+        monkeypatch.setattr(disk, "DIRECT", 0)
+    made = torch.Generator().manual_seed(0)
+    parts = [os.urandom(int(n)) for n in torch.randint(0, 20_000, (30,), generator=made)]
+    with open(tmp_path / "f", "xb", buffering=0) as file, disk.stream(file.fileno()) as out:
+        for part in parts:
+            out.write(memoryview(part))
+    assert (tmp_path / "f").read_bytes() == b"".join(parts) and not flags[-1]
+    assert not any(flags) or how not in ("no such flag", "refused when set")
+
+
+def test_a_stream_that_fails_says_so_and_ends_its_threads(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disk, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(disk, "write_at", lambda fd, data, at: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with open(tmp_path / "f", "xb", buffering=0) as file, pytest.raises(OSError, match="No space left"), disk.stream(file.fileno()) as out:
+        for _ in range(100):
+            out.write(memoryview(bytes(4096)))
+    assert not [t for t in threading.enumerate() if t.name.startswith("colofunc-disk")]
+
+
 # ---- regions ----
 
 
