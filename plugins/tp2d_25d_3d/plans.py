@@ -73,7 +73,7 @@ class Gridded:
             if product.bias is not None:
                 specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
             target = program.nodes[product.index].target
-            words = grid.words(stripes)
+            words = [(axis, word) for axis, word in grid.words(stripes) if mesh.axis_size(axis) > 1]
             for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
                 want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
                 for phase, targets in (("forward", (target,)), ("backward", BACKWARD.get(target, ("aten.mm.default",)))):
@@ -124,7 +124,9 @@ class Gridded:
         rows = Counter(v.shape[0] for v in leaves).most_common(1)[0][0]
         atoms = mesh.atoms(self.axes)
         on = (atoms[0],) if self.mode == "3d" else tuple(sorted((atoms[0], *atoms[2:]), key=mesh.axis_names.index))
-        ways = prod(map(mesh.axis_size, atoms if self.mode == "3d" else on))
+        ways = prod(map(mesh.axis_size, on))
+        if self.mode == "3d":  # on the one other axis, then on the other
+            ways *= lcm(*map(mesh.axis_size, atoms[1:]))
         if rows % ways:
             raise cf.PlanError(
                 f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
