@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 
-import colofunc_plugins
 import torch
 import transformers
 from colofunc_plugins import experts, zero
@@ -60,7 +59,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     torch.manual_seed(0)
     mesh = cf.Mesh(dp=args.dp, ep=args.ep)
     step_fn, state = cf.train_step(cf.functional(build(args.family)), cf.adapt(torch.optim.AdamW, lr=3e-3), clip=1.0)
-    step = cf.shard(step_fn, mesh, zero(3, "dp"), experts("ep"), plugins=[colofunc_plugins])
+    step = cf.shard(step_fn, mesh, zero(3, "dp"), experts("ep"))
     if args.capacity is not None:
         step = cf.expert_capacity(step, args.capacity)
     state = step.init(state, rows(32, 0))

@@ -6,10 +6,9 @@ from collections import Counter
 from math import ceil
 from pathlib import Path
 
-import colofunc_plugins
 import pytest
 import torch
-from colofunc_plugins import experts, moe, tensor, zero
+from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.moe.rows import from_slots, slots, to_slots
 
 import colofunc as cf
@@ -34,20 +33,23 @@ def operands(route, n=8, k=2, e=4, f=8, d=4, bias=False, transposed=False):
 @pytest.mark.parametrize("form", [dict(), dict(bias=True, transposed=True)], ids=["plain", "biases"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_dispatch_computes_what_the_operator_does(route, form) -> None:
-    args, meshes = operands(route, **form), [cf.Mesh(a=2), cf.Mesh(a=4), cf.Mesh(a=2, b=2)]
-    done = cf.testing.check_strategies(moe, "colofunc.experts", sample(*args), meshes=meshes)
-    want = {"{a: dispatch}", "{a: dispatch, b: b0}", "{a: dispatch, b: f}", "{a: dispatch, b: dispatch}", "{a: staged, b: staged}"}
-    assert want <= {d.strategy for d in done}
-    samples = [sample(torch.randn(8, 4, dtype=D), *args, needed) for needed in (True, False)]
-    assert want <= {d.strategy for d in cf.testing.check_strategies(moe, "colofunc.experts_backward", *samples, meshes=meshes)}
+    args, backward = operands(route, **form), [torch.randn(8, 4, dtype=D)]
+    calls = {"colofunc.experts": [sample(*args)],
+             "colofunc.experts_backward": [sample(*backward, *args, needed) for needed in (True, False)]}  # fmt: skip
+    for target, samples in calls.items():
+        done = cf.testing.check_strategies(experts("a"), target, *samples, meshes=[cf.Mesh(a=2), cf.Mesh(a=4), cf.Mesh(a=2, b=2)])
+        assert {"{a: dispatch}", "{a: dispatch, b: b0}", "{a: dispatch, b: f}"} <= {d.strategy for d in done}
+        done = cf.testing.check_strategies(experts(("a", "b")), target, *samples, meshes=[cf.Mesh(a=2, b=2)])
+        assert {d.strategy for d in done} == {"{a: dispatch, b: dispatch}", "{a: staged, b: staged}"}
 
 
 @pytest.mark.parametrize("route", ["random", "greedy"])
 def test_several_rounds_lose_no_token(route) -> None:
     args = operands(route, n=32, k=1, e=8, f=2, d=2)
-    meshes = [cf.Mesh(a=8), cf.Mesh(a=2, b=4)]
-    cf.testing.check_strategies(moe, "colofunc.experts", sample(*args), meshes=meshes)
-    cf.testing.check_strategies(moe, "colofunc.experts_backward", sample(torch.randn(32, 2, dtype=D), *args, True), meshes=meshes)
+    backward = sample(torch.randn(32, 2, dtype=D), *args, True)
+    for plan, mesh in ((experts("a"), cf.Mesh(a=8)), (experts(("a", "b")), cf.Mesh(a=2, b=4))):
+        cf.testing.check_strategies(plan, "colofunc.experts", sample(*args), meshes=[mesh])
+        cf.testing.check_strategies(plan, "colofunc.experts_backward", backward, meshes=[mesh])
 
 
 def test_slots_hold_each_token_once_per_owner() -> None:
@@ -83,7 +85,7 @@ def own(mesh, *plans, wrap=lambda s: s, n=8, k=2, e=4, d=6, f=8, capacity=None, 
         value, grads = cf.value_and_grad(loss)(state["params"], b)
         return {"params": {name: p - 0.1 * grads[name] for name, p in state["params"].items()}}, {"loss": value}
 
-    return wrap(cf.shard(step, mesh, *plans, plugins=[colofunc_plugins])), {"params": params}, batch
+    return wrap(cf.shard(step, mesh, *plans)), {"params": params}, batch
 
 
 PLACES = {
@@ -205,7 +207,7 @@ def trained(step, state, batch):
 def test_families_train_with_greedy_and_starving_experts(family, stage) -> None:
     step, state, batch = language(family)
     with cf.testing.float64():
-        step = cf.shard(step, *STAGES[stage](), plugins=[colofunc_plugins])
+        step = cf.shard(step, *STAGES[stage]())
         check(step, state, batch)
         for moved in trained(step, state, batch).values():
             assert moved[:2].all() and not moved[2:].any()  # no gradient, no step
@@ -221,7 +223,7 @@ def test_states_over_all_ranks_and_experts_over_some(order) -> None:
     """ZeRO-3 over dp and ep holds for dense weights, over dp alone for experts, whichever plan is named first."""
     step, state, batch = language("mixtral")
     plans = [zero(3, ("dp", "ep")), experts("ep")][::order]
-    low = cf.shard(step, cf.Mesh(dp=2, ep=2), *plans, plugins=[colofunc_plugins]).lower(state, batch)
+    low = cf.shard(step, cf.Mesh(dp=2, ep=2), *plans).lower(state, batch)
     specs = {leaf.name.split("layers.0.")[-1]: leaf.spec for leaf in low.plan.inputs if ".params." in leaf.name}
     assert specs["self_attn.q_proj.weight"] == "(dp ep a) b" and specs["input_layernorm.weight"] == "(dp ep a)"
     assert specs["mlp.experts.gate_up_proj"].startswith("(ep ") and "dp" in specs["mlp.experts.gate_up_proj"]
@@ -230,7 +232,7 @@ def test_states_over_all_ranks_and_experts_over_some(order) -> None:
 def test_batched_mm_and_tensor_parallelism_beside() -> None:
     step, state, batch = language("mixtral", "batched_mm", greedy=False, opt=torch.optim.AdamW)
     with cf.testing.float64():
-        check(cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp"), plugins=[colofunc_plugins]), state, batch)
+        check(cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp")), state, batch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -240,7 +242,7 @@ def test_the_reference_is_what_transformers_computes(family) -> None:
     for implementation in ("eager", "grouped_mm"):
         step, state, batch = language(family, implementation, greedy=False)
         with cf.testing.float64():
-            staged = cf.shard(step, cf.Mesh(dp=1), plugins=[colofunc_plugins])
+            staged = cf.shard(step, cf.Mesh(dp=1))
             new, metrics = step(state, batch) if implementation == "eager" else staged.eager(state, batch)
         found[implementation] = [metrics["loss"], *(new["params"][name] for name in sorted(new["params"]))]
     assert all((a - b).abs().max() <= 1e-10 * max(1.0, b.abs().max()) for a, b in zip(found["grouped_mm"], found["eager"], strict=True))
@@ -298,7 +300,7 @@ def test_rows_that_the_axis_does_not_divide() -> None:
 
 
 def test_no_experts_in_the_step() -> None:
-    step = cf.shard(lambda state, b: (state, (b * state).sum()), cf.Mesh(ep=2), experts("ep"), plugins=[colofunc_plugins])
+    step = cf.shard(lambda state, b: (state, (b * state).sum()), cf.Mesh(ep=2), experts("ep"))
     with pytest.raises(cf.PlanError, match=r"finds no experts in this step.*experts_implementation=.grouped_mm.*cf.moe.experts"):
         step.lower(torch.ones(4), torch.ones(4))
 

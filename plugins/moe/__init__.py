@@ -13,7 +13,7 @@ without it, so ZeRO and tensor parallelism over other axes hold for experts, too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -49,13 +49,22 @@ def experts(axis: str | Sequence[str] = "ep", *, capacity_factor: float | None =
 
 @attrs.frozen
 class Experts:
-    """What `experts` returns: a named plan."""
+    """What `experts` returns: a named plan, and the plugin that gives experts dispatch over its axes."""
 
     axes: tuple[str, ...]
 
     @property
     def name(self) -> str:
         return f"experts({', '.join(self.axes)})"
+
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(TARGETS, self.strategies)
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """Dispatch of one call, with every way to place the other axes; none on a mesh without the plan's own."""
+        if all(a in mesh for a in self.axes):
+            yield from strategies(call, mesh, tuple(a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1))
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         axes = mesh.atoms(self.axes)
@@ -86,8 +95,9 @@ class Experts:
                 dims = [f"d{d}" for d in range(len(value.shape))]
                 spec = " ".join([f"({text} e)", *dims[1:]] if mine else dims)
                 found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
-        words = ("dispatch", "staged")[: len(axes)]
-        wants = tuple("{" + ", ".join(f"{a}: {word}" for a in axes) + "}" for word in words)
+        several = [a for a in axes if mesh.axis_size(a) > 1]
+        words = ("dispatch", "staged")[: len(several)]
+        wants = tuple("{" + ", ".join(f"{a}: {word}" for a in several) + "}" for word in words)
         want, both = wants if len(wants) > 1 else wants[0], ("forward", "backward")
         return [*found, cf.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
 
@@ -147,8 +157,3 @@ def _common(a: str, b: str) -> int:
     """How many of the last parts of two dotted names agree."""
     pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
     return next((k for k, (x, y) in enumerate(pairs) if x != y), min(a.count("."), b.count(".")) + 1)
-
-
-@cf.hookimpl
-def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
-    return dict.fromkeys(TARGETS, strategies)

@@ -188,18 +188,11 @@ class Dispatch:
         return totals[0].reshape(shards[1].shape), totals[1].reshape(shards[3].shape), *totals[2:]
 
 
-def strategies(call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
-    """Dispatch over every axis, and over every two of them: at once or staged."""
-    names = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    groups = [(a,) for a in names] + [(a, b) for k, a in enumerate(names) for b in names[k + 1 :]]
-    for axes in groups:
-        yield from over(call, mesh, axes)
-
-
-def over(call: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
+def strategies(call: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
+    """Dispatch over one axis, or over two at once and staged."""
     x = int(call.target == BACKWARD)
     rows, held, ranks = {"b0": f"{' '.join(axes)} b0"}, {"e": f"{' '.join(axes)} e"}, prod(mesh.axis_size(a) for a in axes)
-    if call.ins[x].shape[0] % ranks or call.ins[x + 3].shape[0] % ranks:
+    if ranks == 1 or call.ins[x].shape[0] % ranks or call.ins[x + 3].shape[0] % ranks:
         return
     ins = [rows] * (3 + x) + [held] * (len(call.ins) - 3 - x)
     outs = [rows, rows, *(held if t is not None and t.shape != (0,) else {} for t in call.outs[2:])] if x else [rows]
