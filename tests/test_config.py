@@ -344,6 +344,38 @@ def test_modes_by_name(tmp_path: Path, parallel: str, mesh: dict[str, int], spec
     cf.testing.check(step, state, batch, steps=2)
 
 
+class Attending(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.reshape(*x.shape[:2], 2, 8).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "tokens"),
+    [
+        ("{sequence: {mode: ring, axis: cp, size: 2}}", {"cp": 2}, "b (s cp) ..."),
+        ("{zero: {stage: 3, size: 2}, context_parallel: {mode: ulysses, axis: cp, size: 2}}", {"dp": 2, "cp": 2}, "(dp b) (cp s) ..."),
+        ("{gather_kv: {axis: cp, size: 2}, zero: {stage: 1, size: 2}}", {"cp": 2, "dp": 2}, "(dp b) (s cp) ..."),
+        ("{ulysses: {axis: cp, size: 2}, tensor: {mode: 1d, size: 2}}", {"cp": 2, "tp": 2}, "b (cp s) ..."),
+    ],
+)
+def test_sequence_modes_by_name(tmp_path: Path, parallel: str, mesh: dict[str, int], tokens: str) -> None:
+    plugins = pytest.importorskip("colofunc_plugins")
+    chain = cf.configure(written(tmp_path, f"mesh: {{topology: 8xa100-80g}}\nparallel: {parallel}"), plugins=[plugins])
+    assert chain.mesh.shape == mesh
+    torch.manual_seed(0)
+    step, state = chain.train_step(cf.functional(Attending().double()), cf.adapt(torch.optim.AdamW, lr=1e-2))
+    batch = torch.randn(4, 8, 16, dtype=torch.float64)
+    spec = step.lower(state, batch).plan.leaf("batch").spec
+    assert cf.Spec(spec).bind(chain.mesh, batch.shape) == cf.Spec(tokens).bind(chain.mesh, batch.shape)
+    cf.testing.check(step, state, batch, steps=2)
+
+
 def test_experts_by_name(tmp_path: Path) -> None:
     plugins = pytest.importorskip("colofunc_plugins")
     for parallel, mesh in (
