@@ -7,6 +7,7 @@ and gather parameters, 2 n' P; stage 3 gathers parameters for forward and for ba
 from collections import Counter
 from typing import Any
 
+import attrs
 import colofunc_plugins
 import pytest
 import torch
@@ -201,6 +202,84 @@ def test_other_optimizers(opt: Any) -> None:
     assert check(cf.shard(step, DP2, zero(3, "dp")), state, batch).worst < 1e-10
 
 
+# ---- in chunks, on two and four ranks ----
+
+
+@pytest.mark.parametrize("mesh", [DP2, DP4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_unused_tied_grouped_clipped_and_accumulated(mesh: cf.Mesh, stage: int) -> None:
+    torch.manual_seed(0)
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-2, groups={"*.bias": dict(weight_decay=0)}, weight_decay=0.1)
+    fn = lambda out, b: (out**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(Odd().double()), opt, loss=fn, inputs=lambda b: ((b,), {}), clip=0.1)
+    staged = cf.accumulate(cf.shard(step, mesh, zero(stage, "dp", chunk="auto")), microbatches=2)
+    assert check(staged, state, torch.randn(8, 16, dtype=torch.float64)).worst < 1e-10
+
+
+@pytest.mark.parametrize("mesh", [DP2, DP4])
+def test_frozen_weights_in_chunks(mesh: cf.Mesh) -> None:
+    step, state, batch = mlp(64, 512, freeze="0")
+    staged = cf.shard(step, mesh, zero(3, "dp", chunk=1 << 20, regather=True))
+    low = staged.lower(state, batch)
+    n = mesh.axis_size("dp")
+    assert wires(low)["reduce_scatter"] == nbytes(state) * (n - 1) // n
+    assert check(staged, state, batch).worst < 1e-10
+
+
+# ---- what stages and memory change ----
+
+
+def narrow(stage: int, mesh: cf.Mesh = DP4, microbatches: int = 1, **options: Any) -> Any:
+    step, state = _single()
+    staged = cf.precision(cf.shard(step, mesh, zero(stage, "dp", chunk="auto", **options)), "bf16")
+    staged = cf.accumulate(staged, microbatches)
+    return staged.lower(state, {k: torch.randn(8 * microbatches, 32) for k in "xy"}), state
+
+
+def test_masters_are_optimizer_state_in_every_stage() -> None:
+    """bf16: 12 P / n of masters and moments; what is gathered is P of 2 bytes, once; what is reduced is P of 4."""
+    elements = sum(p.numel() for p in _single()[1]["params"].values()) * 3 // 4
+    for stage in (1, 2, 3):
+        low, state = narrow(stage, **({"regather": False} if stage == 3 else {}))
+        inputs = [low.program.values[i] for i in low.program.inputs]
+        kept = sum(v.nbytes for v in inputs if v.role in ("param", "state") and v.shape)
+        assert kept == 3 * nbytes(state) // 4
+        assert wires(low) == {"all_gather": 2 * elements, "reduce_scatter": 4 * elements}
+
+
+def test_stage_two_reduces_every_microbatch_and_stage_one_once() -> None:
+    (one, state), (two, _), (three, _) = narrow(1, microbatches=2), narrow(2, microbatches=2), narrow(3, microbatches=2)
+    assert wires(two)["reduce_scatter"] == 2 * wires(one)["reduce_scatter"] == 2 * wires(three)["reduce_scatter"]
+    sums = {}
+    for low, stage in ((one, 1), (two, 2)):
+        (loop,) = [node for node in low.program.nodes if node.loop is not None]
+        sums[stage] = sum(low.program.values[o].nbytes for o in loop.outs if low.program.values[o].shape)
+    assert sums == {1: nbytes(state), 2: nbytes(state) // 4}  # float32: 4 P, and 4 P / n
+    peaks = [low.memory().peak_bytes["device"] for low in (one, two)]
+    assert peaks[1] < peaks[0]
+
+
+def with_budget(nbytes: int) -> cf.Mesh:
+    usual = cf.topology(TOPOLOGY)
+    tiers = tuple(attrs.evolve(t, capacity_bytes=nbytes) if t.name == "device" else t for t in usual.tiers)
+    return cf.Mesh(dp=4, topology=attrs.evolve(usual, tiers=tiers))
+
+
+def test_parameters_are_gathered_again_where_memory_asks() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)])
+    fn = lambda o, b: (o**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), loss=fn, inputs=lambda b: ((b,), {}))
+    batch = torch.randn(8192, 128)
+    layer = 128 * 129  # a chunk; in one bucket with all others a gather lets go of nothing
+    least = cf.shard(step, DP4, zero(3, "dp", regather=True, chunk=layer)).lower(state, batch)
+    roomy = cf.shard(step, DP4, zero(3, "dp", chunk=layer)).lower(state, batch)
+    budget = (least.memory().peak_bytes["device"] + roomy.memory().peak_bytes["device"]) // 2
+    tight = cf.shard(step, with_budget(budget), zero(3, "dp", chunk=layer)).lower(state, batch)
+    assert tight.memory().peak_bytes["device"] <= budget < roomy.memory().peak_bytes["device"]
+    assert wires(roomy)["all_gather"] == nbytes(state) * 3 // 4 < wires(tight)["all_gather"] == wires(least)["all_gather"]
+
+
 # ---- hybrid ----
 
 HYBRID = cf.Mesh(dpo=2, dpi=2, topology=TOPOLOGY)
@@ -216,6 +295,20 @@ def test_hybrid_copies_over_one_axis_and_may_split_moments_over_both() -> None:
         assert lies["state.opt.exp_avg.0.weight"] == spec
         assert wires(low, "dpi")["all_gather"] == nbytes(state) // 2  # parameters are gathered inside dpi only
         assert check(staged, state, batch).worst < 1e-10
+
+
+@pytest.mark.parametrize("chunk", [None, "auto"])
+def test_hybrid_moves_what_the_closed_forms_say_on_each_axis(chunk: Any) -> None:
+    """P inside a node of n_i, P / n_i across: reduce-scatter and gather inside, an all-reduce or its two halves across."""
+    step, state, batch = mlp(128, 512, rows=16)
+    mesh, p = cf.Mesh(dpo=2, dpi=4, topology="4xa100-80g"), nbytes(state)  # two nodes of four
+    low = cf.shard(step, mesh, zero(3, "dpi", replicate="dpo", chunk=chunk)).lower(state, batch)
+    assert wires(low, "dpi") == {"all_gather": 3 * p // 4, "reduce_scatter": 3 * p // 4}
+    assert wires(low, "dpo") == {"all_reduce": 2 * (p // 4) // 2}
+    low = cf.shard(step, mesh, zero(3, "dpi", replicate="dpo", optimizer=("dpi", "dpo"), chunk=chunk)).lower(state, batch)
+    assert wires(low, "dpi")["all_gather"] == 3 * p // 4 and wires(low, "dpo")["all_gather"] == (p // 4) // 2
+    reduced = sum(n for (kind, _), n in low.cost().bytes.items() if kind == "reduce_scatter")
+    assert reduced == 7 * p // 8  # as over all eight at once
 
 
 def test_three_axes_with_tensor_parallelism() -> None:
@@ -245,6 +338,8 @@ def test_two_plans_for_one_axis_are_both_named() -> None:
         (lambda: zero(3, "dp", replicate="dp"), "cannot both split and copy"),
         (lambda: zero(3, "dp", optimizer="tp"), "must be among"),
         (lambda: zero(1, "dp", regather=True), "gathers no parameters"),
+        (lambda: zero(3, "dp", chunk=0), "chunk=0 is no number of elements"),
+        (lambda: zero(3, "dp", chunk="big"), "chunk='big' is no number"),
     ],
 )
 def test_refused(make: Any, says: str) -> None:
