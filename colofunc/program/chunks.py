@@ -33,6 +33,8 @@ from colofunc.program.merge import merge
 from colofunc.program.packing import chunk_size, pack
 
 _MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
+# A searched chunk has at least so many elements, or a part of all: few collectives, and little that is gathered at once.
+LARGE, FEWEST = 1 << 25, 4
 _MERGED = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
 
 
@@ -224,7 +226,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     for id in order:
         families.setdefault(family[id], []).append(id)
     auto = [[numel[id] for id in ids] for key, ids in families.items() if key[2] == "auto"]
-    found = chunk_size(*auto).chunk if auto else 0
+    found = chunk_size(*auto, least=min(LARGE, sum(map(sum, auto)) // FEWEST)).chunk if auto else 0
     members: list[list[int]] = []
     for key, ids in families.items():
         size = found if key[2] == "auto" else int(key[2])
@@ -331,7 +333,7 @@ def _scheduled(
                 heapq.heappush(freed, k)
     if len(emitted) == len(nodes):
         return out
-    return next(group for group in groups if group.members[0].index not in emitted)
+    return next(stuck for stuck in groups if stuck.members[0].index not in emitted)
 
 
 def _kept(one: _Owned, nodes: Sequence[Node]) -> tuple[int, ...]:
