@@ -35,11 +35,16 @@ RuleOf = Callable[[Node], Rule | None]
 
 @attrs.frozen(eq=False)
 class Followed:
-    """`layouts`: value id -> how it lies. `strategies`: index of a node -> how it works on what reaches it."""
+    """`layouts`: value id -> how it lies. `strategies`: index of a node -> how it works on what reaches it.
+
+    `asked`: index of a node that nothing reaches -> how it could give what a node that is reached wants of it (positions,
+    a table of angles).
+    """
 
     program: Program
     layouts: Mapping[int, Layout]
     strategies: Mapping[int, Strategy]
+    asked: Mapping[int, Strategy] = attrs.field(factory=dict)
 
     def factors(self, index: int, axis: str) -> str | None:
         """The factor of node `index` that `axis` lies on, None where the flow does not reach it."""
@@ -99,7 +104,25 @@ def follow(
         for o, out in zip(node.outs, strategy.outs, strict=True):
             if o is not None and out is not None and (rest is not None or not (out.pending or out.is_replicated)):
                 lies.setdefault(o, out)
-    return Followed(program, lies, found)
+    return Followed(program, lies, found, _asked(program, rules, lies, found))
+
+
+def _asked(program: Program, rules: Rules, lies: Mapping[int, Layout], found: Mapping[int, Strategy]) -> dict[int, Strategy]:
+    """What the followed operators want of others, passed on to where it is made."""
+    wants: dict[int, Layout] = {}
+    asked: dict[int, Strategy] = {}
+    for index in range(len(program.nodes) - 1, -1, -1):
+        node, strategy = program.nodes[index], found.get(index)
+        if strategy is None:
+            wanted = ((j, wants[o]) for j, o in enumerate(node.outs) if o in wants)
+            strategy = next((s for j, layout in wanted if (s := rules.give(node, j, layout)) is not None), None)
+            if strategy is None:
+                continue
+            asked[index] = strategy
+        for ref, layout in zip(node.refs, strategy.ins, strict=True):
+            if ref not in lies and not layout.is_replicated and not layout.pending:
+                wants.setdefault(ref, layout)
+    return asked
 
 
 def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules) -> bool:
@@ -185,6 +208,17 @@ class Rules:
             if o is not None and op is not None and typ is not None:
                 found[o] = lay_out(op, typ, rule, mine)
         return found
+
+    def give(self, node: Node, result: int, layout: Layout) -> Strategy | None:
+        """The strategy whose result lies so; None: there is none."""
+        rule, out = self.rule(node), None
+        if rule is not None:
+            out = rule.outs[result]
+        placement = None if rule is None or out is None else place(out, rule, layout)
+        if rule is None or placement is None or any(f not in usable(rule) for f in placement):
+            return None
+        strategy = build(self.call(node), rule, placement)
+        return strategy if strategy.outs[result] is layout else None
 
     def place(self, node: Node, factor: str, axis: str, stripes: int = 1) -> Strategy | None:
         """The strategy with `axis` on a factor, in so many stripes; None where the sizes do not divide."""

@@ -429,6 +429,12 @@ def _along(
             yield n + index, wish, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly)
         elif offers:
             yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
+    for index, strategy in followed.asked.items():
+        call, layouts = call_of(program.nodes[index], program.values)[0], (*strategy.ins, *strategy.outs)
+        if not all(lay is None or _usual(lay, mesh) for lay in layouts):
+            offers = beside(call, rule_of(program.nodes[index]), strategy, mesh)
+            key = ("asked", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
+            yield n + index, wish, {}, Constraint(key, lambda s: True, "", offers)
 
 
 def _usual(layout: Layout, mesh: Mesh) -> bool:

@@ -81,7 +81,8 @@ class SequencePlan:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """The plan's pattern of one call, with every way to place the other axes."""
-        yield from patterns(call, mesh, self._atom(mesh, self.axes[0]), KINDS[self.mode], stripes=self.mode != "ulysses")
+        if self.axes[0] in mesh:  # microbatches have a mesh of their own
+            yield from patterns(call, mesh, self._atom(mesh, self.axes[0]), KINDS[self.mode], stripes=self.mode != "ulysses")
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         axis, *heads = (self._atom(mesh, a) for a in self.axes)
