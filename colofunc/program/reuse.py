@@ -43,7 +43,9 @@ OUT: dict[str, tuple[str, str]] = {
     "aten.pow.Tensor_Tensor": ("aten.pow.Tensor_Tensor_out", "out"),
     "aten.where.self": ("aten.where.self_out", "out"),
 }  # fmt: skip
-FUNCTIONAL = {target: (name, argument) for name, (target, argument) in OUT.items()}
+# Operators that may write over their first operand only: sums of products, panel by panel.
+ONTO_FIRST: dict[str, tuple[str, str]] = {"aten.addmm.default": ("aten.addmm.out", "out")}
+FUNCTIONAL = {target: (name, argument) for name, (target, argument) in (OUT | ONTO_FIRST).items()}
 
 # Operators whose results are memory of their own, whatever their arguments.
 MAKERS = frozenset(OUT) | frozenset(
@@ -72,10 +74,11 @@ def reuse(program: Program) -> Program:
     facts = Facts(program)
     nodes: list[Node] = []
     for index, node in enumerate(program.nodes):
-        known = OUT.get(node.target)
+        known = OUT.get(node.target) or ONTO_FIRST.get(node.target)
         if known is not None:
             target, argument = known
-            into = next((i for i in node.refs if facts.holds(i, index, node)), None)
+            refs = node.refs[:1] if node.target in ONTO_FIRST else node.refs
+            into = next((i for i in refs if facts.holds(i, index, node)), None)
             if into is not None:
                 node = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))))
         nodes.append(node)
