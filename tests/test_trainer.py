@@ -214,6 +214,8 @@ def in_a_process_group(path: str) -> Any:
         run.train()
     with pytest.raises(cf.InputError) as caught:
         trainer(Path(path), DP_TP)
+    with pytest.raises(cf.InputError, match=r"batch 1 holds other rows on ranks \[1\] than on rank 0"):
+        trainer(Path(path), DP, seed=torch.distributed.get_rank()).train()
     return history(run), sorted(os.listdir(run.args.output_dir)) if os.path.exists(run.args.output_dir) else [], str(caught.value)
 
 

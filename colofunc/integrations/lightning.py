@@ -166,7 +166,7 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
             raise InputError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a step has one. Try: parameter groups")
         clip = _clip(trainer)
         _, stage, clip = staging(*self._given, clip, "ColofuncStrategy")
-        self._loop = Loop(module, self.optimizers[0], self._run, stage, clip)
+        self._loop = Loop(module, self.optimizers[0], self._run, stage, clip, self.mesh)
 
     @property
     def loop(self) -> Loop:

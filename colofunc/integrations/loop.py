@@ -15,6 +15,7 @@ optimizer's own `step()` then finds no gradients and does nothing.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,11 +27,13 @@ from torch import Tensor, nn
 from colofunc.config import Chain, configure
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
+from colofunc.executors.backend import backend_for
 from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.modules import Model, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.mesh import Mesh
-from colofunc.program.trace_tree import map_tensors
+from colofunc.program.trace_tree import flatten, map_tensors
+from colofunc.transforms.agree import checksum
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
 
@@ -38,6 +41,7 @@ from colofunc.transforms.staged import Staged
 NOT_OPTIONS = ("lr", "params", "foreach", "fused", "capturable", "differentiable")
 # Optimizers of torch that keep no count of their updates.
 WITHOUT_COUNT = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
+SAMPLE = 1 << 18  # elements of a batch's tensor that ranks compare
 Run = Callable[[nn.Module, Any, Mapping[str, Any]], tuple[Tensor, Any]]
 
 
@@ -100,9 +104,10 @@ class Loop:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, stage: Callable[..., Staged], clip: Clip
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, stage: Callable[..., Staged], clip: Clip, mesh: Mesh
     ) -> None:
-        self.module, self.torch_optimizer = module, optimizer
+        self.module, self.torch_optimizer, self.mesh = module, optimizer, mesh
+        self.calls = 0
         self.groups = _names_of_groups(module, optimizer)
         self.options = [_options(optimizer, group) for group in optimizer.param_groups]
         for options in self.options:
@@ -116,6 +121,7 @@ class Loop:
     def step(self, batch: Any, numbers: Mapping[str, Any], *, divisor: float = 1.0, update: bool = True) -> dict[str, Any]:
         """One batch: {"loss", "seen", "norm" (with update)} as plain tensors. The loss is before the division."""
         self._check_options()
+        self._check_batch(batch)
         rates = [float(group["lr"]) for group in self.torch_optimizer.param_groups]
         given = {**numbers, "lr": rates, "divisor": float(divisor)}
         if self.state is None:
@@ -166,6 +172,21 @@ class Loop:
             found.append({**state, "step": state["step"] + _count(loaded)})
         return {"params": _without(self.model.params), "buffers": _without(self.model.buffers), "opt": found}
 
+    def _check_batch(self, batch: Any) -> None:
+        """Raise InputError on all ranks where one has read other rows: a loop's batch is the global one."""
+        self.calls += 1
+        watch = backend_for(self.mesh).watch
+        if watch is None:
+            return
+        mine = json.dumps([[list(x.shape), checksum(_sample(x))] for x in flatten(batch)[0] if not isinstance(x, DTensor)])
+        said = watch.exchange("the next batch", mine, watch.deadline_s)
+        if len(set(said)) > 1:
+            odd = [rank for rank, text in enumerate(said) if text != said[0]]
+            raise InputError(
+                f"batch {self.calls} holds other rows on ranks {odd} than on rank 0; every rank reads the global batch. Try: the same data "
+                "and the same seed on all ranks, and no sampler that cuts by rank"
+            )
+
     def _check_options(self) -> None:
         """Raise InputError where the torch optimizer is not what the step was made for."""
         if len(self.torch_optimizer.param_groups) != len(self.options):
@@ -209,6 +230,11 @@ class Evaluation:
     def forget(self) -> None:
         """Values of the module are read again."""
         self._placed = None
+
+
+def _sample(x: Tensor) -> Tensor:
+    """All of a small tensor, some of a large one."""
+    return x.reshape(-1)[:: max(1, x.numel() // SAMPLE)]
 
 
 def _holding(state: dict[str, Any], accumulates: bool) -> dict[str, Any]:

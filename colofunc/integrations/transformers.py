@@ -85,7 +85,7 @@ class ColofuncTrainer(Trainer):
         chain = self._staging[2]
         _, stage, clip = staging(*self._staging, Clip() if chain is not None and _clips(chain) else clip, "ColofuncTrainer")
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        self._loop = Loop(self.model, optimizer, self._run, stage, clip)
+        self._loop = Loop(self.model, optimizer, self._run, stage, clip, self._mesh)
         return self._loop
 
     def _run(self, module: nn.Module, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> tuple[Tensor, None]:
