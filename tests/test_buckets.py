@@ -114,3 +114,18 @@ def test_views_of_received_values_wait_for_their_reader():
     ]
     p = program([0, 1], nodes, [4, 5], [(3,), (3,), (2, 3), (6,), (3,), (6,)])
     assert targets(views_late(p)) == ["all_gather", "relu", "view", "relu"]
+
+
+def test_a_gather_does_not_move_before_the_reduction_that_it_reads():
+    """The reduction waits for the last of its bucket, the gather would move to the first of its own."""
+    nodes = [
+        ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (2,)),
+        ("colofunc.all_gather", (R(1), ("dp",), 2), (3,)),
+        ("colofunc.all_reduce", (R(1), ("dp",), 2, "sum"), (4,)),
+        ("colofunc.all_gather", (R(2), ("dp",), 2), (5,)),
+    ]
+    p = program([0, 1], nodes, [3, 4, 5], [(3,)] * 3 + [(2, 3), (3,), (2, 3)])
+    together = buckets(p, MESH)
+    check_program(together, MESH)
+    for a, b in zip(run(p, [(3,), (3,)]), run(together, [(3,), (3,)]), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

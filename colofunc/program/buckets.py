@@ -71,6 +71,7 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int]) -> list[_Bucket]:
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}
     every: list[_Bucket] = []
+    reduced: dict[int | None, _Bucket] = {}  # value -> the bucket of the reduction that makes it, which waits for its last member
     for index, node in enumerate(program.nodes):
         collective = collective_of(node, program.values)
         if collective is None or node.target not in _KINDS or node.outs[0] in apart:
@@ -85,12 +86,20 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int]) -> list[_Bucket]:
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
         if bucket is not None and (bucket.nbytes + nbytes) * beta_s <= LATENCIES * alpha_s:
-            if made.get(node.refs[0], -1) < bucket.members[0] if kind == "all_gather" else index < bucket.until:
+            waits = reduced.get(node.refs[0])
+            early = made.get(node.refs[0], -1) < bucket.members[0] and (waits is None or waits.members[-1] < bucket.members[0])
+            if early if kind == "all_gather" else index < bucket.until:
+                if kind != "all_gather":
+                    reduced[node.outs[0]] = bucket
+                elif waits is not None:  # read where the gathers are, from now on
+                    waits.until = min(waits.until, bucket.members[0])
                 bucket.members.append(index)
                 bucket.nbytes += nbytes
                 bucket.until = min(bucket.until, used)
                 continue
         open_buckets[key] = _Bucket([index], nbytes, used)
+        if kind != "all_gather":
+            reduced[node.outs[0]] = open_buckets[key]
         every.append(open_buckets[key])
     return every
 
