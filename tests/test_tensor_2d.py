@@ -227,6 +227,16 @@ def test_unmodified_language_models(family: str) -> None:
         assert not {kind for kind, _ in low.cost().calls if kind == "all_to_all"}
 
 
+def test_auto_over_two_axes_offers_the_grid_beside_the_rules_ways() -> None:
+    step, state, batch = mlp()
+    staged = cf.shard(step, GRID, tensor("auto", ("x", "y")))
+    assert check(staged, state, batch).worst < 1e-10
+    ways = {str(sorted(dict(d.axes).items())) for d in staged.lower(state, batch).plan.find("colofunc.linear")}
+    assert all("x" in way and "y" in way for way in ways)  # whatever cost says, both axes share the work
+    proved = check_strategies(tensor("auto", ("x", "y")), "colofunc.linear", CALLS["colofunc.linear"], meshes=[cf.Mesh(x=2, y=2)])
+    assert {p.strategy.split(",")[0] for p in proved} == {"{x: summa rows", "{y: summa rows"}
+
+
 # ---- bad input ----
 
 

@@ -16,13 +16,17 @@ of column products). Source: Megatron-LM (1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from itertools import product as combine
 from typing import Any
 
 import attrs
+from colofunc_plugins.tp2d_25d_3d.grids import FORMS
 from colofunc_plugins.tp2d_25d_3d.moments import moments
 from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, products
 from colofunc_plugins.tp2d_25d_3d.plans import Gridded, gridded
+from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
 import colofunc as cf
 
@@ -43,8 +47,8 @@ def tensor(
     """Tensor parallelism over one axis, or over a grid of two or three.
 
     mode "1d": Megatron's column and row pairs; "2d": SUMMA; "2.5d": SUMMA with copies of the weights (Tesseract); "3d":
-    a cube; "auto": whatever costs least. axis: "tp"; of "2d" (rows, columns), of "2.5d" (rows, columns, depth), of "3d" (rows,
-    inputs, outputs), by default "x", "y" and "z".
+    a cube; "auto": whatever costs least, over one axis or two. axis: "tp"; of "2d" (rows, columns), of "2.5d" (rows,
+    columns, depth), of "3d" (rows, inputs, outputs), by default "x", "y" and "z".
     sequence: whether "1d" keeps what lies between the pairs (norms, residual sums) split along the sequence, so that each
     all-reduce becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether "1d" splits the output
     layer, its loss and the embedding along the vocabulary, where the loss can. depth: how many copies "2.5d" makes, the size of
@@ -55,8 +59,12 @@ def tensor(
     axes = MODES[mode] if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     if depth is not None and mode != "2.5d":
         raise cf.PlanError(f"tensor({mode!r}) has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
-    if mode in ("1d", "auto") and (len(axes) != 1 or not isinstance(axes[0], str)):
+    if mode == "1d" and (len(axes) != 1 or not isinstance(axes[0], str)):
         raise cf.PlanError(f"tensor({mode!r}) takes one axis, not {axis!r}; write tensor('1d', 'tp'), or make a view of several")
+    if mode == "auto" and len(axes) not in (1, 2):
+        raise cf.PlanError(f"tensor('auto') takes one axis or two, not {axis!r}; for three write tensor('3d', ('x', 'y', 'z')) or '2.5d'")
+    if size is not None and mode in ("1d", "auto") and (isinstance(size, bool) or size < 1):
+        raise cf.PlanError(f"tensor({mode!r}): size={size!r} is no number of ranks")
     if mode == "1d":
         return Megatron(axes, sequence, vocabulary)
     return Auto(axes) if mode == "auto" else gridded(mode, axes, depth, size)
@@ -114,26 +122,50 @@ class Megatron:
 
 @attrs.frozen
 class Auto:
-    """What `tensor("auto", axis)` returns: every product with a weight splits its work over the axis, as cost says."""
+    """What `tensor("auto", axes)` returns: every product with a weight splits its work over the axes, as cost says.
+
+    Over two axes also as SUMMA, either way round: more messages than gathering operands whole and the same bytes, so cost
+    takes it where memory asks for it.
+    """
 
     axes: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        return f"tensor(auto, {self.axes[0]})"
+        return f"tensor(auto, {', '.join(self.axes)})"
+
+    @property
+    def __name__(self) -> str:  # what it is called as a plugin
+        return self.name
+
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(FORMS, self.strategies) if len(self.axes) == 2 else {}
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        for grid in self.grids(mesh):
+            yield from grid.strategies(call, mesh)
+
+    def grids(self, mesh: cf.Mesh) -> list[Grid]:
+        """Both ways round."""
+        names = [a for a in self.axes if a in mesh and mesh.axis_size(a) > 1]
+        return [Grid(x, y, mesh.axis_size(x), mesh.axis_size(y)) for x, y in permutations(names)] if len(names) == 2 else []
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        (axis,) = mesh.atoms(self.axes)
-        n = mesh.axis_size(axis)
-        if n == 1:
+        axes = [a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1]
+        if not axes:
             return []
         found, rules = [], cf.Rules(program, mesh)
+        patterns = tuple(grid.words(1) for grid in self.grids(mesh))
         for product in products(program, rules):
             node = program.nodes[product.index]
-            ways = tuple(f"{{{axis}: {f}}}" for f in product.weight_factors if rules.place(node, f, axis) is not None)
-            if ways:
-                found.append(cf.Wish(node.path, ways, self.axes, source=self.name, targets=(node.target,)))
+            able = [[(a, f) for f in product.weight_factors if rules.place(node, f, a) is not None] for a in axes]
+            ways = (*combine(*able), *(patterns if all(able) and node.target in FORMS else ()))
+            if all(able):
+                want = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
+                found.append(cf.Wish(node.path, want, self.axes, source=self.name, targets=(node.target,)))
         if not found:
+            n = " by ".join(str(mesh.axis_size(a)) for a in axes)
             raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")
         return list(dict.fromkeys(found))
 
