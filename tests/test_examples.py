@@ -75,3 +75,14 @@ def test_a_fine_tuning_that_is_killed_goes_on_bit_for_bit(tiny_lm, tmp_path: Pat
     with torch.no_grad():
         before, after = (from_pretrained(folder).eval()(ids, labels=ids).loss for folder in (tiny_lm[1], tmp_path / "whole" / "model"))
     assert after < before - 0.1
+
+
+def test_a_long_context_over_ring_and_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the tokens on twice the ranks leave a rank's peak where it was: weights are split further, activations equal."""
+    pytest.importorskip("transformers")
+    sizes = ["--tokens", "64", "--width", "16", "--steps", "3", "--longer", "2"]
+    assert script("long_context", monkeypatch).main(sizes) < 3.6  # log 32 is 3.47
+    out = capsys.readouterr().out
+    assert "cp: context parallel (striped)" in out and "dp: ZeRO-3" in out
+    peaks = [float(line.split("peak ")[1].split()[0]) for line in out.splitlines() if "peak" in line and "tokens on" in line]
+    assert len(peaks) == 2 and peaks[1] <= peaks[0]

@@ -59,7 +59,8 @@ def _made(mode: str, axis: str, balance: str | None, heads: str | None) -> Seque
     if heads == axis:
         raise cf.PlanError(f"{mode}: axis {axis!r} cannot both hold blocks of tokens and split heads; name two axes")
     if balance not in BALANCES:
-        raise cf.PlanError(f"{mode} has balance {', '.join(map(repr, BALANCES))}, not {balance!r}; write {mode}({axis!r}, balance='stripes')")
+        known = ", ".join(map(repr, BALANCES))
+        raise cf.PlanError(f"{mode} has balance {known}, not {balance!r}; write {mode}({axis!r}, balance='stripes')")
     return SequencePlan(mode, (axis,) if heads is None else (axis, heads), balance)
 
 
@@ -108,7 +109,7 @@ class SequencePlan:
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
         atoms = mesh.atoms((name,))
         if len(atoms) != 1:
-            raise cf.PlanError(f"{self.name}: {name!r} is a view of axes {', '.join(atoms)}; a sequence goes over one axis. Name one of them")
+            raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
         return atoms[0]
 
     def _attentions(self, program: Any, mesh: cf.Mesh, ranks: int) -> list[Attention]:
