@@ -16,7 +16,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from colofunc.functional.checkpoint.pages import empty
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 
 BLOCK_BYTES = 1 << 20
+READ_BLOCKS = 8  # in one call
 # The names of the format; a dtype that it lacks is stored as bytes (the index knows what they are).
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -208,22 +209,32 @@ def _read_blocks(
     except OSError as error:
         raise CheckpointError(f"{path}, which holds {name!r}, cannot be opened ({error}); the checkpoint is incomplete") from error
     try:
-        for k in np.flatnonzero(needed):
-            room = piece.nbytes - (first + int(k)) * BLOCK_BYTES
-            block = target[k * BLOCK_BYTES : min((k + 1) * BLOCK_BYTES, k * BLOCK_BYTES + room)]
-            count = _read_all(fd, block, piece.start + (first + int(k)) * BLOCK_BYTES)
-            if count < len(block):
+        for low, high in _runs(needed):
+            begin = first + low
+            end = min((first + high) * BLOCK_BYTES, piece.nbytes)
+            run = target[low * BLOCK_BYTES : low * BLOCK_BYTES + end - begin * BLOCK_BYTES]
+            if _read_all(fd, run, piece.start + begin * BLOCK_BYTES) < len(run):
                 raise CheckpointError(
                     f"{path} is truncated: {name!r} should reach byte {piece.start + piece.nbytes}, the file has "
                     f"{os.fstat(fd).st_size}; load another checkpoint, or copy this one again"
                 )
-            if verify and (first + k >= len(sums) or zlib.crc32(block) != sums[first + k]):
-                raise CheckpointError(
-                    f"{path}: the bytes of {name!r} {piece.region.text()} are not those that were saved (checksum of block "
-                    f"{first + int(k)}); load another checkpoint, or copy this one again"
-                )
+            for k in range(begin, first + high) if verify else ():
+                block = run[(k - begin) * BLOCK_BYTES : (k - begin + 1) * BLOCK_BYTES]
+                if k >= len(sums) or zlib.crc32(block) != sums[k]:
+                    raise CheckpointError(
+                        f"{path}: the bytes of {name!r} {piece.region.text()} are not those that were saved (checksum of block "
+                        f"{k}); load another checkpoint, or copy this one again"
+                    )
     finally:
         os.close(fd)
+
+
+def _runs(needed: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of needed blocks in a row, at most `READ_BLOCKS` at a time: a call that waits may be woken late."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], needed, [0]))))
+    for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        for at in range(low, high, READ_BLOCKS):
+            yield at, min(at + READ_BLOCKS, high)
 
 
 def _read_all(fd: int, target: memoryview, at: int) -> int:
