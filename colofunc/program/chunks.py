@@ -290,8 +290,8 @@ def _scheduled(
     """The nodes in their order, each as soon as its operands are there; a group that would wait for itself, if there is one."""
     nodes = scope.program.nodes
     group_of = {one.index: group for group in groups for one in group.members}
-    for group in groups:
-        group.arrived = 0
+    for each in groups:
+        each.arrived = 0
     there, out, emitted = set(scope.program.inputs), list[Node](), set[int]()
     waiting: dict[int, list[int]] = {}  # value -> nodes that wait for it
 
