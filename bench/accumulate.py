@@ -7,14 +7,12 @@ resident set of a warm step, above that of the process after its imports, each i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
-from bench import Row, Section, forget_peak, fresh, pairs, peak_rss_bytes, ratio, rss_bytes, seconds
+from bench import Row, Section, _steps, fresh, pairs, ratio, seconds
+from bench._steps import Step, ours
 
 SHAPE = (8, 256)
 MICROBATCHES = 4
@@ -32,7 +30,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def by_hand(module: torch.nn.Module) -> Callable[[], float]:
+def by_hand(module: torch.nn.Module) -> Step:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     parts = [{k: v[i::MICROBATCHES] for k, v in batch().items()} for i in range(MICROBATCHES)]
 
@@ -49,34 +47,16 @@ def by_hand(module: torch.nn.Module) -> Callable[[], float]:
     return step
 
 
-def ours(module: torch.nn.Module, microbatches: int) -> Callable[[], float]:
-    data = batch()
-    step_fn, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4))
-    accumulated = cf.accumulate(step_fn, microbatches)
-    held: dict[str, Any] = {"state": accumulated.init(state, data)}
-
-    def step() -> float:
-        held["state"], metrics = accumulated(held["state"], data)
-        return float(metrics["loss"])
-
-    return step
+def accumulated(module: torch.nn.Module, microbatches: int) -> Step:
+    return ours(module, batch(), lambda step_fn: cf.accumulate(step_fn, microbatches))
 
 
 def peak_bytes(which: str) -> int:
-    """Peak resident bytes of a warm step above those of the imports, in this (fresh) process."""
-    before = rss_bytes()
-    torch.manual_seed(0)
-    module = GPT2LMHeadModel(config())
+    """Of "by hand", "ours" or "whole", which is ours without accumulate; in a process of its own."""
     if which == "by hand":
-        step = by_hand(module)
-    else:
-        step = ours(module, MICROBATCHES if which == "ours" else 1)
-        for p in module.parameters():  # the state has its own copy; the module by hand is the only one
-            p.data = torch.empty(0)
-    step()
-    forget_peak()
-    step()
-    return peak_rss_bytes() - before
+        return _steps.peak_bytes(lambda: GPT2LMHeadModel(config()), by_hand, own_copy=False)
+    microbatches = MICROBATCHES if which == "ours" else 1
+    return _steps.peak_bytes(lambda: GPT2LMHeadModel(config()), lambda module: accumulated(module, microbatches), own_copy=True)
 
 
 def bench() -> Section:
@@ -84,7 +64,7 @@ def bench() -> Section:
     a, b = GPT2LMHeadModel(config()), GPT2LMHeadModel(config())
     b.load_state_dict(a.state_dict())
     losses: tuple[list[float], list[float]] = ([], [])
-    first, second = by_hand(a), ours(b, MICROBATCHES)
+    first, second = by_hand(a), accumulated(b, MICROBATCHES)
     times = pairs(lambda: losses[0].append(first()), lambda: losses[1].append(second()), count=PAIRS)
     middle, text = ratio(times, 1, 0)
     apart = max(abs(x - y) for x, y in zip(*losses, strict=True))

@@ -7,14 +7,12 @@ the peak resident set of a warm step, above that of the process after its import
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
-from bench import Row, Section, forget_peak, fresh, pairs, peak_rss_bytes, ratio, rss_bytes, seconds
+from bench import Row, Section, _steps, fresh, pairs, ratio, seconds
+from bench._steps import Step, ours
 
 SHAPE = (4, 256)
 PAIRS = 4
@@ -29,7 +27,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def eager(module: torch.nn.Module) -> Callable[[], float]:
+def eager(module: torch.nn.Module) -> Step:
     """A training step of the module as it is."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     data = batch()
@@ -44,35 +42,15 @@ def eager(module: torch.nn.Module) -> Callable[[], float]:
     return step
 
 
-def ours(module: torch.nn.Module) -> Callable[[], float]:
+def on_one(module: torch.nn.Module) -> Step:
     """The same step through `cf.shard` on a mesh of one."""
-    model, data = cf.functional(module), batch()
-    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-4))
-    sharded = cf.shard(step_fn, cf.Mesh())
-    held: dict[str, Any] = {"state": sharded.init(state, data)}
-
-    def step() -> float:
-        held["state"], metrics = sharded(held["state"], data)
-        return float(metrics["loss"])
-
-    return step
+    return ours(module, batch(), lambda step_fn: cf.shard(step_fn, cf.Mesh()))
 
 
 def peak_bytes(which: str) -> int:
-    """Peak resident bytes of a warm step above those of the imports, in this (fresh) process."""
-    before = rss_bytes()
-    torch.manual_seed(0)
-    module = GPT2LMHeadModel(config())
-    if which == "eager":
-        step = eager(module)
-    else:
-        step = ours(module)
-        for p in module.parameters():  # the state has its own copy; eager has only one
-            p.data = torch.empty(0)
-    step()
-    forget_peak()
-    step()
-    return peak_rss_bytes() - before
+    """Of "eager" or "ours", in a process of its own."""
+    make = eager if which == "eager" else on_one
+    return _steps.peak_bytes(lambda: GPT2LMHeadModel(config()), make, own_copy=which != "eager")
 
 
 def bench() -> Section:
@@ -80,7 +58,7 @@ def bench() -> Section:
     a, b = GPT2LMHeadModel(config()), GPT2LMHeadModel(config())
     b.load_state_dict(a.state_dict())
     losses: tuple[list[float], list[float]] = ([], [])
-    first, second = eager(a), ours(b)
+    first, second = eager(a), on_one(b)
     times = pairs(lambda: losses[0].append(first()), lambda: losses[1].append(second()), count=PAIRS)
     middle, text = ratio(times, 1, 0)
     apart = max(abs(x - y) for x, y in zip(*losses, strict=True))

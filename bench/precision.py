@@ -8,8 +8,6 @@ keep the model's own float32 upcasts. Time: CPU seconds in alternating pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -17,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
+from bench._steps import Step, ours
 
 SHAPE = (2, 256)
 PAIRS = 8
@@ -31,7 +30,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def by_hand(module: torch.nn.Module) -> Callable[[], float]:
+def by_hand(module: torch.nn.Module) -> Step:
     masters = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-4, fused=True)
     data = batch()
@@ -47,25 +46,13 @@ def by_hand(module: torch.nn.Module) -> Callable[[], float]:
     return step
 
 
-def ours(module: torch.nn.Module) -> Callable[[], float]:
-    data = batch()
-    step_fn, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4))
-    step = cf.precision(step_fn, "bf16")
-    held: dict[str, Any] = {"state": step.init(state, data)}
-
-    def run() -> float:
-        held["state"], metrics = step(held["state"], data)
-        return float(metrics["loss"])
-
-    return run
-
-
 def bench() -> Section:
     torch.manual_seed(0)
     a, b = GPT2LMHeadModel(config()).train(), GPT2LMHeadModel(config()).train()
     b.load_state_dict(a.state_dict())
     losses: tuple[list[float], list[float]] = ([], [])
-    first, second = by_hand(a), ours(b)
+    first = by_hand(a)
+    second = ours(b, batch(), lambda step_fn: cf.precision(step_fn, "bf16"))
     times = pairs(lambda: losses[0].append(first()), lambda: losses[1].append(second()), count=PAIRS)
     middle, text = ratio(times, 1, 0)
     apart = max(abs(x - y) for x, y in zip(*losses, strict=True))

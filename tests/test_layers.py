@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("plugins", ["colofunc.plugins"]),
     ("planner", ["colofunc.planner"]),
     ("executors", ["colofunc.executors"]),
-    ("DTensor", [f"colofunc.dtensor{name}" for name in ("", ".tensor", ".eager", ".eager_functions", ".placed")]),
+    ("DTensor", [f"colofunc.dtensor{name}" for name in ("", ".tensor", ".eager", ".eager_dispatch", ".eager_functions", ".placed")]),
     ("transforms", ["colofunc.transforms"]),
     ("functional", ["colofunc.functional"]),
     ("config", ["colofunc.config"]),

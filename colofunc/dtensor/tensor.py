@@ -7,9 +7,6 @@ through the same rules as whole programs (a program of one node), so `x @ y`, `l
     (x * 2).spec                      # (dp b) d
     x.redistribute("b (dp d)").local  # this rank's part
     x.full()                          # the plain tensor
-
-Note [Views]: a view (`x[0]`, `x.t()`) is a value of its own that remembers where it came from. Writing to it writes to
-its base; a view whose base was written otherwise or donated since is refused when it is read, never silently old.
 """
 
 from __future__ import annotations
@@ -17,45 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.dtensor import eager_functions
-from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
-from colofunc.dtensor.eager_views import write_back
+from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.eager_dispatch import Held, Origin, dispatch
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.lazy import LazyTensor, make_parts
 from colofunc.dtensor.parts import global_shape, join, part, row_major
 from colofunc.dtensor.spec import Spec, bind, spec_of
-from colofunc.errors import ConsumedError, InputError, MeshError, SpecError
+from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
-from colofunc.ops.debug import show
 
 SpecLike = str | Spec | Layout
-
-
-@attrs.define(eq=False)
-class _Held:
-    """The parts of a tensor; `detach()` and the tensor it was called on hold the same ones."""
-
-    shards: list[torch.Tensor] | None
-    consumed_by: str = ""
-    writes: int = 0
-
-
-@attrs.define(eq=False)
-class _Origin:
-    """Where a view came from. See Note [Views]."""
-
-    base: DTensor
-    func: Any
-    args: tuple[Any, ...]
-    root: _Held  # of the tensor that is no view
-    seen: int  # its writes when this view was taken
 
 
 class DTensor(torch.Tensor):
@@ -63,8 +37,8 @@ class DTensor(torch.Tensor):
 
     sharding: Layout
     mesh: Mesh
-    _held: _Held
-    _origin: _Origin | None
+    _held: Held
+    _origin: Origin | None
     _backend: Backend
     _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
@@ -83,7 +57,7 @@ class DTensor(torch.Tensor):
         self: DTensor = compat.wrapper_subclass(cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False)
         self.sharding = layout
         self.mesh = mesh
-        self._held = _Held(shards)
+        self._held = Held(shards)
         self._origin = None
         self._backend = backend or backend_for(mesh)
         self._lays_grad = False
@@ -232,7 +206,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(DTensor, func, args, kwargs or {})
 
 
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
@@ -327,114 +301,6 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return grad.redistribute(ctx.source), None
-
-
-# Questions about two tensors whose answer is Python's.
-_ANSWERS = frozenset({torch.ops.aten.equal.default, torch.ops.aten.allclose.default})
-
-# -- eager dispatch ---------------------------------------------------------------------------------------------
-
-
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    if func is torch.ops.aten._local_scalar_dense.default:
-        return _item(args[0])
-    if func is torch.ops.aten.detach.default:
-        return _detached(args[0])
-    if func is torch.ops.colofunc.debug.default:
-        return _shown(*args)
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    if func in _ANSWERS:
-        return func(*[leaf.full() if isinstance(leaf, DTensor) else leaf for leaf in leaves])
-    check_shape_known(func, leaves)
-    if reshapes(func):
-        return _reshaped(func, args, kwargs)
-    written = written_argument(func)
-    if written and not isinstance(leaves[0], DTensor):
-        raise InputError(f"{func} writes a DTensor into a plain tensor of shape {tuple(leaves[0].shape)}; use x.full()")
-    mesh, backend = _common_mesh(func, leaves)
-    operands = [_as_operand(leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    results, out_tree = run_eager(func, operands, tree, mesh, backend, DTensor)
-    if written:
-        _write(func, leaves[0], *results[0])
-        return leaves[0]
-    wrapped = [DTensor(r[0], r[1], mesh, backend) if isinstance(r, tuple) else r for r in results]
-    if is_view(func) and isinstance(args[0], DTensor):
-        for view in wrapped:
-            view._origin = _origin(args[0], func, args)
-    return pytree.tree_unflatten(wrapped, out_tree)
-
-
-def _reshaped(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """`x.squeeze_()` and the like: `x` becomes the view of what it was."""
-    target = args[0]
-    new = _dispatch(functional(func), (_detached(target), *args[1:]), kwargs)
-    with compat.no_dispatch():
-        func(*args, **kwargs)
-    target.sharding, target._held, target._origin = new.sharding, new._held, new._origin
-    return target
-
-
-def _shown(values: Sequence[torch.Tensor], text: str, key: str, ranks: bool) -> None:
-    """`cf.debug` outside of a step: the global values on the main rank, or every rank's parts."""
-    found = [x for x in values if isinstance(x, DTensor)]
-    whole = [x.full() if isinstance(x, DTensor) and not ranks else x for x in values]
-    for k, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
-        if ranks or rank == 0:
-            show([x.parts[k] if isinstance(x, DTensor) else x for x in whole], text, key, ranks, rank)
-
-
-def _detached(x: DTensor) -> DTensor:
-    out = DTensor(x.parts, x.sharding, x.mesh, x._backend, owned=x.owned)
-    out._held, out._origin = x._held, x._origin
-    return out
-
-
-def _origin(base: DTensor, func: Any, args: tuple[Any, ...]) -> _Origin:
-    root = base._held if base._origin is None else base._origin.root
-    return _Origin(base, func, args[1:], root, root.writes)
-
-
-def _write(func: Any, target: DTensor, shards: list[torch.Tensor], layout: Layout) -> None:
-    """Put a new value in the place of `target`'s, and in that of what it is a view of."""
-    if layout.shape != target.sharding.shape:
-        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead")
-    if not torch.can_cast(shards[0].dtype, target.dtype):
-        raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead")
-    parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
-    origin = target._origin
-    if origin is None:
-        target._held.shards = parts
-        target._held.writes += 1
-        return
-    fresh = DTensor(parts, target.sharding, target.mesh, target._backend)
-    with torch.no_grad():
-        whole: Any = write_back(origin.func, origin.args, origin.base.detach(), fresh)
-    _write(func, origin.base, whole.parts, whole.sharding)
-    target._held.shards = parts
-    origin.seen = origin.root.writes
-
-
-def _item(x: DTensor) -> Any:
-    """The number of a one-element tensor: local where every rank has it."""
-    layout = x.sharding
-    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
-    return whole[0].item()
-
-
-def _common_mesh(func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
-    found = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-    mesh = found[0].mesh
-    for other in found[1:]:
-        if other.mesh != mesh:
-            raise MeshError(
-                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with cf.distribute(x.full(), ...)"
-            )
-    return mesh, found[0]._backend
-
-
-def _as_operand(x: torch.Tensor, mesh: Mesh, backend: Backend) -> DTensor:
-    """A plain tensor counts as the global value: it is an index, or torch's own (`eager_functions` refused the user's)."""
-    return x if isinstance(x, DTensor) else DTensor([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
 
 
 __all__ = ["DTensor", "bind", "distribute", "from_local"]

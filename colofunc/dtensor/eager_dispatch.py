@@ -1,0 +1,156 @@
+"""Operators on DTensors outside of a step: which of them are views, writes, questions, and what becomes of their results.
+
+Problem: torch hands every operator on a wrapper subclass to one function, and views and writes have to stay true although no
+memory is shared with what torch sees. Idea: an operator runs as a program of one node (see `eager`); what it returns is wrapped,
+remembers its origin if it is a view, or takes the place of what it was written to.
+
+    y = x[0]; y.add_(1)               # y is a value of its own, and x gets what was written
+
+Note [Views]: a view (`x[0]`, `x.t()`) is a value of its own that remembers where it came from. Writing to it writes to
+its base; a view whose base was written otherwise or donated since is refused when it is read, never silently old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from colofunc import compat
+from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
+from colofunc.dtensor.eager_views import write_back
+from colofunc.dtensor.layout import Layout, replicated
+from colofunc.errors import InputError, MeshError
+from colofunc.executors.backend import Backend
+from colofunc.mesh import Mesh
+from colofunc.ops.debug import show
+
+
+@attrs.define(eq=False)
+class Held:
+    """The parts of a tensor; `detach()` and the tensor it was called on hold the same ones."""
+
+    shards: list[torch.Tensor] | None
+    consumed_by: str = ""
+    writes: int = 0
+
+
+@attrs.define(eq=False)
+class Origin:
+    """Where a view came from. See Note [Views]."""
+
+    base: Any  # a DTensor
+    func: Any
+    args: tuple[Any, ...]
+    root: Held  # of the tensor that is no view
+    seen: int  # its writes when this view was taken
+
+
+# Questions about two tensors whose answer is Python's.
+_ANSWERS = frozenset({torch.ops.aten.equal.default, torch.ops.aten.allclose.default})
+
+
+def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run one operator on DTensors (`cls`) and plain data."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return _item(args[0])
+    if func is torch.ops.aten.detach.default:
+        return _detached(cls, args[0])
+    if func is torch.ops.colofunc.debug.default:
+        return _shown(cls, *args)
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    if func in _ANSWERS:
+        return func(*[leaf.full() if isinstance(leaf, cls) else leaf for leaf in leaves])
+    check_shape_known(func, leaves)
+    if reshapes(func):
+        return _reshaped(cls, func, args, kwargs)
+    written = written_argument(func)
+    if written and not isinstance(leaves[0], cls):
+        raise InputError(f"{func} writes a DTensor into a plain tensor of shape {tuple(leaves[0].shape)}; use x.full()")
+    mesh, backend = _common_mesh(cls, func, leaves)
+    operands = [_as_operand(cls, leaf, mesh, backend) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    results, out_tree = run_eager(func, operands, tree, mesh, backend, cls)
+    if written:
+        _write(cls, func, leaves[0], *results[0])
+        return leaves[0]
+    wrapped = [cls(r[0], r[1], mesh, backend) if isinstance(r, tuple) else r for r in results]
+    if is_view(func) and isinstance(args[0], cls):
+        for view in wrapped:
+            view._origin = _origin(args[0], func, args)
+    return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _reshaped(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """`x.squeeze_()` and the like: `x` becomes the view of what it was."""
+    target = args[0]
+    new = dispatch(cls, functional(func), (_detached(cls, target), *args[1:]), kwargs)
+    with compat.no_dispatch():
+        func(*args, **kwargs)
+    target.sharding, target._held, target._origin = new.sharding, new._held, new._origin
+    return target
+
+
+def _shown(cls: Any, values: Sequence[torch.Tensor], text: str, key: str, ranks: bool) -> None:
+    """`cf.debug` outside of a step: the global values on the main rank, or every rank's parts."""
+    found = [x for x in values if isinstance(x, cls)]
+    whole = [x.full() if isinstance(x, cls) and not ranks else x for x in values]
+    for k, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
+        if ranks or rank == 0:
+            show([x.parts[k] if isinstance(x, cls) else x for x in whole], text, key, ranks, rank)
+
+
+def _detached(cls: Any, x: Any) -> Any:
+    out = cls(x.parts, x.sharding, x.mesh, x._backend, owned=x.owned)
+    out._held, out._origin = x._held, x._origin
+    return out
+
+
+def _origin(base: Any, func: Any, args: tuple[Any, ...]) -> Origin:
+    root = base._held if base._origin is None else base._origin.root
+    return Origin(base, func, args[1:], root, root.writes)
+
+
+def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout: Layout) -> None:
+    """Put a new value in the place of `target`'s, and in that of what it is a view of."""
+    if layout.shape != target.sharding.shape:
+        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead")
+    if not torch.can_cast(shards[0].dtype, target.dtype):
+        raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead")
+    parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
+    origin = target._origin
+    if origin is None:
+        target._held.shards = parts
+        target._held.writes += 1
+        return
+    fresh = cls(parts, target.sharding, target.mesh, target._backend)
+    with torch.no_grad():
+        whole: Any = write_back(origin.func, origin.args, origin.base.detach(), fresh)
+    _write(cls, func, origin.base, whole.parts, whole.sharding)
+    target._held.shards = parts
+    origin.seen = origin.root.writes
+
+
+def _item(x: Any) -> Any:
+    """The number of a one-element tensor: local where every rank has it."""
+    layout = x.sharding
+    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
+    return whole[0].item()
+
+
+def _common_mesh(cls: Any, func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Backend]:
+    found = [leaf for leaf in leaves if isinstance(leaf, cls)]
+    mesh = found[0].mesh
+    for other in found[1:]:
+        if other.mesh != mesh:
+            raise MeshError(
+                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with cf.distribute(x.full(), ...)"
+            )
+    return mesh, found[0]._backend
+
+
+def _as_operand(cls: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> Any:
+    """A plain tensor counts as the global value: it is an index, or torch's own (`eager_functions` refused the user's)."""
+    return x if isinstance(x, cls) else cls([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
