@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
 from test_executors import program
 from test_zero import DP2, DP4, language, mlp, nbytes, wires
 from torch import nn
@@ -294,3 +294,14 @@ def test_readers_wait_for_their_chunk() -> None:
     assert [n.target.split(".")[1] for n in out.nodes] == ["pack", "all_reduce", "slice", "slice", "rearrange", "rearrange", "add", "add"]
     assert all(torch.equal(x, y) for a, b in zip(run(p), run(out), strict=True) for x, y in zip(a, b, strict=True))
     assert made[()]
+
+
+def test_beside_tensor_parallelism() -> None:
+    """Chunks over dp of what tp splits; norms, which tp copies, are gathered with them."""
+    mesh = cf.Mesh(dp=2, tp=2, topology="4xa100-80g")
+    with cf.testing.float64():
+        step, state, batch = language("llama")
+        plans = [zero(3, "dp", chunk=chunk, regather=True) for chunk in (None, 1 << 20)]
+        few, one = (cf.shard(step, mesh, plan, tensor("1d", "tp")).lower(state, batch).cost() for plan in plans)
+        assert few.bytes["all_gather", "dp"] == one.bytes["all_gather", "dp"] and one.calls["all_gather", "dp"] == 2
+        assert check(cf.shard(step, mesh, plans[1], tensor("1d", "tp")), state, batch).worst < 1e-10
