@@ -259,10 +259,7 @@ def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra:
     """
     if rule is None:
         return (strategy,)
-    placement: dict[str, Dim] = {}
-    for operand, layout in zip((*rule.ins, *rule.outs), (*strategy.ins, *strategy.outs), strict=True):
-        if operand is not None and layout is not None:
-            placement.update(place(operand, rule, layout.with_pending(())) or {})
+    placement = _placement(rule, strategy)
     found: dict[Strategy, None] = {strategy: None}
     if call.target.startswith(FREE_ROWS):
         found |= dict.fromkeys(other for each in extra for other in _relaid(call, rule, each, strategy, placement, mesh))
@@ -277,6 +274,32 @@ def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra:
             if not set(more) & set(placement):
                 found.setdefault(build(call, rule, {**both, **more}, passing), None)
     return tuple(found)
+
+
+def together(call: Call, rule: Rule | None, some: Sequence[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
+    """Strategies of several flows as one, where each has its axes on factors that the others leave whole, and beside open axes.
+
+    Stripes of a fused weight from one plan, rows of a flat batch from another: neither is enumerated, so neither is offered
+    beside the other.
+    """
+    merged: dict[str, Dim] = {}
+    for strategy in some:
+        mine = _placement(rule, strategy) if rule is not None and strategy.local is None else {}
+        split = {f: dim for f, dim in mine.items() if any(axis is not None for _, axis in dim)}
+        taken = {axis for dim in merged.values() for _, axis in dim if axis is not None}
+        if not split or set(split) & set(merged) or taken & {axis for dim in split.values() for _, axis in dim}:
+            return ()
+        merged |= split
+    return beside(call, rule, build(call, rule, merged), mesh) if rule is not None else ()
+
+
+def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
+    """Factor -> how it lies, of a strategy that puts each factor the same way in all operands."""
+    found: dict[str, Dim] = {}
+    for operand, layout in zip((*rule.ins, *rule.outs), (*strategy.ins, *strategy.outs), strict=True):
+        if operand is not None and layout is not None:
+            found.update(place(operand, rule, layout.with_pending(())) or {})
+    return found
 
 
 def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:

@@ -27,7 +27,7 @@ from colofunc.dtensor.strategies import enumerate_layouts
 from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
-from colofunc.planner.follow import beside, follow
+from colofunc.planner.follow import beside, follow, together
 from colofunc.planner.gradients import worked_on
 from colofunc.planner.plan import matches, parse_axes
 from colofunc.planner.ranks import heard, highest
@@ -185,6 +185,7 @@ def constraints_of(
                 scatter[item] = wish.scatter
         if none and not wish.optional:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
+    odd: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*seeds, *held)):
         patterns = {k: _patterns(some, extra_of(program.nodes[k]), mesh) for k, some in held.get(source, {}).items()}
         first = next(wish for wish, _ in seeds[source].values()) if source in seeds else next(iter(held[source].values()))[0]
@@ -193,6 +194,11 @@ def constraints_of(
             _check_clash(item, wish, where, said.setdefault(item, []), program)
             said[item].append((wish, where))
             items.setdefault(item, []).extend([] if left is None else [left])
+            odd.setdefault(item, []).extend(whole.offers[:1])
+    for item, some in odd.items():
+        at = program.nodes[item - len(program.inputs)]
+        if len(some) > 1 and (offers := together(call_of(at, program.values)[0], rule_of(at), some, mesh)):
+            items[item].append(Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers))
     return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather, chunks=chunks, scatter=scatter)
 
 
@@ -289,12 +295,21 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
         want = _orders(layout, some)
         return lambda s: s.outs[0] is not None and _orders(s.outs[0], some) == want
 
-    return Constraint(("leaf", layout, axes), among(axes), str(wish), (exact,), axes, partly=among)
+    def room(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        later = [prod(mesh.axis_size(a) for a in dim if a not in some) for dim in _orders(layout, axes)[0]]
+        return lambda s: s.outs[0] is not None and _has_room(s.outs[0], later)
+
+    return Constraint(("leaf", layout, axes), among(axes), str(wish), (exact,), axes, partly=among, room=room)
 
 
-def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[object, ...]:
+def _has_room(layout: Layout, ways: Sequence[int]) -> bool:
+    """Whether what is local of each dim can still be split so many ways: axes that are decided later will lie there."""
+    return all(prod(n for n, a in dim if a is None) % n == 0 for dim, n in zip(layout.dims, ways, strict=True))
+
+
+def _orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[object, ...]]:
     """Per dim the order of `axes` among its factors, and what is pending over them."""
-    dims = tuple(tuple(a for _, a in dim if a in axes) for dim in layout.dims)
+    dims = tuple(tuple(a for _, a in dim if a is not None and a in axes) for dim in layout.dims)
     return dims, tuple(p for p in layout.pending if p[0] in axes)
 
 
