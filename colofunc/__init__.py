@@ -51,7 +51,7 @@ from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
-from colofunc.ops.policy import Policy
+from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow

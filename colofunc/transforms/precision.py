@@ -29,7 +29,8 @@ from torch import Tensor
 
 from colofunc.errors import InputError, PrecisionError
 from colofunc.mesh import Mesh
-from colofunc.ops.policy import Mixed, Policy, floating
+from colofunc.ops.dtypes import Policy, floating
+from colofunc.ops.policy import Mixed
 from colofunc.planner.constraints import Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program
