@@ -325,6 +325,7 @@ def test_bad_arguments(make: Any, says: str) -> None:
     [
         (dict(cp=3), [ring("cp")], {}, "16 tokens do not divide over 3 ranks; take a multiple"),
         (dict(cp=8), [ulysses("cp")], {}, "4 heads over the 8 ranks of 'cp' leave ranks without any"),
+        (dict(r=2, u=4), [ring("r", heads="u")], {}, "2 key heads do not divide over the 4 ranks of 'u' around a ring"),
         (dict(cp=2), [ring("cp"), zero(3, "cp")], {}, r"clash on axis 'cp' of 'batch.input_ids'"),
         (dict(cp=2), [ring("cp")], {"attn_implementation": "eager"}, "finds no attention in this step.*attn_implementation='sdpa'"),
     ],

@@ -87,11 +87,11 @@ def _number(arg: Any, makers: Makers) -> Any:
 def _slice_scatter(node: Node, makers: Makers, values: Values) -> Found | None:
     """All but the last rows, put behind the first rows of a tensor of fill."""
     base, part, *rest = node.args
-    dim, low, high, step = (*rest, *(0, None, None, 1)[len(rest) :])
+    args = (*rest, *(0, None, None, 1)[len(rest) :])
     shape = values[base.id].shape
-    dim = dim % len(shape)
+    dim = args[0] % len(shape)
     source, fill = _first_rows(part, dim, makers, values), _number(base, makers)
-    low, high, step = slice(low, high, step).indices(shape[dim])
+    low, high, step = slice(*args[1:]).indices(shape[dim])
     if source is None or fill is None or step != 1 or high != shape[dim] or low != source[1]:
         return None
     return source[0], dim, low, fill

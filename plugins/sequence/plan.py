@@ -143,6 +143,12 @@ class SequencePlan:
                     f"{self.name}: {fewest} heads over the {mesh.axis_size(a)} ranks of {a!r} leave ranks without any; use fewer ranks, or "
                     f"ring({a!r}), which splits tokens only"
                 )
+            odd = [call.sizes["g"] for call in calls if call.sizes["g"] % mesh.axis_size(a)]
+            if odd and self.mode != "ulysses":
+                raise cf.PlanError(
+                    f"{self.name}: {odd[0]} key heads do not divide over the {mesh.axis_size(a)} ranks of {a!r} around a ring; use "
+                    f"fewer, or ulysses({a!r}) alone, which pads heads"
+                )
         ways: tuple[str, ...] = tuple(f"{a}: {word}" for a in splits[:1] for word in ("g", "heads"))
         if self.mode != "ulysses":
             word = {"ring": "striped" if striped else "ring", "gather_kv": "gathered striped" if striped else "gathered"}[self.mode]
