@@ -14,6 +14,7 @@ from colofunc_plugins.tp2d_25d_3d.grids import panels
 from torch import nn
 
 import colofunc as cf
+from colofunc.program.schedule import overlap
 from colofunc.testing import check, check_strategies, float64
 from colofunc.testing.prove import sample
 
@@ -92,7 +93,7 @@ def test_every_strategy_computes_what_the_operator_does(op: str, mode: str, axes
 
 
 def test_several_sizes_of_the_summed_dim() -> None:
-    """12 in 2 blocks of 3 panels, 20 in 5, 2 in one panel."""
+    """12 and 20 in two panels, 2 in one."""
     calls = [sample(randn(4, i), randn(4, i)) for i in (2, 12, 20)]
     assert len(check_strategies(tensor("2d"), "colofunc.linear", *calls, meshes=[cf.Mesh(x=2, y=2)])) == 6
     assert [panels(i, 2, 2) for i in (2, 12, 20, 1024)] == [1, 2, 2, 2] and panels(1024, 2, 4) == 4
@@ -137,6 +138,39 @@ def test_buffers_are_two_panels() -> None:
     extra = low.memory().peak_bytes["device"] - stored - result
     assert whole // count < extra <= 2 * whole // count + whole // count // q
     assert sum(n.target == "aten.addmm.out" for n in low.program.nodes) == count - 1  # panels are added in place
+
+
+def test_the_next_panel_is_on_its_way_while_one_multiplies() -> None:
+    """On real ranks: each product but the last stands between a start and its wait."""
+    lies = ("(x b) (y i)", "(x i) (y o)")
+    step = one(tensor("2d"), GRID, "{x: summa rows, y: summa columns}", (torch.mm,), lies, "(x b) (y o)")
+    low = step.lower(cf.abstract((512, 12), D), cf.abstract((12, 256), D))
+    flying, beside = set[int](), []
+    for node in overlap(low.program).nodes:
+        if node.target == "colofunc.all_gather_start":
+            flying.add(node.outs[0])
+        elif node.target == "colofunc.wait":
+            flying -= set(node.refs)
+        elif "mm" in node.target:
+            beside.append(len(flying))
+    assert len(beside) == panels(12, 2, 2) == 2 and beside == [2, 0]  # of X and of W
+
+
+def steps_on_real_ranks() -> float:
+    step, state, batch = mlp()
+    staged = cf.shard(step, cf.Mesh(x=1, y=2), tensor("2d"))
+    placed = staged.init(state, batch)
+    for _ in range(2):
+        placed, metrics = staged(placed, batch)
+    return float(metrics["loss"])
+
+
+@pytest.mark.dist
+def test_real_ranks_equal_one_device() -> None:
+    step, state, batch = mlp()
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    assert cf.launch(steps_on_real_ranks, 2) == pytest.approx([float(metrics["loss"])] * 2, abs=1e-12)
 
 
 # ---- where things lie ----
