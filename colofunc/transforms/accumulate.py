@@ -69,13 +69,14 @@ def accumulate(
 Pass = Callable[[Program, Mesh], Program]
 
 
-def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry) -> Pass:
+def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry, asked: Constraints) -> Pass:
     if microbatches == 1:
         return lambda program, mesh: program
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
     pinned = partial(_rows_on, leaves, microbatches, rules)
-    return partial(_accumulated, leaves, microbatches, mixing, rules, pinned)
+    each = any(asked.scatter.values()), any(asked.regather.values())
+    return partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each)
 
 
 def _constraints(
@@ -188,13 +189,14 @@ def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
 
 def _accumulated(
     leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules,
-    pinned: Callable[[frozenset[str], Program], Constraints], program: Program, mesh: Mesh,
+    pinned: Callable[[frozenset[str], Program], Constraints], scatter: bool, gather: bool, program: Program, mesh: Mesh,
 ) -> Program:  # fmt: skip
+    """The loop. scatter, gather: what somebody wants done in each microbatch; else as memory asks."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
     budget = mesh.capacity_bytes("device")
-    make = partial(_loops, program, split, microbatches, axis, mixing, rules)
+    make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)
     try:
         made = make()
         minor = False
@@ -213,7 +215,7 @@ def _accumulated(
             raise NotSo(str(error), partial(pinned, axes)) from None
     if mesh.size == 1 or budget is None or _peak_bytes(made) <= budget:
         return made
-    lean = make(minor=minor, lean=True)
+    lean = make(minor=minor, scatter=True, gather=True)
     return lean if _peak_bytes(lean) < _peak_bytes(made) else made
 
 
@@ -222,9 +224,10 @@ def _peak_bytes(program: Program) -> int:
 
 
 def _loops(
-    program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules, minor: bool = False, lean: bool = False
-) -> Program:
-    return fold(over_time(program, split, microbatches, axis, rules, minor, lean), axis, microbatches, mixing, lean)
+    program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules,
+    scatter: bool, gather: bool, minor: bool = False,
+) -> Program:  # fmt: skip
+    return fold(over_time(program, split, microbatches, axis, rules, minor, scatter), axis, microbatches, mixing, gather)
 
 
 def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:
