@@ -27,7 +27,8 @@ class Constraint:
 
     `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say). `axes`: it says
     something of these only. Where axes are decided one after another, `partly(some of them)` is the test of those that have
-    been decided; without it the constraint waits for all. `pattern`: they are one pattern of one operator, and decided together.
+    been decided; without it the constraint waits for all. `room(some of them)` tests that the others will find
+    room when their turn comes. `pattern`: they are one pattern of one operator, and decided together.
     """
 
     key: Hashable
@@ -37,15 +38,17 @@ class Constraint:
     axes: tuple[str, ...] = ()
     pattern: bool = attrs.field(default=False, eq=False)
     partly: Callable[[tuple[str, ...]], Callable[[Strategy], bool]] | None = attrs.field(default=None, eq=False)
+    room: Callable[[tuple[str, ...]], Callable[[Strategy], bool]] | None = attrs.field(default=None, eq=False)
 
     def on(self, axes: Collection[str]) -> Constraint | None:
         """What it says of `axes` alone; None: nothing yet."""
         mine = tuple(a for a in self.axes if a in axes)
         if len(mine) == len(self.axes):
             return self
-        if not mine or self.partly is None:
+        tests = [test(mine) for test in (self.partly if mine else None, self.room) if test is not None]
+        if not tests or (mine and self.partly is None):
             return None
-        return Constraint((self.key, "on", mine), self.partly(mine), self.says, (), mine)
+        return Constraint((self.key, "on", mine), lambda s: all(test(s) for test in tests), self.says, (), mine)
 
 
 class NotSo(PlanError):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import attrs
+
 from colofunc.planner.constraints import Constraint
 
 Ranks = Mapping[int, Mapping[str, int]]  # item -> axis -> the highest rank that speaks for it
@@ -32,4 +34,4 @@ def heard(
 ) -> tuple[dict[str, object], Constraint | None]:
     """What is left of a wish: the axes for which none outranks it, and its constraint on these; None: nothing."""
     mine = {axis: place for axis, place in where.items() if ranks.get(item, {}).get(axis, rank) <= rank}
-    return mine, constraint if len(mine) == len(where) else constraint.on(tuple(mine))
+    return mine, constraint if len(mine) == len(where) else attrs.evolve(constraint, room=None).on(tuple(mine))
