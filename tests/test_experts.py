@@ -280,3 +280,13 @@ def test_a_capacity_without_experts_is_an_error() -> None:
         cf.expert_capacity(cf.shard(lambda x: x + 1, cf.Mesh(dp=2)), 1.5)(torch.ones(4))
     with single_device(), pytest.raises(cf.PlanError, match="finds no experts"):
         cf.expert_capacity(lambda x: x + 1, 1.5).reference(torch.ones(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choices", CHOICES)
+def test_the_kernels_on_a_gpu(choices) -> None:
+    args = operands(choices, bias=True, n=64)
+    there = [a.cuda() if isinstance(a, Tensor) else a for a in args]
+    want, wanted = grads(lambda *a: experts.apply(*a, "silu", True, False), args)
+    got, found = grads(lambda *a: experts.apply(*a, "silu", True, False), there)
+    assert close(got.cpu(), want) and all(close(a.cpu(), b) for a, b in zip(found, wanted, strict=True))

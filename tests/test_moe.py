@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from colofunc_plugins import experts, tensor, zero
+from colofunc_plugins import experts, ring, tensor, ulysses, zero
 from colofunc_plugins.moe.rows import from_slots, slots, to_slots
 
 import colofunc as cf
@@ -229,10 +229,29 @@ def test_states_over_all_ranks_and_experts_over_some(order) -> None:
     assert specs["mlp.experts.gate_up_proj"].startswith("(ep ") and "dp" in specs["mlp.experts.gate_up_proj"]
 
 
+def test_axes_that_are_decided_first_leave_room_for_experts() -> None:
+    """Four experts over two ranks, when two other axes could have taken all of them before."""
+    step, state, batch = own(cf.Mesh(dp=2, cp=2, ep=2), zero(3, "dp"), experts("ep"), e=4)
+    check(step, state, batch, steps=1)
+    specs = {leaf.name.split(".")[-1]: leaf.spec for leaf in step.lower(state, batch).plan.inputs}
+    assert specs["up"].strip("(").startswith("ep") and "dp" in specs["up"]
+
+
 def test_batched_mm_and_tensor_parallelism_beside() -> None:
     step, state, batch = language("mixtral", "batched_mm", greedy=False, opt=torch.optim.AdamW)
     with cf.testing.float64():
         check(cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp")), state, batch)
+
+
+@pytest.mark.parametrize("other", [lambda: tensor("1d", "tp", sequence=True), lambda: ring("tp"), lambda: ulysses("tp")],
+                         ids=["1d+sp", "ring", "ulysses"])  # fmt: skip
+def test_tokens_of_a_sequence_over_another_axis(other) -> None:
+    step, state, batch = language("mixtral", greedy=False)
+    with cf.testing.float64():
+        step = cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), other())
+        check(step, state, batch, steps=1)
+        low = step.lower(state, batch)
+    assert {n.note for n in low.program.nodes if n.target == "colofunc.experts"} == {"colofunc.experts {ep: dispatch, tp: b0}"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
