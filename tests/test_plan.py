@@ -195,6 +195,7 @@ def test_words(work: dict, params: float, grads: float, states: float, stream: b
     [
         ("g", "b1", {"sequence": 0.6, "heads": 0.4}, "Ulysses"),
         ("r", "b1", {"sequence": 0.3, "heads": 0.7}, "Ulysses"),
+        ("heads", "b1", {"sequence": 1.0}, "Ulysses"),  # heads that the axis does not divide
         ("s", "b1", {"sequence": 1.0}, "context parallel (gathered keys)"),
         ("ring", "b1", {"sequence": 1.0}, "context parallel (ring)"),
         ("g", "o", {"column": 0.3, "row": 0.3, "heads": 0.4}, "Megatron column/row"),

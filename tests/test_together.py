@@ -29,8 +29,11 @@ class Fused(nn.Module):
         return torch.addmm(self.last, mixed, self.out).view(b, s, d)
 
 
-@pytest.mark.parametrize("sequence", [ulysses("cp"), ring("cp")], ids=["ulysses", "ring"])
-def test_a_fused_weight_in_stripes_beside_rows_of_a_flat_batch(sequence: Any) -> None:
+SAID = {"ulysses": (ulysses("cp"), "Ulysses"), "ring": (ring("cp"), "context parallel (striped)")}
+
+
+@pytest.mark.parametrize(("sequence", "said"), SAID.values(), ids=SAID)
+def test_a_fused_weight_in_stripes_beside_rows_of_a_flat_batch(sequence: Any, said: str) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(2, 8, 16, dtype=torch.float64)}
     step = programs.training(Fused().double(), batch, lambda out, b: F.mse_loss(out, b["x"]))
@@ -40,3 +43,4 @@ def test_a_fused_weight_in_stripes_beside_rows_of_a_flat_batch(sequence: Any) ->
     products = {c.axes for c in low.plan.decisions if c.target == "aten.addmm.default"}
     assert {dict(axes)["tp"] for axes in products} == {"n", "k"} and all(dict(axes)["cp"] == "m" for axes in products)
     assert {leaf.name: leaf.spec for leaf in low.plan.inputs}["state.params.qkv"].endswith("(b tp 8)")  # 3 stripes
+    assert [use.words.split(",")[0] for use in low.plan.axes] == [said, "Megatron column/row"]

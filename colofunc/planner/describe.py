@@ -89,10 +89,13 @@ def _pattern(s: Shares) -> str:
     """The name of sequence sharding by what attention does, or of a pattern of a plugin; "" for all else."""
     if s.products and not FACTOR.fullmatch(s.products):
         return f"tensor parallel ({s.products})"
+    sequence = s.work["sequence"] > s.work["column"] + s.work["row"] + s.work["batch"] + s.work["whole"]
+    if sequence and s.attention in ("g", "r", "heads"):
+        return "Ulysses"
     if s.attention and not FACTOR.fullmatch(s.attention):
         return f"context parallel ({s.attention})"
-    if s.work["sequence"] > s.work["column"] + s.work["row"] + s.work["batch"] + s.work["whole"]:
-        return {"g": "Ulysses", "r": "Ulysses", "s": "context parallel (gathered keys)"}.get(s.attention, "")
+    if sequence:
+        return {"s": "context parallel (gathered keys)"}.get(s.attention, "")
     return ""
 
 
@@ -175,7 +178,8 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
         order = lambda d: "column" if d == len(y.shape) - 1 else "batch" if d == 0 else "sequence"  # noqa: E731
     for d in range(len(y.shape)):
         if axis in _axes(y, d):
-            return order(d)
+            inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None  # of rows (b (cp s)) that are flat
+            return "sequence" if d == 0 and inner else order(d)
     return "row" if axis in x.axes else "whole"
 
 
