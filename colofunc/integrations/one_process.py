@@ -15,12 +15,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply
-from transformers.training_args import ParallelMode, TrainingArguments
 
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, recursively_apply
+    from transformers.training_args import ParallelMode, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        'colofunc.integrations.one_process needs transformers and accelerate. Try: pip install "colofunc[hf]"'
+    ) from error
 
 
 def real_ranks() -> int:
