@@ -246,8 +246,8 @@ def placements(
                 passing.append((axis, *what))
         if any(rule.sizes[f] % prod(mesh.axis_size(a) for a in group) for f, group in on.items()):
             continue
-        for some in product(*(permutations(group) if orders else (group,) for group in on.values())):
-            yield {f: major(rule.sizes[f], order, mesh) for f, order in zip(on, some, strict=True)}, tuple(passing)
+        for ordered in product(*(permutations(group) if orders else (group,) for group in on.values())):
+            yield {f: major(rule.sizes[f], order, mesh) for f, order in zip(on, ordered, strict=True)}, tuple(passing)
 
 
 def major(size: int, axes: Iterable[str], mesh: Mesh) -> Dim:

@@ -14,7 +14,7 @@ import attrs
 from colofunc.dtensor.convert_pattern import pattern_s
 from colofunc.dtensor.layout import Layout, is_major, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
+from colofunc.dtensor.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, Memo, assign_by_axes
 from colofunc.planner.constraints import Constraints, leaf_strategy
@@ -130,9 +130,11 @@ class Candidates:
         if isinstance(item, Value) and item.id in self.program.constants:
             return [leaf_strategy(replicated(item.shape))]  # every rank carries the program's own tensors whole
         if isinstance(item, Value):
-            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, free, fixed and fixed.outs[0])]
+            had = None if fixed is None else fixed.outs[0]
+            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, free, had)]
         call, _ = call_of(item, self.program.values)
-        rule, axes, only = self.rule(call), free, ()
+        rule, axes = self.rule(call), free
+        only: Only = ()
         if fixed is not None:
             axes = tuple(a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1)
             only = as_fixed(call, rule, self.mesh, (a for a in axes if a not in free), fixed) if rule is not None else ()
