@@ -304,6 +304,14 @@ def test_bad_meshes_and_sizes() -> None:
         cf.shard(step, GRID, zero(3, "x"), tensor("2d")).lower(state, batch)
 
 
+def test_a_model_of_convolutions_is_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)).double()
+    loss = lambda out, b: out.square().mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2), loss=loss, inputs=lambda b: ((b,), {}))
+    with pytest.raises(cf.PlanError, match=r"are 13 % of the work with weights; the most of the rest is aten.convolution.default in '0'"):
+        cf.shard(step, GRID, tensor("2d")).lower(state, randn(4, 3, 8, 8))
+
+
 def test_a_size_that_does_not_divide_keeps_its_product_out() -> None:
     """A classifier of 10 classes on 2 by 4 ranks: the rest is on the grid, and the numbers hold."""
     torch.manual_seed(0)

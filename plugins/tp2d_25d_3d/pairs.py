@@ -70,6 +70,17 @@ def products(program: Any, rules: cf.Rules) -> Iterator[Product]:
             break
 
 
+def work(program: Any, rules: cf.Rules) -> dict[int, int]:
+    """Node index -> flops, of forward operators that multiply with a weight: products, convolutions, whatever has flops."""
+    made = program.producers()
+    found = {}
+    for index, node in enumerate(program.nodes):
+        rule = rules.rule(node) if node.phase == "forward" else None
+        if rule is not None and rule.flops is not None and any(_leaf(program, made, r)[0] is not None for r in node.refs):
+            found[index] = rule.flops
+    return found
+
+
 def _leaf(program: Any, made: Mapping[int, Any], id: int) -> tuple[int | None, bool]:
     """(weight leaf behind a value, whether its dims are swapped)."""
     swapped = False

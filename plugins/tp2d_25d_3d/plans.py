@@ -20,7 +20,7 @@ import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
 from colofunc_plugins.tp2d_25d_3d.grids import FORMS, STRIPES
 from colofunc_plugins.tp2d_25d_3d.moments import moments
-from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, products
+from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, products, work
 from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
 import colofunc as cf
@@ -68,7 +68,8 @@ class Gridded:
         specs: dict[int, str] = {}
         found: list[cf.Wish] = []
         rows = self._rows(program, mesh)
-        for product, grid, stripes in self._products(program, mesh):
+        mine = list(self._products(program, mesh))
+        for product, grid, stripes in mine:
             specs.setdefault(product.leaf, _weight(product, grid, stripes))
             if product.bias is not None:
                 specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
@@ -85,6 +86,7 @@ class Gridded:
                 f"{self.name} finds no product with a weight whose inputs and outputs both divide over {sizes} ranks; "
                 "use fewer ranks, or tensor('1d', axis), which splits one of the two"
             )
+        self._worthwhile(program, cf.Rules(program, mesh), {product.index for product, _, _ in mine})
         for id, spec in specs.items():
             found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=True))
         kept = ((value.name, specs[id]) for value, id in moments(program) if id in specs)
@@ -115,6 +117,19 @@ class Gridded:
             stripes = stripes if stripes in STRIPES and shape[product.kept] % (outputs * stripes) == 0 else 1
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
+
+    def _worthwhile(self, program: Any, rules: cf.Rules, mine: set[int]) -> None:
+        """Raises where most of the work is not in products on the grid: it would be copied, or split in some other way."""
+        flops = work(program, rules)
+        rest = [index for index in flops if index not in mine]
+        share = 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values()))
+        if share < 0.5:
+            node = program.nodes[max(rest, key=flops.__getitem__)]
+            shapes = " and ".join(str(tuple(program.values[r].shape)) for r in node.refs[:2])
+            raise cf.PlanError(
+                f"{self.name}: products that the grid can hold are {100 * share:.0f} % of the work with weights; the most of the rest is "
+                f"{node.target} in {node.path!r} on {shapes}; use zero(...) for this model, or sizes that the axes divide"
+            )
 
     def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         """The rows of the batch on the axes that are for them."""
