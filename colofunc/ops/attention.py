@@ -83,6 +83,9 @@ def _attention(
         if _one_call(bias, opt):
             out, lse = _flash(q, k, v, float_bias(bias, q.dtype), opt)
             return rows_major(out), rows_major(lse)
+        late = _late(q, k, bias, opt)
+        if late is not None:
+            return _late_rows(q, k, v, opt, late)
         return _by_rows(q, k, v, bias, opt, _flash_block, mask_rows(q, k))
     return _by_rows(q, k, v, bias, opt, _math_block, score_rows(q, k))
 
@@ -96,6 +99,46 @@ def _flash_can(q: Tensor, k: Tensor, v: Tensor, opt: Options) -> bool:
 
 def _one_call(bias: Tensor | None, opt: Options) -> bool:
     return not opt.positional or (bias is None and opt.causal and opt.window == 0 and not opt.shifted)
+
+
+# Note [Late rows]. A block of a causal ring is seen by rows that are `late` positions behind its columns, all alike: the
+# first `late` rows see nothing, the others are an ordinary causal attention; if the columns are early enough, all see all.
+
+
+def _late(q: Tensor, k: Tensor, bias: Tensor | None, opt: Options) -> int | None:
+    """How many rows see nothing (0: all rows see all columns); None where that does not say it all. See Note [Late rows]."""
+    offsets = [o for o in (opt.q_offset, opt.k_offset) if o is not None]
+    if bias is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
+        return None
+    late = (0 if opt.k_offset is None else int(opt.k_offset)) - (0 if opt.q_offset is None else int(opt.q_offset))
+    return 0 if late <= 1 - k.shape[2] else late if late > 0 else None
+
+
+def _late_rows(q: Tensor, k: Tensor, v: Tensor, opt: Options, late: int) -> tuple[Tensor, Tensor]:
+    if late == 0:
+        out, lse = _flash(q, k, v, None, opt, causal=False)
+        return rows_major(out), rows_major(lse)
+    out, lse = empty_results(q, v)
+    out[:, :, :late], lse[:, :, :late] = 0, -torch.inf
+    rest = q.shape[2] - late
+    if rest > 0:
+        out[:, :, late:], lse[:, :, late:] = _flash(q[:, :, late:], k[:, :, :rest], v[:, :, :rest], None, opt, causal=True)
+    return out, lse
+
+
+def _late_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, opt: Options, late: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if late == 0:
+        return _flash_grads(grad, q, k, v, None, out, lse, opt, False)
+    dq, dk, dv = (like_rows(x).zero_() for x in (q, k, v))
+    rest = q.shape[2] - late
+    if rest > 0:
+        rows, columns = [x[:, :, late:] for x in (grad, q, out, lse)], [x[:, :, :rest] for x in (k, v)]
+        dq[:, :, late:], dk[:, :, :rest], dv[:, :, :rest] = _flash_grads(
+            rows[0], rows[1], *columns, None, rows[2], rows[3], opt, True
+        )
+    return dq, dk, dv
 
 
 def _flash(
@@ -162,6 +205,9 @@ def _attention_backward(
         finite = lse.nan_to_num(neginf=0.0) if bias is not None or opt.positional else lse
         if _one_call(bias, opt):
             return *_flash_grads(grad_out, q, k, v, float_bias(bias, q.dtype), out, finite, opt, opt.causal), dbias
+        late = _late(q, k, bias, opt)
+        if late is not None:
+            return *_late_grads(grad_out, q, k, v, out, finite, opt, late), dbias
         return *_grads_by_rows(grad_out, q, k, v, bias, out, finite, opt, None, None, mask_rows(q, k)), dbias
     finite = lse.nan_to_num(neginf=0.0)
     wide_bias = dbias if need_dbias else None

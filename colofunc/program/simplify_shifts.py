@@ -54,7 +54,7 @@ def _slice(node: Node, makers: Makers, values: Values) -> Found | None:
         return None
     (before, behind), n = pairs[dim], values[pad.args[0].id].shape[dim]
     fill = pad.args[2] if len(pad.args) > 2 else 0
-    if before and behind or high - low != n:
+    if (before and behind) or high - low != n:
         return None
     return pad.args[0], dim, before - low, fill
 
@@ -75,7 +75,7 @@ def _first_rows(arg: Any, dim: int, makers: Makers, values: Values) -> tuple[Ref
         return None
     source, along, low, high = _cut(node, values)
     left = values[source.id].shape[along] - high
-    return (source, left) if along == dim and low == 0 and 0 < high and left > 0 else None
+    return (source, left) if along == dim and low == 0 and high > 0 and left > 0 else None
 
 
 def _number(arg: Any, makers: Makers) -> Any:
