@@ -134,10 +134,9 @@ def _late_grads(
     dq, dk, dv = (like_rows(x).zero_() for x in (q, k, v))
     rest = q.shape[2] - late
     if rest > 0:
-        rows, columns = [x[:, :, late:] for x in (grad, q, out, lse)], [x[:, :, :rest] for x in (k, v)]
-        dq[:, :, late:], dk[:, :, :rest], dv[:, :, :rest] = _flash_grads(
-            rows[0], rows[1], *columns, None, rows[2], rows[3], opt, True
-        )
+        cut = (grad[:, :, late:], q[:, :, late:], k[:, :, :rest], v[:, :, :rest])
+        found = _flash_grads(*cut, None, out[:, :, late:], lse[:, :, late:], opt, True)
+        dq[:, :, late:], dk[:, :, :rest], dv[:, :, :rest] = found
     return dq, dk, dv
 
 
