@@ -20,6 +20,8 @@ from colofunc.planner.problem import NORMAL, Effort, improve
 
 STARTS = 3
 """Of many assignments to begin from, so many of the cheapest are improved."""
+TRIES = 3
+"""The best of them is polished so many times, around other cuts: where that ends depends on them."""
 
 
 def search(
@@ -42,7 +44,9 @@ def search(
     for start in sorted(starts, key=model.true_cost)[:STARTS]:
         core, recover = model.pair_graph(start).reduce()
         pool.append(recover(improve(core, list(start), rng, quick)))
-    return polish(model, min(pool, key=model.true_cost), rng, effort)
+    best = min(pool, key=model.true_cost)
+    ends = [polish(model, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
+    return min(ends, key=model.true_cost)
 
 
 def _exact(model: Model, effort: Effort) -> list[int] | None:
