@@ -204,7 +204,7 @@ def test_without_a_pair_it_says_so() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(cf.PlanError, match="modes '1d', 'auto', '2d', '2.5d', '3d', not '4d'"):
+    with pytest.raises(cf.PlanError, match=r"modes '1d', 'auto', '2d', '2\.5d', '3d', not '4d'"):
         tensor("4d", "tp")
     with pytest.raises(cf.PlanError, match="takes one axis"):
         tensor("1d", ("tp", "ep"))  # type: ignore[arg-type]
