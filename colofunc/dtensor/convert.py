@@ -134,6 +134,10 @@ def conversion(
     return Conversion(tuple(moves), route.cost_s, route.wire_bytes, peak)
 
 
+MOST_BY_WAY = 3
+"""Parts of a puzzle in which axes that hold copies before and behind are tried as detours."""
+
+
 @lru_cache(maxsize=1 << 18)
 def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
     """Legs of the cheapest way. Tiers are ignored."""
@@ -211,11 +215,12 @@ def _normal(
     """The puzzle under standard names, and the way back: part of each piece, slot of each numbered slot."""
     mixed = len({loc for loc in (*puzzle.start, *puzzle.goal) if loc < COPY}) > 1
     reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
-    active = [
-        k
-        for k, (a, b) in enumerate(zip(puzzle.start, puzzle.goal))
-        if a != b or (a == COPY and reduces) or (a < COPY and mixed)
-    ]
+    ends = list(enumerate(zip(puzzle.start, puzzle.goal)))
+    active = [k for k, (a, b) in ends if a != b or (a < COPY and mixed)]
+    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds nothing.
+    idle = [k for k, (a, b) in ends if a == b == COPY and reduces]
+    if len(active) + len(idle) <= MOST_BY_WAY or limit is not None:
+        active = sorted({*active, *idle})
     free = is_free(mesh)
     orders = permutations(active) if free and len(active) <= 3 else [sorted(active, key=lambda k: _rank(puzzle, k))]
     pieces, back, slots = min(

@@ -235,8 +235,8 @@ def placements(
     rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True, only: Only = ()
 ) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
-    ways, some = _ways(rule), dict(only)
-    for choice in product(*(some.get(axis, ways) for axis in axes)):
+    ways, held = tuple(_ways(rule)), dict(only)
+    for choice in product(*(held.get(axis, ways) for axis in axes)):
         on: dict[str, list[str]] = {}
         passing: list[tuple[str, int, str]] = []
         for axis, what in zip(axes, choice, strict=True):

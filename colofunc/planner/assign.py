@@ -28,6 +28,7 @@ from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
 from colofunc.planner.flows import ConvertS, copies_of, settled
+from colofunc.planner.lean import lean
 from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import Model, build_model
 from colofunc.planner.problem import NORMAL, Effort
@@ -92,6 +93,7 @@ def assign(
     slack: float = 0.0,
     memo: Memo | None = None,
     fresh: bool = True,
+    few: bool = False,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`.
 
@@ -99,13 +101,14 @@ def assign(
     per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
     the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
     calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
-    least possible peak is above the budget. `fresh`: False searches from `starts` only.
+    least possible peak is above the budget. `fresh`: False searches from `starts` only. `few`: only
+    among options that fit what is held, see `lean`.
     """
     convert = convert_s or free
     peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
     if memo.fastest is None:
-        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh)
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few)
     found = memo.fastest
     if budget_bytes is None or peak(found) <= budget_bytes:
         return found
@@ -145,10 +148,12 @@ def _fastest(
     starts: Sequence[Assignment],
     effort: Effort,
     fresh: bool,
+    few: bool,
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
+    options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
@@ -197,10 +202,11 @@ def assign_by_axes(
         mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
         keyed = mine if fixed is None else mine | _apart(fixed)
         begin = () if current is None else (current,)
-        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh)
+        few = len(some) > 2
+        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few)
 
     together = _together(constraints, open_axes)
-    if len(open_axes) <= 2 or together == [tuple(open_axes)]:
+    if len(open_axes) <= 2:
         return solve_for(tuple(open_axes), None, budget_bytes, memo)
     rest = [a for a in open_axes if not any(a in block for block in together)]
     said = {a for some in constraints.items.values() for c in some for a in c.axes}

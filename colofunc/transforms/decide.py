@@ -123,7 +123,9 @@ class Candidates:
         mine = self._over(item, axes, fixed)
         if fixed is None:
             return mine
-        return [s for s in mine if _agrees(s, fixed, set(axes))] or [fixed]
+        found = [s for s in mine if _agrees(s, fixed, set(axes))]
+        there = any((s.ins, s.outs) == (fixed.ins, fixed.outs) for s in found)
+        return found if there else [*found, fixed]  # what was offered by a wish is enumerated nowhere
 
     def _over(self, item: Node | Value, free: tuple[str, ...], fixed: Strategy | None) -> list[Strategy]:
         """Candidates over the axes that are free, and all that are not where something is fixed."""
