@@ -1,0 +1,99 @@
+"""Every mode beside every other: a sample in which each stands at least once; all pairs and sampled triples with `-m sweep`.
+
+What a cell is, and when it counts, stands in `matrix.py`. Counts are printed (`pytest -s`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import attrs
+import matrix
+import pytest
+import torch
+from matrix import COLUMNS, EXTRAS, RANKS, REFUSED, Cell, Outcome, chosen, every, modes_in, quick, run, signature, staged, step_of
+
+import colofunc as cf
+
+PARTS = 24  # of the sweep, to be run side by side
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLOFUNC_QUIET", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tried(cells: list[Cell]) -> list[Outcome]:
+    """All outcomes; fails once, with every broken cell."""
+    outcomes, broken = [], []
+    for cell in cells:
+        try:
+            outcomes.append(run(cell))
+        except (AssertionError, cf.ColofuncError) as error:
+            broken.append(f"{cell} on {cell.sizes}: {type(error).__name__}: {str(error)[:600]}")
+    why = Counter(o.refused for o in outcomes if o.refused)
+    equal = sum(not o.refused for o in outcomes)
+    print(f"\n{len(cells)} combinations tried, {equal} equal, {sum(why.values())} refused {dict(why)}, {len(broken)} broken")
+    assert not broken, "\n\n".join(broken)
+    return outcomes
+
+
+@pytest.mark.parametrize("cell", quick(), ids=str)
+def test_combination(cell: Cell) -> None:
+    tried([cell])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(PARTS))
+def test_combinations(part: int) -> None:
+    tried(chosen(most=320)[part::PARTS])
+
+
+def test_a_pattern_over_three_axes_is_planned_at_once() -> None:
+    """Among options that fit it: all of three axes together would take minutes."""
+    step, state, batch = step_of("dense")
+    mesh = cf.Mesh(a=2, b=2, c=2, topology="16xa100-80g")
+    with cf.testing.float64():
+        both = cf.shard(step, mesh, {"*.gate_proj": "{a: b0, b: o, c: i}"})
+        split = [d for d in both.lower(state, batch).plan.find("*.gate_proj") if d.phase == "forward" and d.target == "colofunc.linear"]
+        assert split and all({("a", "b0"), ("b", "o"), ("c", "i")} == set(d.axes) for d in split)
+        assert cf.testing.check(both, state, batch).worst < 1e-10
+
+
+# ---- the matrix itself ----
+
+
+def test_the_sample_has_every_mode_and_the_sweep_all_pairs() -> None:
+    sample, sweep = quick(), chosen(most=320)
+    assert {(c, getattr(cell, c)) for cell in sample for c in COLUMNS} == {(c, name) for c, table in COLUMNS.items() for name in table}
+    assert {cell.ranks for cell in sample} == set(RANKS)
+    assert {cell for cell in every() if modes_in(cell) <= 2} <= set(sweep) and sum(modes_in(cell) > 2 for cell in sweep) > 40
+
+
+def test_a_mode_that_does_nothing_is_seen() -> None:
+    """The signature of ring attention on a plan that copies, of ZeRO-3 on one that is ZeRO-1, of a wrong gradient in bf16."""
+    step, state, batch = step_of("dense")
+    with cf.testing.float64():
+        low = staged(Cell("zero1"), step).lower(state, batch)
+    assert any("exp_avg" not in line and "params" in line for line in signature(Cell("zero3"), low))
+    assert any("batch.input_ids" in line for line in signature(Cell(context="ring"), low))
+
+
+def test_bf16_tells_a_gradient_that_lacks_a_part() -> None:
+    step, state, batch = step_of("dense", "", "bf16")
+    less = {**batch, "labels": batch["labels"].clone()}
+    less["labels"][8:] = -100  # the second half of the rows is not there
+    narrow = staged(Cell("zero1", precision="bf16"), step)
+    known = matrix.narrow.measured(narrow.reference, state, less)
+    with pytest.raises(cf.CheckError, match="of its norm, allowed"):
+        matrix.narrow.check(narrow, state, batch, known)
+
+
+def test_each_reason_to_refuse_is_true_of_some_cell_and_of_no_plain_one() -> None:
+    cells = [*every(), *(attrs.evolve(c, extra=extra) for extra in EXTRAS[1:] for c in every())]
+    for refusal in REFUSED:
+        assert refusal.why and any(refusal.holds(c, c.sizes or {}) for c in cells)
+        assert not any(refusal.holds(c, c.sizes or {}) for c in every() if modes_in(c) < 2)

@@ -1,0 +1,47 @@
+"""A few cells of the matrix on real gloo ranks: two steps, the loss and every parameter as on one device."""
+
+import pytest
+import torch
+from matrix import Cell, staged, step_of
+
+import colofunc as cf
+from colofunc.executors.launch import launch
+from colofunc.testing.check import run_reference
+
+pytestmark = pytest.mark.dist
+ON_TWO = (Cell("zero3", ranks=2), Cell(tensor="1d+sp", ranks=2), Cell(context="ring", ranks=2), Cell(kind="experts", ranks=2))
+ON_FOUR = (Cell("zero3", "1d"), Cell("zero1", context="ulysses"), Cell(tensor="2d"), Cell("zero3", kind="experts"))
+
+
+def trained(cell):
+    """Loss and parameters after two steps, whole."""
+    torch.set_num_threads(1)
+    with cf.testing.float64():
+        step, state, batch = step_of(cell.kind)
+        step = staged(cell, step)
+        state = step.init(state, batch)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        return float(metrics["loss"]), {name: p.full() for name, p in state["params"].items()}
+
+
+def trained_all(cells):
+    return [trained(cell) for cell in cells]
+
+
+def alone(cell):
+    with cf.testing.float64():
+        step, state, batch = step_of(cell.kind)
+        for _ in range(2):
+            state, metrics = run_reference(step, state, batch)
+    return float(metrics["loss"]), state["params"]
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
+def test_cells_equal_one_device_on_real_ranks(ranks, cells) -> None:
+    want = [alone(cell) for cell in cells]
+    for rank in launch(trained_all, ranks, cells, timeout_s=400):
+        for (loss, params), (expected, exact) in zip(rank, want, strict=True):
+            assert abs(loss - expected) <= 1e-10 * max(1.0, abs(expected)) and params.keys() == exact.keys()
+            for name, p in params.items():
+                assert (p - exact[name]).abs().max() <= 1e-10 * max(1.0, float(exact[name].abs().max())), name
