@@ -240,7 +240,19 @@ class Refusal:
     why: str
 
 
-REFUSED: tuple[Refusal, ...] = ()
+GRIDS = ("2d", "2.5d", "3d")
+REFUSED = (
+    Refusal(
+        r"products that the grid can hold are \d+ % of the work.*colofunc\.experts",
+        lambda cell, sizes: cell.kind == "experts" and cell.tensor in GRIDS,
+        "a grid holds products of an activation with a weight, and most of a mixture's work is experts' grouped products",
+    ),
+    Refusal(
+        r"experts\(ep\): .*followed to \{ep: b0\} clashes with tensor\(1d, tp\).*(ulysses\(sp\)|ring\(cp\))",
+        lambda cell, sizes: cell.kind == "experts" and cell.tensor == "1d+sp" and cell.context != "none",
+        "three plans that deal one flattened row of tokens (experts, sequence-sharded 1d, context) are not searched together",
+    ),
+)
 
 
 @attrs.frozen

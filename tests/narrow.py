@@ -4,7 +4,8 @@ A kernel adds in float32 and rounds once, to 8 bits: its result is off by at mos
 k ranks rounds k terms and their sum, so the result moves by up to (k + 1) / 2 last places, and as errors of rounding are
 independent, by about sqrt(k + 1) / 2 of them: 2 for 16 ranks. What one last place in front of every product does to
 each leaf is measured on one device: every weight is moved by one last place of bfloat16, up or down at random, so that each
-product sees operands that are off by a last place. That, times `PLACES`, is what a leaf may differ by.
+product sees operands that are off by a last place. That, times `PLACES`, is what a leaf may differ by; and never less than
+half a last place, because frozen weights are not moved.
 
 Leaves are compared by what the steps did to them (new minus old: a parameter hardly moves in a step), in the relative norm of
 the whole leaf: |d - d'| / |d|. AdamW divides each element of a gradient by its own size, so that rounding of a small one
@@ -48,7 +49,7 @@ def check(step: Any, state: Any, batch: Any, known: Known | None = None) -> Chec
     got = _moved((plain_copy(placed), plain_copy(metrics["loss"])), state)
     worst, failed = 0.0, []
     for name, want in known.moved.items():
-        bound = min(PLACES * known.place[name], MOST)
+        bound = min(max(PLACES * known.place[name], 2.0**-8), MOST)
         error = float((got[name] - want).norm() / want.norm())
         worst = max(worst, error / bound if bound else 0.0)
         if not error <= bound:
