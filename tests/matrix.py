@@ -192,7 +192,7 @@ def signature(cell: Cell, low: Any) -> list[str]:
     calls: dict[str, set[str]] = {}
     for kind, axes in low.cost().calls:
         for axis in axes.split(","):
-            calls.setdefault(axis, set()).add(kind)
+            calls.setdefault(axis.split("[")[0], set()).add(kind)  # "dpi[1:4]" is a part of an axis
     wrong = []
     for mode in cell.modes:
         for leaf, where in mode.lies.items():
