@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+import colofunc_plugins
 import pytest
 import torch
 
@@ -32,14 +33,6 @@ class Grid:
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[Any]:
         raise NotImplementedError
-
-
-def ring(axis: str) -> Lines:
-    return Lines((axis,))
-
-
-def ulysses(axis: str, *, heads: int = 1) -> Lines:
-    return Lines((axis,))
 
 
 def rows(axis: str, where: str = "*.weight", level: Literal[1, 2] = 1) -> Any:
@@ -141,7 +134,7 @@ def grid(mode: Literal["square", "line"] = "square", axis: str = "g", *, size: i
     return Grid(("x", "y"), None if side is None else (side, side))
 
 
-SIZED = {**PLANS, "grid": grid, "ring": ring, "ulysses": ulysses}
+SIZED = {**PLANS, "grid": grid}
 
 
 @pytest.fixture
@@ -167,7 +160,7 @@ def sized() -> Any:
     ],
 )
 def test_sizes_of_plans_make_the_mesh(tmp_path: Path, sized: Any, text: str, sizes: dict[str, int]) -> None:
-    assert cf.configure(written(tmp_path, text), plugins=[sized]).mesh.shape == sizes
+    assert cf.configure(written(tmp_path, text), plugins=[sized, colofunc_plugins]).mesh.shape == sizes
 
 
 @pytest.mark.parametrize(
@@ -182,14 +175,13 @@ def test_sizes_of_plans_make_the_mesh(tmp_path: Path, sized: Any, text: str, siz
         ("lines:\n  axes: [a]\n  size: 1.5", "run.yaml:3: lines: size is 1.5; allowed: a whole number"),
         ("rows:\n  axis: tp\n  size: 2", "run.yaml:3: rows: this plan does not say its axes"),
         ("sequence:\n  mode: rings\n  axis: cp", "run.yaml:2: sequence: mode is 'rings'; allowed: 'ring', 'ulysses', 'gather_kv'"),
-        ("sequence:\n  mode: gather_kv\n  axis: cp", "run.yaml:2: 'gather_kv' is not installed"),
         ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: ring has no option 'head'"),
         ("mesh: {dp: 2}\nring: {axis: cp}", "run.yaml:2: ring: no axis 'cp'"),
     ],
 )
 def test_wrong_sizes_have_their_line(tmp_path: Path, sized: Any, text: str, says: str) -> None:
     with pytest.raises(cf.ConfigError) as caught:
-        cf.configure(written(tmp_path, text), plugins=[sized])
+        cf.configure(written(tmp_path, text), plugins=[sized, colofunc_plugins])
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
 
 
