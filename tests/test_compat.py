@@ -18,6 +18,7 @@ SOURCE = Path(compat.__file__).read_text()
 
 # Private name -> the test of what stands in for it; None where nothing can, and this file only says that it is there.
 TESTED = {
+    "_grouped_mm": "test_grouped_mm",
     "_current_autograd_node": "test_without_the_current_node",
     "_current_graph_task_id": "test_in_backward",
     "_sequence_nr": "test_without_sequence_numbers",
@@ -93,6 +94,13 @@ def test_every_private_name_has_a_test() -> None:
     private = {name for name in found if name.startswith("_") and not name.endswith("_")}
     assert private == set(TESTED)
     assert {test for test in TESTED.values() if test} <= set(globals())
+
+
+def test_grouped_mm() -> None:
+    torch.manual_seed(0)
+    x, w, ends = torch.randn(6, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
+    want = torch.cat([x[:2] @ w[0], x[2:] @ w[1]])
+    assert torch.allclose(compat.grouped_mm(x, w, offs=ends).float(), want.float(), atol=0.1)
 
 
 # ---- modes ----

@@ -11,19 +11,20 @@ comes out on every rank.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import attrs
 
 from colofunc.planner.chain import Back, Run, Stage, Sweep, table
-from colofunc.planner.checkmate import EXACT, Graph, solve
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
 
 SLOTS = 250
-LEVELS = 6
+LEVELS, SHORT = 6, 5
+"""Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
 FEW = 64
 """Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 
@@ -129,7 +130,7 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
         if sweep is None:
             break
         found.setdefault(sweep.order, sweep)
-    for sweep in _exact(stages, most) if 2 * len(stages) <= EXACT else ():
+    for sweep in _exact(stages, most) if len(stages) <= SHORT else ():
         found.setdefault(sweep.order, sweep)
     return sorted(found.values(), key=lambda sweep: sweep.seconds)
 
@@ -140,9 +141,10 @@ def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
     reads = (*(((i - 1,) if i else ()) for i in range(n)), *((n + j - 1,) * (j > 0) + (n - 1 - j,) for j in range(n)))
     cost = (*(s.forward_s for s in stages), *(s.backward_s for s in reversed(stages)))
     nbytes = (*(float(s.ways[0].nbytes) for s in stages), *(float(s.out_bytes) for s in reversed(stages)))
-    graph = Graph(cost, nbytes, reads)
+    checkmate = importlib.import_module("colofunc.planner.checkmate")  # with its solver only where it is used
+    graph = checkmate.Graph(cost, nbytes, reads)
     for k in range(1, LEVELS):
-        order = solve(graph, most * k / LEVELS)
+        order = checkmate.solve(graph, most * k / LEVELS)
         if order is not None:
             yield Sweep(order.cost, tuple(_steps(order.nodes, n)))
 

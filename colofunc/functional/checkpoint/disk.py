@@ -128,13 +128,16 @@ def set_direct(fd: int, on: bool) -> None:
 
 def write_at(fd: int, data: memoryview, at: int) -> None:
     """All of `data` to byte `at` of a file."""
+    buffered = False
     while len(data):
         try:
             count = os.pwrite(fd, data, at)
         except OSError as error:
-            # Some file systems take the flag and refuse the write; one that ended in the middle of a block is not aligned.
-            if error.errno != errno.EINVAL or not DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
+            # Some file systems take the flag and refuse the write; one that ended in the middle of a block is not aligned. The
+            # flag is the file's, so the other thread may have taken it away since: ask for nothing, try once without.
+            if error.errno != errno.EINVAL or buffered:
                 raise
             set_direct(fd, False)
+            buffered = True
             continue
         data, at = data[count:], at + count
