@@ -8,7 +8,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.testing import programs
-from colofunc.transforms import plan_cache, prepare
+from colofunc.transforms import plan_cache, within
 from colofunc.transforms.plan_cache import local_hash
 
 
@@ -23,8 +23,8 @@ def folder(tmp_path, monkeypatch):
 def searches(monkeypatch):
     """How often a plan was searched."""
     seen = []
-    original = prepare.decide
-    monkeypatch.setattr(prepare, "decide", lambda *args: seen.append(1) or original(*args))
+    original = within.decide
+    monkeypatch.setattr(within, "decide", lambda *args, **more: seen.append(1) or original(*args, **more))
     return seen
 
 
@@ -85,12 +85,12 @@ def test_nothing_is_kept_where_it_is_off_or_quick(folder, monkeypatch):
 ANOTHER = """
 import colofunc as cf
 from colofunc.testing import programs
-from colofunc.transforms import plan_cache, prepare
+from colofunc.transforms import plan_cache, within
 
 plan_cache.KEEP_ABOVE_S = 0.0
 searched = []
-search = prepare.decide
-prepare.decide = lambda *args: searched.append(1) or search(*args)
+search = within.decide
+within.decide = lambda *args, **more: searched.append(1) or search(*args, **more)
 step, state, batch = programs.NAMED["mlp"]()
 low = cf.shard(step, cf.Mesh(dp=2, tp=2, topology="8xa100-80g")).lower(state, batch)
 print(len(searched), plan_cache.local_hash(low.program))

@@ -174,3 +174,17 @@ def test_tied_language_model_makes_one_tensor_of_logits():
     assert {"colofunc.log_softmax_", "colofunc.cross_entropy_dx_", "colofunc.embedding_add_"} <= set(names)
     assert not any("embedding_dense" in n or "nll_loss_backward" in n for n in names)
     check(cf.shard(step, cf.Mesh()), params, batch, steps=2)
+
+
+def test_a_sum_of_products_is_not_written_over_what_it_multiplies() -> None:
+    """Muon's polynomial is `addmm(gram, gram, gram)`: its first operand dies there, and is read until the end."""
+    gram = torch.randn(6, 6, dtype=torch.float64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        squared = x @ x.T
+        return torch.addmm(squared, squared, squared, beta=2.0, alpha=3.0) + 1
+
+    staged = cf.shard(fn, cf.Mesh())
+    assert torch.equal(staged(gram).full(), fn(gram))
+    onto = cf.shard(lambda x, y: torch.addmm(x + 1, x, y), cf.Mesh())
+    assert "addmm.out" in onto.lower(gram, gram).text() and torch.equal(onto(gram, gram).full(), torch.addmm(gram + 1, gram, gram))

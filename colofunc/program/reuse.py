@@ -77,7 +77,10 @@ def reuse(program: Program) -> Program:
         known = OUT.get(node.target) or ONTO_FIRST.get(node.target)
         if known is not None:
             target, argument = known
-            refs = node.refs[:1] if node.target in ONTO_FIRST else node.refs
+            refs = node.refs
+            if node.target in ONTO_FIRST:  # what is multiplied must not be written over while it is read
+                shared = {facts.memory.group(i) for i in refs[1:]}
+                refs = tuple(i for i in refs[:1] if facts.memory.group(i) not in shared)
             into = next((i for i in refs if facts.holds(i, index, node)), None)
             if into is not None:
                 node = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))))
