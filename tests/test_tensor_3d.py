@@ -7,28 +7,15 @@ and in each of the two gradients, with i on x, o on y and b on z: [b i (y-1) + b
 from typing import Any
 
 import pytest
-import torch
 from colofunc_plugins import tensor, zero
-from test_tensor_2d import CALLS, TOPOLOGY, D, language_model, mlp, one, randn, received, specs
+from test_tensor_2d import CALLS, PRODUCTS, TOPOLOGY, B, D, I, O, W, X, Y, language_model, mlp, one, randn, received, specs
 
 import colofunc as cf
 from colofunc.testing import check, check_strategies, float64
 
 CUBE = cf.Mesh(z=2, x=2, y=2, topology=TOPOLOGY)
 PLAN = tensor("3d", ("z", "x", "y"))
-B, I, O = 4096, 1024, 4096 + 2048
-X, W, Y = (B, I), (O, I), (B, O)
 LIES = {X: "(z y b) (x i)", W: "(y o) (x z i)", Y: "(z x b) (y o)", (I, O): "(x z i) (y o)", (O,): "(y o)", (I, B): "(x i) (z y b)"}
-OPS = torch.ops.colofunc
-PRODUCTS = {
-    "linear": (OPS.linear, X, W, Y),
-    "linear with bias": (OPS.linear, X, W, (O,), Y),
-    "dx": (OPS.linear_dx, Y, W, X),
-    "dw": (OPS.linear_dw, Y, X, W),
-    "addmm": (torch.addmm, (O,), X, (I, O), Y),
-    "mm": (torch.mm, X, (I, O), Y),
-    "mm of a transposed operand": (torch.mm, (I, B), Y, (I, O)),
-}
 
 
 @pytest.mark.parametrize("op", CALLS)
