@@ -162,8 +162,8 @@ def _module(kind: str, dtype: torch.dtype) -> Any:
 def step_of(kind: str, extra: str = "", precision: str = "float64") -> tuple[Any, Any, Any]:
     """(step, state, batch) of a cell, before any transform."""
     wide = precision == "float64"
-    torch.manual_seed(1)
     model = cf.functional(_module(kind, torch.float64 if wide else torch.float32))
+    torch.manual_seed(1)  # after the module: whether it was made before must not change what is drawn next
     if extra == "lora":
         model = cf.lora(model, where="*.q_proj", rank=4)
     opt = cf.adapt(torch.optim.AdamW, lr=1e-2, eps=1e-5 if wide else narrow.EPS)
