@@ -24,3 +24,12 @@ def parse_bytes(size: str | int, what: str) -> int:
     if found is None or found[2].lower() not in UNITS or float(found[1]) == 0:
         raise InputError(f"{what}: {size!r} is no size; write a number of bytes above 0, or one with a unit such as '6GiB' or '80GB'")
     return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def size_text(nbytes: float) -> str:
+    """`57.7 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

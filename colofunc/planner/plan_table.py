@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from colofunc.mesh.sizes import size_text as size_text
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -47,12 +49,3 @@ def time_text(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return "0 s"
-
-
-def size_text(nbytes: float) -> str:
-    """`57.7 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
