@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from colofunc import env
 from colofunc.errors import InputError, MeshError
+from colofunc.executors.copies import COPIER
 from colofunc.executors.faults import ask
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.keep import Kept
@@ -29,6 +30,7 @@ from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
+from colofunc.ops.copies import COPIES
 from colofunc.program.coalesce import updates_late, views_late
 from colofunc.program.facts import has_wires, written
 from colofunc.program.ir import Node, Program
@@ -90,6 +92,9 @@ class RankWires:
         self.ranks: Sequence[int] = (groups.rank,)
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        if kind in COPIES:
+            self._copy(writer, node, kind, asynchronous)
+            return
         out = only(node)
         name = writer.stem(out)
         writer.where[out] = (name,)
@@ -114,6 +119,18 @@ class RankWires:
             fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
             source += f", {writer.literal(rest[0], 0)}" if limited else ""
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
+
+
+    def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        start, device = writer.bind(COPIER.start, "copy_start"), writer.bind(writer.device, "device")
+        operands = "".join(f"{writer.where[i][0]}, " for i in node.refs)
+        call = f"{start}({kind!r}, ({operands}), {device})" + ("" if asynchronous else ".wait()")
+        if not node.outs:
+            writer.line(call)
+            return
+        out = only(node)
+        writer.where[out] = (writer.stem(out),)
+        writer.line(f"{writer.stem(out)} = {call}")
 
 
 def _watched(kind: str, start: Start, rank: int) -> Start:

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from colofunc.errors import CapacityError
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
 from colofunc.executors.source import Writer
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
+from colofunc.program.memory import memory
+from colofunc.program.memory_report import place_text
 
 
 @attrs.frozen
@@ -33,7 +36,8 @@ class Measured:
 def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     """Run `program` on the simulated mesh and look at what is held after each node, before anything is freed.
 
-    A loop is one node: the most that is held in any trip of it.
+    A loop is one node: the most that is held in any trip of it. Raises CapacityError at the first node behind which a rank
+    holds more than a tier of the mesh's topology has.
     """
     runner = SimulatedProgram(program, mesh)
     partition, flat = distinct(inputs, mesh.size)
@@ -46,7 +50,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
         by_node[origin].append(text)
     owners = _owners(program, writer)
     tiers = {name: "device" for where in writer.inside for names in where.values() for name in names}
-    tiers |= {name: _tier(program, id) for id, names in writer.where.items() for name in names}
+    tiers |= {name: program.values[id].tier for id, names in writer.where.items() for name in names}
     timeline: dict[str, list[int]] = {tier: [] for tier in sorted(set(tiers.values()) | {"device"})}
     inside: dict[str, int] = {}
 
@@ -66,14 +70,19 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
             held = look()
             for tier, line in timeline.items():
                 line.append(held[tier])
+                _check(program, mesh, tier, line)
             exec("\n".join(frees), env)
     outputs = [[env[name] for name in writer.where[o]] for o in program.outputs]
     return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
 
 
-def _tier(program: Program, id: int) -> str:
-    layout = program.values[id].layout
-    return "device" if layout is None else layout.tier
+def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None:
+    capacity, at = mesh.capacity_bytes(tier), len(line) - 1
+    if capacity is not None and line[at] > capacity:
+        raise CapacityError(
+            f"a simulated rank holds {line[at]:,} B of {tier} memory at {place_text(program, at)}; topology "
+            f"{mesh.topology.name!r} has {capacity:,} B. The accountant counts {memory(program).summary(tier)}"
+        )
 
 
 def _owners(program: Program, writer: Writer) -> dict[str, set[int]]:

@@ -25,6 +25,7 @@ from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
 from colofunc.executors.source import Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
+from colofunc.ops.copies import COPIES, duplicate
 from colofunc.ops.flat import flat_of
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref
@@ -155,6 +156,8 @@ class SimulatedWires:
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind == "wait":
             self._wait(writer, node)
+        elif kind in COPIES:
+            self._copy(writer, node, kind, asynchronous)
         elif kind in ("axis_index", "take_shard", "keep_first"):
             getattr(self, "_" + kind)(writer, node)
         else:
@@ -223,6 +226,29 @@ class SimulatedWires:
         for name, lane in writer.assign(only(node), source):
             writer.line(f"{name} = {source[lane]}.copy_({hidden[lane]})")
 
+    # ---- copies between tiers ----
+
+    def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
+        if kind == "put":
+            into, x = node.refs
+            writer.separate((into,), list(zip(writer.where[into], writer.where[x], strict=True)))
+            source, target = writer.where[x], writer.where[into]
+            pairs = dict(zip(target, source, strict=True))
+            spoil = writer.bind(spoiled, "spoiled")
+            for name, given in pairs.items():
+                writer.line(f"{spoil}({name})" if asynchronous else f"{name}.copy_({given})")
+            if not asynchronous:
+                return
+            writer.where[only(node)] = target
+        else:
+            source = writer.where[node.refs[0]]
+            copy = writer.bind(unfilled_copy if asynchronous else duplicate, f"{kind}_start" if asynchronous else kind)
+            for name, lane in writer.assign(only(node), source):
+                writer.line(f"{name} = {copy}({source[lane]})")
+        if asynchronous:
+            self._hidden[only(node)] = source
+
     # ---- without communication ----
 
     def _axis_index(self, writer: Writer, node: Node) -> None:
@@ -265,11 +291,20 @@ def contiguous_clone(x: torch.Tensor) -> torch.Tensor:
 
 
 def unfilled(like: torch.Tensor) -> torch.Tensor:
-    """A buffer whose values nobody should read: NaN, or the least integer."""
-    target = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    if like.dtype.is_floating_point or like.dtype.is_complex:
+    """A buffer whose values nobody should read."""
+    return spoiled(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+
+
+def unfilled_copy(like: torch.Tensor) -> torch.Tensor:
+    """A buffer that lies as `like` does, whose values nobody should read."""
+    return spoiled(torch.empty_like(like, memory_format=torch.preserve_format))
+
+
+def spoiled(target: torch.Tensor) -> torch.Tensor:
+    """`target` filled with what nobody should read: NaN, or the least integer."""
+    if target.dtype.is_floating_point or target.dtype.is_complex:
         return target.fill_(float("nan"))
-    return target.fill_(False if like.dtype == torch.bool else torch.iinfo(like.dtype).min)
+    return target.fill_(False if target.dtype == torch.bool else torch.iinfo(target.dtype).min)
 
 
 def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from math import prod
 
 from colofunc.dtensor.strategies import FREE
 from colofunc.errors import ProgramError
+from colofunc.ops.copies import COPIES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload
 from colofunc.program.ir import LOOP, Node, Program, Ref
@@ -27,20 +28,27 @@ Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | 
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:
-    """(kind, asynchronous) of a node that executors emit themselves: collectives, `wait`, layout moves, loops; else None."""
+    """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout moves,
+    loops; else None."""
     if not node.target.startswith("colofunc."):
         return None
     name = node.target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL or node.target in (LOOP, DEBUG):
+    if name in WIRE or name in LOCAL or name in COPIES or node.target in (LOOP, DEBUG):
         return name, False
     base = name.removesuffix("_start")
-    return (base, True) if base != name and base in WIRE else None
+    return (base, True) if base != name and (base in WIRE or base in COPIES) else None
 
 
 def is_wire(node: Node) -> bool:
     """Whether a node communicates (asynchronous starts included)."""
     kind = kind_of(node)
     return kind is not None and kind[0] in WIRE
+
+
+def is_copy(node: Node) -> bool:
+    """Whether a node copies from one tier of memory to another (asynchronous starts included)."""
+    kind = kind_of(node)
+    return kind is not None and kind[0] in COPIES
 
 
 def has_wires(program: Program) -> bool:
@@ -56,7 +64,8 @@ def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
     """
     if target.startswith("segment."):
         return tuple((int(k), "") for k in target.split(".")[2].split("_") if k)
-    if target.startswith("colofunc.") and kind_of(Node(target, (), (), ())) is not None:
+    node = Node(target, (), (), ())
+    if target.startswith("colofunc.") and kind_of(node) is not None and not is_copy(node):
         return ()
     arguments = overload(target)._schema.arguments
     return tuple((k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
@@ -86,7 +95,7 @@ def _may_alias(target: str) -> bool:
         return True
     kind = kind_of(Node(target, (), (), ()))
     if kind is not None:
-        return kind[0] in LOCAL and kind[0] != "axis_index"
+        return (kind[0] in LOCAL and kind[0] != "axis_index") or kind == ("put", True)
     schema = overload(target)._schema
     return any(r.alias_info is not None for r in schema.returns)
 

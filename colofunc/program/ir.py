@@ -40,6 +40,17 @@ class Value:
     layout: Layout | None = None
     device_free: bool = False  # does not depend on any input (a mask, an arange)
     of: int | None = attrs.field(default=None, eq=False)  # local view: the global value that it is a copy of, as its layout says
+    place: str = "device"  # tier of memory of a value without a layout, which otherwise says it
+
+    @property
+    def tier(self) -> str:
+        """The tier of memory that it lies in: "device", "host" or "disk"."""
+        return self.place if self.layout is None else self.layout.tier
+
+    def in_tier(self, tier: str) -> Value:
+        """The same value in another tier of memory."""
+        layout = None if self.layout is None else self.layout.with_tier(tier)
+        return attrs.evolve(self, layout=layout, place=tier)
 
     @property
     def nbytes(self) -> int:

@@ -21,57 +21,34 @@ from functools import lru_cache
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from colofunc import compat
+from colofunc.ops.copies import COPIES
 from colofunc.ops.targets import resolve
-from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device
+from colofunc.program.facts import is_wire, kind_of, lifetimes, rearrange_steps, takes_device
 from colofunc.program.ir import Loop, Node, Program, Ref, Value, map_refs
 from colofunc.program.loop import last_uses
+from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
+from colofunc.program.memory_report import MemoryReport as MemoryReport
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
 Made = tuple[int, int, int, Meta]
 
 
-@attrs.frozen
-class Live:
-    """A storage that is alive at the peak."""
-
-    name: str
-    nbytes: int
-    shape: tuple[int, ...]
-    layout: str
-    line: str
-    path: str
-
-    def __str__(self) -> str:
-        where = " ".join(word for word in (self.path, self.line) if word)
-        return f"{self.nbytes:>14,} B  {self.name:<32} {self.layout or 'x'.join(map(str, self.shape)):<24} {where}"
-
-
-@attrs.frozen
-class MemoryReport:
-    """Live bytes per tier. `at_peak`: what is alive on the device at its peak, largest first."""
-
-    peak_bytes: Mapping[str, int]
-    timeline: Mapping[str, tuple[int, ...]]
-    peak_at: Mapping[str, int]
-    at_peak: tuple[Live, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{tier}: peak {self.peak_bytes[tier]:,} B at node {self.peak_at[tier]}" for tier in self.peak_bytes]
-        return "\n".join([*lines, *(f"  {live}" for live in self.at_peak[:20])])
-
-
 @attrs.define
-class _Storage:
+class Storage:
+    """A piece of memory, held from node `born` to node `dies` (-1 and the number of nodes: the caller's)."""
+
     nbytes: int
     tier: str
     value: int  # the first value that lives in it
     born: int
     dies: int
     inside: Live | None = None  # of a storage in the body of a loop, alive at the body's peak
+    kind: str = ""  # where it is not that of its value
 
 
 def memory(program: Program, sent: bool = False) -> MemoryReport:
@@ -86,59 +63,85 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     return _report(program, storages, makers)
 
 
-def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[_Storage]:
+@attrs.frozen(eq=False)
+class Lies:
+    """Which storage each value of a program lies in. `within`: the operand that a view or a result in place is a part of."""
+
+    storages: tuple[Storage, ...]
+    home: Mapping[int, int]
+    within: Mapping[int, int]
+    metas: Mapping[int, Meta]
+
+
+def lies(program: Program) -> Lies:
+    """Where the values of a program lie, storages in the order in which they are made."""
+    home: dict[int, int] = {}
+    within: dict[int, int] = {}
+    storages, _, metas = _storages(program, lifetimes(program), None, home, within)
+    return Lies(tuple(storages), home, within, metas)
+
+
+def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[Storage]:
     """Contiguous copies of the operands of started collectives, from the start to the wait."""
     out = []
     for index, node in enumerate(program.nodes):
         kind = kind_of(node)
-        if kind is not None and kind[1] and not _tensor(metas[node.refs[0]]).is_contiguous():
+        if kind is not None and kind[1] and is_wire(node) and not _tensor(metas[node.refs[0]]).is_contiguous():
             value, started = program.values[node.refs[0]], node.outs[0]
-            out.append(_Storage(value.nbytes, _tier(value), value.id, index, index if started is None else last.get(started, index)))
+            end = index if started is None else last.get(started, index)
+            out.append(Storage(value.nbytes, value.tier, value.id, index, end, kind="collective buffers"))
     return out
 
 
-def _report(program: Program, storages: list[_Storage], makers: Mapping[int, Node]) -> MemoryReport:
-    count = max(1, len(program.nodes))
+def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node]) -> MemoryReport:
+    count, kinds = max(1, len(program.nodes)), kinds_of(program)
     tiers = sorted({s.tier for s in storages} | {"device"})
-    change = {tier: [0] * (count + 1) for tier in tiers}
+    change = {tier: np.zeros((len(KINDS), count + 1), dtype=np.int64) for tier in tiers}
     for s in storages:
-        change[s.tier][max(0, s.born)] += s.nbytes
-        change[s.tier][min(s.dies, count - 1) + 1] -= s.nbytes
-    timeline: dict[str, tuple[int, ...]] = {}
-    for tier in tiers:
-        held, line = 0, []
-        for step in change[tier][:-1]:
-            held += step
-            line.append(held)
-        timeline[tier] = tuple(line)
+        s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
+        row = KINDS.index(s.kind)
+        change[s.tier][row, max(0, s.born)] += s.nbytes
+        change[s.tier][row, min(s.dies, count - 1) + 1] -= s.nbytes
+    lines = {tier: np.cumsum(steps[:, :-1], axis=1) for tier, steps in change.items()}
+    by_kind = {tier: {kind: tuple(row.tolist()) for kind, row in zip(KINDS, rows, strict=True)} for tier, rows in lines.items()}
+    timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
     peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
-    return MemoryReport(peak, timeline, peak_at, tuple(_alive(program, storages, makers, "device", peak_at["device"])))
+    alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
+    return MemoryReport(peak, timeline, peak_at, by_kind, alive, {tier: place_text(program, at) for tier, at in peak_at.items()})
 
 
-def _alive(program: Program, storages: list[_Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
+def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
     """What is alive at a position, largest first."""
     alive = [s for s in storages if s.tier == tier and s.born <= at <= max(s.dies, s.born) and s.nbytes]
     return [_live(program, s, makers) for s in sorted(alive, key=lambda s: -s.nbytes)]
 
 
-def _live(program: Program, storage: _Storage, makers: Mapping[int, Node]) -> Live:
+def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Live:
     if storage.inside is not None:
         return storage.inside
     value = program.values[storage.value]
     node = makers.get(value.id)
     name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
     layout = value.layout.text() if value.layout is not None else ""
-    return Live(name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "")
+    return Live(name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "", storage.kind)
 
 
 def _storages(
-    program: Program, last: Mapping[int, int], given: Mapping[int, Meta] | None = None
-) -> tuple[list[_Storage], dict[int, Node], dict[int, Meta]]:
-    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere."""
+    program: Program,
+    last: Mapping[int, int],
+    given: Mapping[int, Meta] | None = None,
+    where: dict[int, int] | None = None,
+    within: dict[int, int] | None = None,
+) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
+    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere.
+
+    `where` and `within` are filled as `Lies` wants them.
+    """
     end = len(program.nodes)
-    storages: list[_Storage] = []
-    where: dict[int, int] = {}  # value -> storage
+    storages: list[Storage] = []
+    where = {} if where is None else where  # value -> storage
+    within = {} if within is None else within
     metas: dict[int, Meta] = {}
     makers: dict[int, Node] = {}
     for id in program.inputs:
@@ -150,7 +153,7 @@ def _storages(
         if given is not None:
             nbytes, metas[id] = 0, given[id]
         where[id] = len(storages)
-        storages.append(_Storage(nbytes, _tier(value), id, -1, end))
+        storages.append(Storage(nbytes, value.tier, id, -1, end))
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             storages += _inside(node, node.loop, metas, index)
@@ -168,29 +171,26 @@ def _storages(
                 continue
             else:
                 home = fresh[share] = len(storages)
-                storages.append(_Storage(nbytes, _tier(program.values[o]), o, index, index))
+                storages.append(Storage(nbytes, program.values[o].tier, o, index, index))
             if o is None:
                 continue
             where[o], metas[o], makers[o] = home, meta, node
+            within.update({o: node.refs[operand]} if operand >= 0 else {})
             storages[home].dies = max(storages[home].dies, last.get(o, index), index)
     return storages, makers, metas
 
 
-def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int) -> list[_Storage]:
+def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int) -> list[Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body
     given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
     storages, makers, _ = _storages(body, last_uses(body), given)
     report = _report(body, storages, makers)
     return [
-        _Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))
-        for tier, at in report.peak_at.items()
-        for live in _alive(body, storages, makers, tier, at)
+        Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))
+        for tier, alive in report.alive.items()
+        for live in alive
     ]
-
-
-def _tier(value: Value) -> str:
-    return "device" if value.layout is None else value.layout.tier
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
@@ -213,10 +213,14 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
         return _ordinary(node, program, metas)
     if node.loop is not None:
         return tuple(None if o is None else (-1, k, *_fresh(values[o])[2:]) for k, o in enumerate(node.outs))
+    if not node.outs:  # put
+        return ()
     (out,) = node.outs
     if out is None:
         return (None,)
     value = values[out]
+    if kind[0] in COPIES:
+        return _copied(kind[0], value, metas[node.refs[0]])
     if kind[0] == "wait":
         return ((0, 0, 0, metas[node.refs[0]]),)
     if kind[0] == "take_shard":
@@ -234,6 +238,14 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
         zeros = torch.zeros_like(_tensor((shape, strides, dtype)))
         return ((-1, 0, zeros.untyped_storage().nbytes(), (shape, tuple(zeros.stride()), dtype)),)
     return (_fresh(value),)
+
+
+def _copied(kind: str, value: Value, meta: Meta) -> tuple[Made, ...]:
+    """A copy in another tier lies as what it is a copy of."""
+    if kind == "put":
+        return ((0, 0, 0, meta),)
+    like = torch.empty_like(_tensor(meta), memory_format=torch.preserve_format)
+    return ((-1, 0, value.nbytes, (meta[0], tuple(like.stride()), meta[2])),)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -20,7 +20,7 @@ from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import ProgramError
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
 
-VERSION = 1
+VERSION = 2
 
 
 def save(program: Program, path: str | Path) -> None:
@@ -76,12 +76,12 @@ def from_dict(data: dict[str, Any], constants: dict[int, torch.Tensor]) -> Progr
 
 
 def _value_to(v: Value) -> list[Any]:
-    return [v.id, list(v.shape), _dtype_to(v.dtype), v.name, v.role, _layout_to(v.layout), v.device_free]
+    return [v.id, list(v.shape), _dtype_to(v.dtype), v.name, v.role, _layout_to(v.layout), v.device_free, v.place]
 
 
 def _value_from(data: list[Any]) -> Value:
-    vid, shape, dtype, name, role, layout, free = data
-    return Value(vid, tuple(shape), _dtype_from(dtype), name, role, _layout_from(layout), free)
+    vid, shape, dtype, name, role, layout, free, place = data
+    return Value(vid, tuple(shape), _dtype_from(dtype), name, role, _layout_from(layout), free, place=place)
 
 
 def _node_to(n: Node) -> list[Any]:
