@@ -101,20 +101,21 @@ def within(
     make values again, the fastest plan is tried first so, and beside those for less memory: the cheapest that fits is taken.
     """
     make = partial(decide, ending.program, ending.mesh, candidates, constraints, named, axes=axes)
-    aim, peak = None if budget_bytes is None else budget_bytes * parts, 0
+    aim = None if budget_bytes is None else budget_bytes * parts
+    least: Fitted | None = None
     fits: list[tuple[float, Decided, Fitted]] = []
     aims = [None] if ending.refit is not None and budget_bytes is not None else []
     for k in range(tries + parts.bit_length() - 1 + len(aims)):
         try:
             decided = make(budget_bytes=aims[k] if k < len(aims) else aim)
         except PlanError:
-            if not peak:
+            if least is None:
                 raise
             break  # the planner sees nothing for less
         done = ending.finish(decided, budget_bytes)
         if budget_bytes is None or aim is None:
             return decided, done.program
-        peak = min(peak or done.peak_bytes, done.peak_bytes)
+        least = done if least is None else min(least, done, key=lambda fit: fit.peak_bytes)
         if done.peak_bytes <= budget_bytes:
             fits.append((decided.plan.cost_s + done.again_s, decided, done))
         if fits and (done.again_s == 0 or k >= len(aims)):
@@ -125,9 +126,10 @@ def within(
         _, decided, done = min(fits, key=lambda fit: fit[0])
         return decided, done.program
     less = "a smaller batch" if ending.refit is not None else "a smaller batch, cf.checkpoint"
+    assert least is not None, "a plan was made, or the planner has said why not"
     raise PlanError(
-        f"no plan found within {_gib(budget_bytes or 0)} a rank: the least found has a peak of {_gib(peak)}; "
-        f"use more ranks, {less}, or a topology with more memory"
+        f"no plan found within {_gib(budget_bytes or 0)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
+        f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
     )
 
 
