@@ -1,0 +1,231 @@
+"""Residency: what stays on the device, what is copied in and out and when, under a budget that always holds.
+
+Problem: state and activations exceed the device. Copying everything around every use is slow; keeping the wrong things
+is no better; a plan that exceeds its budget once is none.
+Idea: a plan is three decisions. *Residents*, home items that never move, save their traffic in every step. Of the rest,
+Belady's rule evicts (`evict`), in a room that may be smaller than the budget so that copies in flight find place.
+Copies are spread over the compute (`spread`). Each candidate (which order of residents, how many, how much room) is
+scored by playing it on the timeline; the fastest wins, ties go to the one that moves less.
+
+    trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(Item(4, True, (0, 2)), Item(4, True, (1, 3))))
+    reside(trace, 8, links).residents            # {0, 1}: everything fits, no moves
+    reside(trace, 4, links).moves                # one at a time: four fetches
+    reside(trace, 3, links)                      # PlanError: position 0 needs 4 bytes
+
+Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966; Elixir (2212.05339) replays a
+step the same way to count moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import numpy as np
+
+from colofunc.errors import PlanError
+from colofunc.planner.evict import Facts, evict, spread
+from colofunc.planner.timeline import (
+    Item,
+    Links,
+    Move,
+    Residency,
+    Timeline,
+    Trace,
+    bytes_by_position,
+    changes,
+    check,
+    play,
+    simulate,
+)  # fmt: skip
+
+__all__ = ["Item", "Links", "Move", "Residency", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
+
+WORK = 500_000  # positions and uses that one call may walk through, over all candidates
+
+
+def least_budget(trace: Trace) -> tuple[int, int]:
+    """(bytes, position): the least budget for which a plan exists, and the position that asks for it."""
+    needed = [0] * (len(trace.seconds) + 1)
+    for item in trace.items:
+        spans = [(p, p + 1) for p in item.uses if p not in item.host_uses]
+        if item.fixed and item.home:
+            spans = [(0, len(trace.seconds))]
+        elif item.fixed and spans:
+            spans = [(spans[0][0], spans[-1][1])]
+        for begin, end in spans:
+            needed[begin] += item.nbytes
+            needed[end] -= item.nbytes
+    total = np.cumsum(np.asarray(needed[:-1], dtype=np.int64)) + np.asarray(trace.base, dtype=np.int64)
+    if not total.size:
+        return 0, 0
+    return int(total.max()), int(total.argmax())
+
+
+def reside(trace: Trace, budget_bytes: int, links: Links) -> Residency:
+    """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget."""
+    _check_trace(trace)
+    least, position = least_budget(trace)
+    if budget_bytes < least:
+        raise PlanError(
+            f"a budget of {budget_bytes} bytes is below the least possible, {least} bytes: position {position} holds "
+            f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items at once. "
+            f"Try: a budget of at least {least}, or smaller items"
+        )
+    return _Search(trace, budget_bytes, links).run()
+
+
+def _check_trace(trace: Trace) -> None:
+    if len(trace.base) != len(trace.seconds):
+        raise PlanError(f"{len(trace.seconds)} positions have {len(trace.base)} figures of base bytes; give one for each")
+    for index, item in enumerate(trace.items):
+        uses = item.uses
+        if list(uses) != sorted(set(uses)) or (uses and not 0 <= uses[0] <= uses[-1] < len(trace.seconds)):
+            raise PlanError(f"item {index} has uses {uses}; give ascending positions below {len(trace.seconds)}")
+        if not item.writes <= set(uses) or not item.host_uses <= set(uses):
+            raise PlanError(f"item {index} has writes or host_uses that are none of its uses {uses}")
+        if item.fixed and item.host_uses:
+            raise PlanError(f"item {index} is fixed on the device and needed on the host at {sorted(item.host_uses)}; choose one")
+
+
+@attrs.frozen(eq=False)
+class _Found:
+    seconds: float
+    moved: int
+    moves: tuple[Move, ...]
+    residents: tuple[int, ...]
+    control: list[float]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.seconds, self.moved
+
+
+class _Search:
+    """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
+
+    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
+        self.trace, self.budget, self.links = trace, budget, links
+        self.facts = Facts(trace)
+        self.alone = play(self.facts.lanes, (), links)
+        self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
+        self.known: dict[tuple[tuple[int, ...], int, bool], _Found] = {}
+        uses = sum(len(u) for u in self.facts.uses)
+        self.left = max(10, WORK // (len(trace.seconds) + 2 * uses + 10))
+
+    def run(self) -> Residency:
+        everything = self._everything()
+        if everything is not None:
+            return everything
+        best = self._residents()
+        best = self._polish(best)
+        return self._result(best)
+
+    def _everything(self) -> Residency | None:
+        """No moves where every item fits as it is and none is needed on the host."""
+        home = [i for i, item in enumerate(self.trace.items) if item.home and not item.host_uses]
+        if any(item.host_uses and (item.home or self.facts.uses[i]) and self.facts.uses[i] for i, item in enumerate(self.trace.items)):
+            return None
+        held = bytes_by_position(self.trace, (), home)
+        if max(held, default=0) > self.budget:
+            return None
+        return Residency((), frozenset(home), max(held, default=0), self.alone.makespan, 0.0, (0, 0))
+
+    # ---- one candidate ----
+
+    def score(self, residents: Sequence[int], room: int, fetch_first: bool = False) -> _Found:
+        key = (tuple(sorted(residents)), min(room, self.budget), fetch_first)
+        if key not in self.known:
+            self.left -= 1
+            self.known[key] = self._try(key[0], key[1], fetch_first, self.alone.control)
+        return self.known[key]
+
+    def _try(self, residents: tuple[int, ...], room: int, fetch_first: bool, clock: list[float]) -> _Found:
+        stays = evict(self.facts, room, residents)
+        moves = spread(self.facts, stays, residents, self.budget, clock, self.links, fetch_first)
+        played = play(self.facts.lanes, moves, self.links)
+        moved = sum(self.facts.nbytes[m.item] for m in moves)
+        return _Found(played.makespan, moved, tuple(moves), residents, played.control)
+
+    def _result(self, best: _Found) -> Residency:
+        nbytes = self.facts.nbytes
+        up = sum(nbytes[m.item] for m in best.moves if m.kind == "fetch")
+        peak = max(bytes_by_position(self.trace, best.moves, best.residents), default=0)
+        exposed = max(0.0, best.seconds - self.alone.makespan)
+        return Residency(best.moves, frozenset(best.residents), peak, best.seconds, exposed, (up, best.moved - up))
+
+    # ---- which residents ----
+
+    def _orders(self) -> Iterator[list[int]]:
+        """Home items that may stay, the ones to keep first: by copies saved per byte, by the tail, by the head."""
+        items, uses = self.trace.items, self.facts.uses
+        able = [i for i, item in enumerate(items) if item.home and not item.host_uses and uses[i] and not item.fixed]
+        last_write = {i: max(changes(items[i]), default=-1) for i in able}
+        keys: list[Callable[[int], tuple[float, ...]]] = [
+            lambda i: (-(last_write[i] >= 0), -uses[i][-1], i),
+            lambda i: (-last_write[i], -uses[i][-1], i),
+            lambda i: (uses[i][0], -(last_write[i] >= 0), i),
+        ]
+        for key in keys:
+            yield sorted(able, key=key)
+
+    def _fitting(self, order: list[int]) -> list[int]:
+        """Those of the order that may stay together so that every position still has what it needs."""
+        held = self.facts.base + self.facts.needed
+        held = held + self._fixed_bytes()
+        out: list[int] = []
+        for i in order:
+            more = held + self.facts.nbytes[i]
+            more[self.facts.uses[i]] -= self.facts.nbytes[i]
+            if int(more.max()) <= self.budget:
+                held = more
+                out.append(i)
+        return out
+
+    def _fixed_bytes(self) -> np.ndarray:
+        held = np.zeros(self.facts.size, dtype=np.int64)
+        for i, item in enumerate(self.trace.items):
+            uses = self.facts.uses[i]
+            if item.fixed and (uses or item.home):
+                held[slice(None) if item.home else slice(uses[0], uses[-1] + 1)] += item.nbytes
+                held[uses] -= item.nbytes
+        return held
+
+    def _residents(self) -> _Found:
+        best = self.score(self.fixed, self.budget)
+        for order in self._orders():
+            fitting = self._fitting(order)
+            found = self._how_many(fitting)
+            best = min(best, found, key=lambda f: f.rank)
+        return best
+
+    def _how_many(self, order: list[int]) -> _Found:
+        """Bisect over how many of the order stay, by bytes."""
+        total = np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order]))) if order else np.zeros(1)
+
+        def at(part: float) -> _Found:
+            count = int(np.searchsorted(total, part * float(total[-1]), side="right")) - 1
+            return self.score([*self.fixed, *order[:count]], self.budget)
+
+        low, high = 0.0, 1.0
+        best = min(at(low), at(high), at(0.5), key=lambda f: f.rank)
+        for _ in range(4):
+            if self.left < 4:
+                break
+            quarter, half, three = ((high - low) * k / 4 + low for k in (1, 2, 3))
+            found = [at(quarter), at(half), at(three)]
+            good = min(found, key=lambda f: f.rank)
+            best = min(best, good, key=lambda f: f.rank)
+            middle = (quarter, half, three)[found.index(good)]
+            low, high = middle - (high - low) / 4, middle + (high - low) / 4
+        return best
+
+    # ---- improving the best ----
+
+    def _polish(self, best: _Found) -> _Found:
+        largest = max(self.facts.nbytes, default=0)
+        for room in (self.budget, self.budget - largest, self.budget - 2 * largest, self.budget * 3 // 4, self.budget // 2, 0):
+            for fetch_first in (False, True):
+                if self.left > 0:
+                    best = min(best, self.score(best.residents, room, fetch_first), key=lambda f: f.rank)
+        return best

@@ -1,0 +1,387 @@
+"""What a plan of copies costs: compute, host and two copy engines as lanes, and an independent check of every use.
+
+Problem: a plan that moves state between host and device is worth what it leaves exposed, and is right only if every
+position finds a valid copy where it looks for one.
+Idea: positions run in program order on two lanes (device, host); each copy direction is one engine that works first in,
+first out. Right before position p: stores that start there are issued, stores whose bytes are needed from here are waited
+for, fetches that start there are issued, and fetches that are due are waited for. `simulate` plays this forward and keeps
+every interval for pictures; `check` replays only *what lies where*, by a state machine that shares no arithmetic with it.
+
+    trace = Trace(seconds=(1.0, 1.0), host=frozenset(), base=(0, 0), items=(Item(4, home=True, uses=(1,)),))
+    simulate(trace, (Move(0, "fetch", start=0, done=1),), frozenset(), Links(4.0, 4.0, 0.0)).makespan_s    # 2.0: hidden
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import attrs
+
+from colofunc.errors import ProgramError
+
+
+@attrs.frozen
+class Item:
+    """Bytes that may lie on the device or on the host: a chunk of state (`home`), or a value made in the step."""
+
+    nbytes: int
+    home: bool  # lies on the host before and after the step; else made on its first use and dead after its last
+    uses: tuple[int, ...] = ()  # ascending positions that need it
+    writes: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that change it (all read it too)
+    host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that need it on the host instead
+    fixed: bool = False  # stays on the device all the time
+
+
+@attrs.frozen
+class Trace:
+    """Positions in program order, what they take and need."""
+
+    seconds: tuple[float, ...]
+    host: frozenset[int] = attrs.field(converter=frozenset)  # positions of the host's lane
+    base: tuple[int, ...]  # device bytes at each position that cannot move, items not counted
+    items: tuple[Item, ...]
+    waits: tuple[tuple[int, int], ...] = ()  # (position, earlier position of the other lane that must have ended)
+
+
+@attrs.frozen
+class Links:
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    latency_s: float
+
+    def fetch_s(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.to_device_bytes_per_s
+
+    def store_s(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.to_host_bytes_per_s
+
+
+@attrs.frozen
+class Move:
+    """One copy: issued right before position `start` runs, waited for right before position `done` runs.
+
+    A store may be needed by the host before the device needs its bytes back: then `done` is where the host waits and
+    `free`, never earlier, is where the device does. A stored item counts on the device up to `free`.
+    """
+
+    item: int
+    kind: Literal["fetch", "store"]
+    start: int
+    done: int
+    free: int = attrs.field(default=attrs.Factory(lambda self: self.done, takes_self=True))
+
+
+@attrs.frozen
+class Residency:
+    moves: tuple[Move, ...]  # ordered by start
+    residents: frozenset[int]  # home items that never leave the device
+    peak_bytes: int
+    seconds: float
+    exposed_s: float  # beyond the same positions without copies
+    moved_bytes: tuple[int, int]  # to the device, to the host
+
+
+@attrs.frozen
+class Interval:
+    start_s: float
+    end_s: float
+    index: int  # position on the lanes "device" and "host", index of the move on the two engines
+
+
+@attrs.frozen
+class Timeline:
+    device: tuple[Interval, ...]
+    host: tuple[Interval, ...]
+    to_device: tuple[Interval, ...]
+    to_host: tuple[Interval, ...]
+    makespan_s: float
+    device_bytes: tuple[int, ...]  # at each position
+
+
+def device_uses(item: Item) -> list[int]:
+    return [p for p in item.uses if p not in item.host_uses]
+
+
+def changes(item: Item) -> frozenset[int]:
+    """Uses after which the item's other copies are worthless: its writes, and what makes it."""
+    return item.writes if item.home else item.writes.union(item.uses[:1])
+
+
+class Lanes:
+    """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.size = len(trace.seconds)
+        self.seconds = list(trace.seconds)
+        self.on_host = [p in trace.host for p in range(self.size)]
+        self.nbytes = [item.nbytes for item in trace.items]
+        self.waits: dict[int, list[int]] = {}
+        self.host_uses: dict[int, list[int]] = {}  # position -> items that it needs on the host
+        self.joins: set[int] = set()  # positions of the host's lane that hold an item on the device
+        for later, earlier in trace.waits:
+            self.waits.setdefault(later, []).append(earlier)
+        for index, item in enumerate(trace.items):
+            self._add(index, item)
+
+    def _add(self, index: int, item: Item) -> None:
+        """Uses of one copy by different lanes: after its last writer; a writer after everybody since then."""
+        for p in sorted(item.host_uses):
+            self.host_uses.setdefault(p, []).append(index)
+        if not item.uses or not self.trace.host:
+            return
+        self.joins.update(p for p in item.uses if self.on_host[p] and p not in item.host_uses)
+        writes = changes(item)
+        for tier in (True, False):
+            since: list[int] = []  # the last writer and its readers
+            for p in item.uses:
+                if (p in item.host_uses) is not tier:
+                    continue
+                before = since if p in writes else since[:1] if since and since[0] in writes else []
+                other = [q for q in before if self.on_host[q] != self.on_host[p]]
+                if other:
+                    self.waits.setdefault(p, []).extend(other)
+                since = [p] if p in writes else [*since, p]
+
+
+class Played:
+    """Times of one simulation, in plain lists: by position, and by move in the order given."""
+
+    def __init__(self, positions: int, moves: int) -> None:
+        self.start = [0.0] * positions
+        self.end = [0.0] * positions
+        self.control = [0.0] * (positions + 1)  # when the device's lane is through with everything before this position
+        self.move_start = [0.0] * moves
+        self.move_end = [0.0] * moves
+        self.makespan = 0.0
+
+
+def play(lanes: Lanes, moves: Sequence[Move], links: Links) -> Played:
+    """Run positions and moves forward. Moves of one direction are issued by `start`, then in the order given."""
+    return _Play(lanes, moves, links).run()
+
+
+class _Play:
+    def __init__(self, lanes: Lanes, moves: Sequence[Move], links: Links) -> None:
+        self.lanes, self.moves, self.links = lanes, moves, links
+        self.out = Played(lanes.size, len(moves))
+        self.stores: dict[int, list[int]] = {}
+        self.fetches: dict[int, list[int]] = {}
+        self.free: dict[int, list[int]] = {}
+        self.due: dict[int, list[int]] = {}
+        self.due_host: dict[int, list[int]] = {}
+        for index, move in enumerate(moves):
+            if move.kind == "store":
+                self.stores.setdefault(move.start, []).append(index)
+                self.free.setdefault(move.free, []).append(index)
+                self.due_host.setdefault(move.done, []).append(index)
+            else:
+                self.fetches.setdefault(move.start, []).append(index)
+                self.due.setdefault(move.done, []).append(index)
+        self.control = self.host_clock = self.up = self.down = 0.0
+        self.ready: dict[int, float] = {}  # item -> when its copy on the host is complete
+        self.read: dict[int, float] = {}  # item -> when the host is through with its copy
+        self.touched = {p for table in (self.stores, self.fetches, self.free, self.due, self.due_host) for p in table}
+        self.touched |= set(lanes.waits) | set(lanes.host_uses) | lanes.trace.host
+
+    def run(self) -> Played:
+        out, seconds, touched = self.out, self.lanes.seconds, self.touched
+        for p in range(self.lanes.size):
+            out.control[p] = self.control
+            if p in touched:
+                self._position(p)
+            else:
+                out.start[p] = self.control
+                self.control = out.end[p] = self.control + seconds[p]
+        out.control[-1] = self.control
+        self._issue(self.lanes.size)
+        out.makespan = max(self.control, self.host_clock, self.up, self.down)
+        return out
+
+    def _issue(self, p: int) -> float:
+        """Start and await the moves at p. Returns when the stores that position p itself awaits have ended."""
+        end = self.out.move_end
+        for index in self.stores.get(p, ()):
+            item = self.moves[index].item
+            self.out.move_start[index] = begin = max(self.down, self.control, self.read.get(item, 0.0))
+            self.down = end[index] = self.ready[item] = begin + self.links.store_s(self.lanes.nbytes[item])
+        for index in self.free.get(p, ()):
+            self.control = max(self.control, end[index])
+        for index in self.fetches.get(p, ()):
+            item = self.moves[index].item
+            self.out.move_start[index] = begin = max(self.up, self.control, self.ready.get(item, 0.0))
+            self.up = end[index] = begin + self.links.fetch_s(self.lanes.nbytes[item])
+        for index in self.due.get(p, ()):
+            self.control = max(self.control, end[index])
+        return max((end[index] for index in self.due_host.get(p, ())), default=0.0)
+
+    def _position(self, p: int) -> None:
+        lanes, out = self.lanes, self.out
+        begin = self._issue(p)
+        for q in lanes.waits.get(p, ()):
+            begin = max(begin, out.end[q])
+        for item in lanes.host_uses.get(p, ()):
+            begin = max(begin, self.ready.get(item, 0.0))
+        if lanes.on_host[p]:
+            begin = max(begin, self.host_clock, self.control if p in lanes.joins else 0.0)
+            self.host_clock = end = begin + lanes.seconds[p]
+            if p in lanes.joins:
+                self.control = end
+        else:
+            begin = max(begin, self.control)
+            self.control = end = begin + lanes.seconds[p]
+        out.start[p], out.end[p] = begin, end
+        for item in lanes.host_uses.get(p, ()):
+            self.read[item] = end
+            if p in changes(lanes.trace.items[item]):
+                self.ready[item] = end
+
+
+def simulate(trace: Trace, moves: Sequence[Move], residents: Iterable[int], links: Links) -> Timeline:
+    """Play the plan: intervals of every lane and engine, and the device bytes at each position."""
+    lanes = Lanes(trace)
+    played = play(lanes, moves, links)
+    halves: dict[bool, list[Interval]] = {True: [], False: []}
+    for p, (start, end) in enumerate(zip(played.start, played.end, strict=True)):
+        halves[lanes.on_host[p]].append(Interval(start, end, p))
+    engines: dict[str, list[Interval]] = {"fetch": [], "store": []}
+    for index in sorted(range(len(moves)), key=lambda index: (played.move_start[index], index)):
+        engines[moves[index].kind].append(Interval(played.move_start[index], played.move_end[index], index))
+    return Timeline(
+        tuple(halves[False]), tuple(halves[True]), tuple(engines["fetch"]), tuple(engines["store"]), played.makespan,
+        tuple(bytes_by_position(trace, moves, residents)),
+    )  # fmt: skip
+
+
+def bytes_by_position(trace: Trace, moves: Sequence[Move], residents: Iterable[int]) -> list[int]:
+    """Device bytes at each position: from each fetch (or making) to the last use before the next one, or the store's end."""
+    change = [0] * (len(trace.seconds) + 1)
+    kept = set(residents)
+    fetches: dict[int, list[int]] = {}
+    frees: dict[int, list[int]] = {}
+    for move in moves:
+        (fetches if move.kind == "fetch" else frees).setdefault(move.item, []).append(move.start if move.kind == "fetch" else move.free)
+    for index, item in enumerate(trace.items):
+        uses = device_uses(item)
+        starts = sorted(fetches.get(index, []))
+        if index in kept:
+            starts, uses = [0], [len(trace.seconds) - 1]
+        elif uses and not item.home and uses[0] == item.uses[0]:
+            starts = [uses[0], *starts]
+        for begin, end in zip(starts, [*starts[1:], len(trace.seconds) + 1], strict=False):
+            inside = [u + 1 for u in uses[bisect_left(uses, begin) : bisect_left(uses, end)]]
+            last = max([*inside[-1:], *(f for f in frees.get(index, ()) if begin < f <= end)], default=begin)
+            change[begin] += item.nbytes
+            change[last] -= item.nbytes
+    total, out = 0, []
+    for p, base in enumerate(trace.base):
+        total += change[p]
+        out.append(base + total)
+    return out
+
+
+def check(trace: Trace, residency: Residency, budget_bytes: int) -> None:
+    """Replay what lies where, independently of the planner. Raises ProgramError at the first use without a valid copy."""
+    replay = _Replay(trace, residency)
+    peak = 0
+    for p in range(len(trace.seconds) + 1):
+        replay.arrive(p)
+        if p < len(trace.seconds):
+            replay.use(p)
+            held = trace.base[p] + sum(trace.items[i].nbytes for i in replay.device)
+            peak = max(peak, held)
+            if held > budget_bytes:
+                raise ProgramError(f"position {p} holds {held} bytes on the device, above {budget_bytes}: items {sorted(replay.device)}")
+            replay.drop(p)
+    replay.finish()
+    if peak != residency.peak_bytes:
+        raise ProgramError(f"the plan says a peak of {residency.peak_bytes} bytes, the replay finds {peak}")
+
+
+class _Replay:
+    """Which items have a copy on the device and where the newest value lies, one position after the other."""
+
+    def __init__(self, trace: Trace, residency: Residency) -> None:
+        self.trace, self.moves, self.residents = trace, residency.moves, residency.residents
+        self.device: set[int] = set(residency.residents)  # a buffer is there
+        self.good: set[int] = set(residency.residents)  # and holds the newest value
+        self.host = {i for i, item in enumerate(trace.items) if item.home and i not in residency.residents}
+        self.flying: dict[int, Move] = {}
+        self.holding: dict[int, Move] = {}  # stores whose bytes the device still counts
+        if any(not trace.items[i].home for i in self.residents):
+            raise ProgramError("a resident is an item that exists before and after the step")
+        if list(self.moves) != sorted(self.moves, key=lambda m: m.start):
+            raise ProgramError("moves are ordered by start")
+
+    def arrive(self, p: int) -> None:
+        starting = [m for m in self.moves if m.start == p]
+        for move in starting:
+            if not p <= move.done <= move.free <= len(self.trace.seconds) or move.item in self.residents:
+                raise ProgramError(f"{move} goes backwards, or moves a resident")
+        for move in [m for m in starting if m.kind == "store"]:
+            self._issue(move, move.item in self.good)
+            self.holding[move.item] = move
+        self._land(p, "store")
+        for item in [i for i, m in self.holding.items() if m.free == p]:
+            del self.holding[item]
+            self._release(item, p)
+        for move in [m for m in starting if m.kind == "fetch"]:
+            self._issue(move, move.item in self.host and move.item not in self.device)
+            self.device.add(move.item)
+        self._land(p, "fetch")
+
+    def _issue(self, move: Move, valid: bool) -> None:
+        if not valid or move.item in self.flying or move.item in self.holding:
+            raise ProgramError(f"{move} starts without a valid copy to read, over a copy in flight, or onto one that is there")
+        self.flying[move.item] = move
+
+    def _land(self, p: int, kind: str) -> None:
+        for item in [i for i, m in self.flying.items() if m.done == p and m.kind == kind]:
+            del self.flying[item]
+            (self.host if kind == "store" else self.good).add(item)
+
+    def use(self, p: int) -> None:
+        for i, item in enumerate(self.trace.items):
+            if p not in item.uses:
+                continue
+            here, there = (self.host, self.good) if p in item.host_uses else (self.good, self.host)
+            made = not item.home and p == item.uses[0]
+            if made and here is self.good:
+                self.device.add(i)
+            elif not made and i not in here:
+                tier = "host" if here is self.host else "device"
+                raise ProgramError(f"position {p} uses item {i} on the {tier}, which has no valid copy")
+            if made or p in item.writes:
+                if i in self.flying or (here is self.good and i in self.holding):
+                    raise ProgramError(f"position {p} changes item {i} while {self.flying.get(i) or self.holding[i]} reads it")
+                here.add(i)
+                there.discard(i)
+
+    def drop(self, p: int) -> None:
+        for item in sorted(self.device):
+            self._release(item, p + 1)
+
+    def _release(self, item: int, p: int) -> None:
+        """Give the bytes back if no use before the next fetch needs them from position p on."""
+        flying = self.flying.get(item)
+        if item in self.residents or item in self.holding or item not in self.device or (flying and flying.kind == "fetch"):
+            return
+        fetch = min((m.start for m in self.moves if m.item == item and m.kind == "fetch" and m.start >= p), default=len(self.trace.seconds))
+        if any(p <= u < fetch for u in device_uses(self.trace.items[item])):
+            return
+        later = [m for m in self.moves if m.item == item and m.kind == "store" and p <= m.start <= fetch]
+        if later and item not in self.host:
+            return
+        self.device.discard(item)
+        self.good.discard(item)
+
+    def finish(self) -> None:
+        for i, item in enumerate(self.trace.items):
+            if item.home and i not in self.residents and i not in self.host:
+                raise ProgramError(f"item {i} was changed on the device and never stored")
+            if item.fixed and item.home and i not in self.residents:
+                raise ProgramError(f"item {i} is fixed on the device and no resident")
+        if self.flying:
+            raise ProgramError(f"{sorted(self.flying)} are still being copied at the end")
