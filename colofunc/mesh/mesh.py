@@ -300,6 +300,10 @@ class Mesh:
         """Seconds for every rank to copy `nbytes` between tiers at once; device to disk goes through host memory."""
         return cost.copy_s(self.topology, nbytes, src_tier, dst_tier, self.node_ranks)
 
+    def host_s(self, nbytes: float) -> float:
+        """Seconds for every rank to have the host read and write `nbytes` of its memory in an elementwise kernel."""
+        return nbytes * self.node_ranks / self.topology.host_bytes_per_s
+
     @property
     def node_ranks(self) -> int:
         """Ranks that share one node's host memory and disks."""

@@ -121,7 +121,10 @@ class Measured:
 
 @attrs.frozen
 class Topology:
-    """A machine: `node_devices` devices share a node's host memory and disks; `levels` are ordered inside out."""
+    """A machine: `node_devices` devices share a node's host memory and disks; `levels` are ordered inside out.
+
+    host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
+    """
 
     name: str
     device: Device
@@ -130,6 +133,7 @@ class Topology:
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
     measured: tuple[Measured, ...] = ()
+    host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1

@@ -123,7 +123,9 @@ class _Search:
 
     def _everything(self) -> Residency | None:
         """No moves where every item fits as it is and none is needed on the host."""
-        home = [i for i, item in enumerate(self.trace.items) if item.home and not item.host_uses]
+        home = [i for i, item in enumerate(self.trace.items) if item.home and item.stays and not item.host_uses]
+        if any(item.home and not item.stays and item.uses for item in self.trace.items):
+            return None
         if any(item.host_uses and (item.home or self.facts.uses[i]) and self.facts.uses[i] for i, item in enumerate(self.trace.items)):
             return None
         held = bytes_by_position(self.trace, (), home)
@@ -159,7 +161,7 @@ class _Search:
     def _orders(self) -> Iterator[list[int]]:
         """Home items that may stay, the ones to keep first: by copies saved per byte, by the tail, by the head."""
         items, uses = self.trace.items, self.facts.uses
-        able = [i for i, item in enumerate(items) if item.home and not item.host_uses and uses[i] and not item.fixed]
+        able = [i for i, item in enumerate(items) if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed]
         last_write = {i: max(changes(items[i]), default=-1) for i in able}
         keys: list[Callable[[int], tuple[float, ...]]] = [
             lambda i: (-(last_write[i] >= 0), -uses[i][-1], i),

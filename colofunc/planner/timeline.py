@@ -32,6 +32,7 @@ class Item:
     writes: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that change it (all read it too)
     host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that need it on the host instead
     fixed: bool = False  # stays on the device all the time
+    stays: bool = True  # of a home item: whether it may be a resident
 
 
 @attrs.frozen
@@ -63,7 +64,8 @@ class Move:
     """One copy: issued right before position `start` runs, waited for right before position `done` runs.
 
     A store may be needed by the host before the device needs its bytes back: then `done` is where the host waits and
-    `free`, never earlier, is where the device does. A stored item counts on the device up to `free`.
+    `free`, never earlier, is where the device does. A stored item counts on the device up to `free`. The host's lane
+    waits only where it uses the item, so a `done` at one of its positions does not hold up others of its positions.
     """
 
     item: int
@@ -171,19 +173,17 @@ class _Play:
         self.fetches: dict[int, list[int]] = {}
         self.free: dict[int, list[int]] = {}
         self.due: dict[int, list[int]] = {}
-        self.due_host: dict[int, list[int]] = {}
         for index, move in enumerate(moves):
             if move.kind == "store":
                 self.stores.setdefault(move.start, []).append(index)
                 self.free.setdefault(move.free, []).append(index)
-                self.due_host.setdefault(move.done, []).append(index)
             else:
                 self.fetches.setdefault(move.start, []).append(index)
                 self.due.setdefault(move.done, []).append(index)
         self.control = self.host_clock = self.up = self.down = 0.0
         self.ready: dict[int, float] = {}  # item -> when its copy on the host is complete
         self.read: dict[int, float] = {}  # item -> when the host is through with its copy
-        self.touched = {p for table in (self.stores, self.fetches, self.free, self.due, self.due_host) for p in table}
+        self.touched = {p for table in (self.stores, self.fetches, self.free, self.due) for p in table}
         self.touched |= set(lanes.waits) | set(lanes.host_uses) | lanes.trace.host
 
     def run(self) -> Played:
@@ -200,8 +200,8 @@ class _Play:
         out.makespan = max(self.control, self.host_clock, self.up, self.down)
         return out
 
-    def _issue(self, p: int) -> float:
-        """Start and await the moves at p. Returns when the stores that position p itself awaits have ended."""
+    def _issue(self, p: int) -> None:
+        """Start the moves at p and await those that the device awaits there."""
         end = self.out.move_end
         for index in self.stores.get(p, ()):
             item = self.moves[index].item
@@ -215,11 +215,11 @@ class _Play:
             self.up = end[index] = begin + self.links.fetch_s(self.lanes.nbytes[item])
         for index in self.due.get(p, ()):
             self.control = max(self.control, end[index])
-        return max((end[index] for index in self.due_host.get(p, ())), default=0.0)
 
     def _position(self, p: int) -> None:
         lanes, out = self.lanes, self.out
-        begin = self._issue(p)
+        self._issue(p)
+        begin = 0.0
         for q in lanes.waits.get(p, ()):
             begin = max(begin, out.end[q])
         for item in lanes.host_uses.get(p, ()):
