@@ -34,6 +34,8 @@ from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+# Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
+_ROOMY = frozenset(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"))
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
 Made = tuple[int, int, int, Meta]
 
@@ -307,8 +309,14 @@ def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtyp
     keywords = {k: real(v) for k, v in kwargs}
     if target.startswith("aten.") and takes_device(target) and not (metas and keywords.get("device") is None):
         keywords["device"] = place
-    result = resolve(target)(*real(args), **keywords)
-    return _describe(_flat(result), operands)
+    results = _flat(resolve(target)(*real(args), **keywords))
+    if target == "aten.native_batch_norm.default" and args[5] is False:
+        results = (results[0], *(x.new_empty(0) for x in results[1:]))  # only training has statistics to save
+    made = _describe(results, operands)
+    if target in _ROOMY and made[0] is not None and made[0][3][0] == ():
+        numel = torch.broadcast_tensors(*operands[:2])[0].numel()
+        made = ((-1, 0, numel * made[0][3][2].itemsize, made[0][3]),)
+    return made
 
 
 def _flat(result: Any) -> tuple[Any, ...]:

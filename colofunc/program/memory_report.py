@@ -30,8 +30,8 @@ nobody's gradient. `collective buffers`: what is sent or received. `other`: the 
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _ADVICE = {
-    "parameters": "shard them: cf.shard(..., zero(3, axis)) or tensor(axis)",
-    "parameter copies": "fewer at once: a finer zero(3, axis, chunk=...); tensor(axis) never gathers them",
+    "parameters": "shard them: cf.shard(..., zero(3, axis)) or tensor('1d', axis)",
+    "parameter copies": "fewer at once: a finer zero(3, axis, chunk=...); tensor('1d', axis) gathers none",
     "optimizer state": "shard it: cf.shard(..., zero(1, axis))",
     "gradients": "shard them: cf.shard(..., zero(2, axis))",
     "activations": "make them again: cf.checkpoint(step, budget=...); fewer: cf.accumulate(step, microbatches=...), a smaller batch",

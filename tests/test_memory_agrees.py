@@ -1,0 +1,140 @@
+"""The accountant, which plans, against what simulated ranks really hold: to the byte, for every kind of program.
+
+Problem: a rule about views, buffers or lifetimes that is right for one step is wrong for the next. Idea: random steps,
+random chains of transforms on random meshes, and at every position of the program that comes of it the same number.
+"""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from colofunc_plugins import ring, tensor, ulysses, zero
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import colofunc as cf
+from colofunc.errors import CapacityError, PlanError
+from colofunc.executors.measure import measure
+from colofunc.program.memory import memory
+from colofunc.program.memory_report import KINDS
+from colofunc.testing import programs
+from colofunc.transforms.observe import arguments_of
+
+B, N = 8, 8  # rows of the batch; length and width are equal, so that a transposition keeps the shape
+
+
+def agree(staged, state, batch):
+    """Both numbers at every position; returns what was lowered."""
+    args = staged.arguments((state, batch))
+    low = staged.lower(state, batch)
+    given = arguments_of(low, args)
+    measured, report = measure(low.program, low.mesh, given.copies(range(len(given.shards)))), low.memory()
+    assert dict(report.timeline) == measured.timeline
+    for tier, line in report.timeline.items():
+        assert set(report.by_kind[tier]) == set(KINDS)
+        assert tuple(map(sum, zip(*report.by_kind[tier].values(), strict=True))) == line
+        assert sum(live.nbytes for live in report.alive[tier]) == report.peak_bytes[tier] == sum(report.kinds(tier).values())
+    return low
+
+
+ONE, DP, TP, CP = cf.Mesh(), cf.Mesh(dp=2), cf.Mesh(dp=2, tp=2), cf.Mesh(cp=2)
+CHAINS = {
+    "plain": lambda f: cf.shard(f, ONE),
+    "data parallel": lambda f: cf.shard(f, DP),
+    "zero 1": lambda f: cf.shard(f, DP, zero(1, "dp")),
+    "zero 3 in chunks": lambda f: cf.shard(f, DP, zero(3, "dp", chunk="auto")),
+    "zero 3 gathered anew": lambda f: cf.shard(f, DP, zero(3, "dp", chunk=64, regather=True)),
+    "tensor": lambda f: cf.shard(f, TP, tensor("1d", "tp"), zero(2, "dp")),
+    "ring": lambda f: cf.shard(f, CP, ring("cp")),
+    "ulysses": lambda f: cf.shard(f, CP, ulysses("cp")),
+    "checkpoint": lambda f: cf.checkpoint(cf.shard(f, ONE), policy="nothing"),
+    "checkpoint of zero 3": lambda f: cf.checkpoint(cf.shard(f, DP, zero(3, "dp", chunk="auto")), policy="dots"),
+    "microbatches": lambda f: cf.accumulate(cf.shard(f, ONE), 4),
+    "microbatches of zero 2": lambda f: cf.accumulate(cf.shard(f, DP, zero(2, "dp", chunk="auto")), 2),
+    "checkpoint in microbatches": lambda f: cf.accumulate(cf.checkpoint(cf.shard(f, DP), policy="nothing"), 2),
+    "bf16": lambda f: cf.precision(cf.shard(f, DP, zero(3, "dp")), "bf16"),
+    "fp16": lambda f: cf.precision(cf.shard(f, DP, zero(1, "dp")), "fp16"),
+    "everything": lambda f: cf.accumulate(cf.checkpoint(cf.precision(cf.shard(f, TP, tensor("1d", "tp"), zero(3, "dp")), "bf16"), policy="dots"), 2),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_named_chains_agree(chain):
+    step = programs.attention_block(8, dtype=torch.float32, dropout=0.0 if chain in ("ring", "ulysses") else 0.1)
+    agree(CHAINS[chain](step.fn), step.state, step.batch)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_net", "embedding_loss"])
+def test_other_models_agree(name):
+    step = programs.NAMED[name](8)
+    agree(cf.checkpoint(cf.shard(step.fn, TP, zero(3, "dp", chunk="auto")), policy="nothing"), step.state, step.batch)
+
+
+# What a random forward is made of: h is (B, N, N), w is (N, N).
+OPS = {
+    "linear": lambda h, w: F.linear(h, w),
+    "product": lambda h, w: h @ w.t() / N,
+    "gelu": lambda h, w: F.gelu(h),
+    "norm": lambda h, w: F.layer_norm(h, (N,), w[0], w[1]),
+    "softmax": lambda h, w: h.softmax(-1),
+    "transpose": lambda h, w: h.transpose(1, 2),
+    "copy": lambda h, w: h.transpose(1, 2).contiguous(),
+    "heads": lambda h, w: h.view(B, N, 2, N // 2).transpose(1, 2).reshape(B, N, N),
+    "attention": lambda h, w: F.scaled_dot_product_attention(*(h.view(B, N, 2, 4).transpose(1, 2),) * 3).transpose(1, 2).reshape(B, N, N),
+    "swap": lambda h, w: torch.cat(h.chunk(2, -1)[::-1], -1),
+    "slices": lambda h, w: torch.stack([h[:, ::2], h[:, 1::2]], 2).flatten(1, 2),
+    "residual": lambda h, w: h + torch.tanh(h),
+    "in place": lambda h, w: h.clone().mul_(0.5).add_(w),
+    "expand": lambda h, w: h.mean(1, keepdim=True).expand_as(h) * h,
+    "pad": lambda h, w: F.pad(h, (0, 1))[..., :-1],
+    "where": lambda h, w: torch.where(h > 0, h, w),
+    "dropout": lambda h, w: F.dropout(h, 0.3),
+    "half": lambda h, w: (h.bfloat16() * w.bfloat16()).to(h.dtype),
+    "einsum": lambda h, w: torch.einsum("bsi,io->bso", h, w) / N,
+    "gather": lambda h, w: h.gather(2, h.argsort(-1)),
+}  # fmt: skip
+
+
+def made_of(names, optimizer):
+    """A training step whose forward applies the operators in turn, each with a weight of its own where it reads one."""
+    opt = cf.adapt(optimizer, lr=1e-2)
+
+    def step(state, batch):
+        def loss_of(params):
+            h = batch["x"]
+            for k, name in enumerate(names):
+                h = OPS[name](h, params[f"w{k % 3}"])
+            return (h - batch["y"]).square().mean()
+
+        loss, grads = cf.value_and_grad(loss_of)(state["params"])
+        params, opt_state = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt_state}, loss
+
+    params = {f"w{k}": torch.randn(N, N) for k in range(3)}
+    return step, {"params": params, "opt": opt.init(params)}, {"x": torch.randn(B, N, N), "y": torch.randn(B, N, N)}
+
+
+WRAPS = {
+    "checkpoint": lambda f: cf.checkpoint(f, policy="nothing"),
+    "dots": lambda f: cf.checkpoint(f, policy="dots"),
+    "accumulate": lambda f: cf.accumulate(f, 2),
+    "bf16": lambda f: cf.precision(f, "bf16"),
+}
+CLASH = {"checkpoint", "dots"}
+PLANS = {"none": (), "zero 1": (zero(1, "dp"),), "zero 3": (zero(3, "dp"),), "chunks": (zero(3, "dp", chunk="auto"),)}
+
+
+@settings(max_examples=24)
+@given(
+    st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=8),
+    st.sampled_from([ONE, DP, TP]),
+    st.sampled_from(sorted(PLANS)),
+    st.lists(st.sampled_from(sorted(WRAPS)), unique=True, max_size=3).filter(lambda wraps: not set(wraps) >= CLASH),
+    st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
+)
+def test_random_steps_agree(names, mesh, plan, wraps, optimizer):
+    step, state, batch = made_of(names, optimizer)
+    staged = cf.shard(step, mesh, *(PLANS[plan] if mesh is not ONE else ()))
+    for wrap in wraps:
+        staged = WRAPS[wrap](staged)
+    agree(staged, state, batch)
