@@ -101,6 +101,15 @@ def test_heads_that_the_axis_does_not_divide(shape: str) -> None:
     assert proved("ulysses", calls(**HEADS[shape]), mesh(a=3)) == {"{a: heads}"}
 
 
+@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize("plan", ["ring", "gather_kv"])
+def test_blocks_of_keys_inside_an_exchange_of_heads(plan: str, shape: str) -> None:
+    """Each rank has some heads of its column of ranks' rows, and these go round the others."""
+    found = proved(plan, calls(**HEADS[shape]), mesh(a=2, o=3))
+    inside = {"ring": ["ring", "striped"], "gather_kv": ["gathered", "gathered striped"]}[plan]
+    assert {name for name in found if "heads" in name} == {f"{{a: {word}, o: heads}}" for word in inside}
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_beside_another_axis(plan: str) -> None:
     """Batch, key heads, heads of a group: wherever the rule lets another axis lie."""
@@ -245,6 +254,9 @@ COMBINED: dict[str, Any] = {
     "two axes": (dict(r=2, u=2), [ring("r", heads="u")], {}),
     "two axes, contiguous, in the other order": (dict(u=2, r=2), [ring("r", heads="u", balance=None)], {}),
     "two plans": (dict(u=2, r=2), [ulysses("u"), ring("r")], {}),
+    "two axes, more ranks than key heads": (dict(r=2, u=4), [ring("r", heads="u")], {}),
+    "two axes, contiguous, heads padded": (dict(r=2, u=3), [ring("r", heads="u", balance=None)], {"tokens": 12}),
+    "two plans, heads padded": (dict(r=2, u=3), [ring("r"), ulysses("u")], {"tokens": 12}),
     "zero": (dict(dp=2, cp=2), [ring("cp"), zero(3, "dp")], {}),
     "tensor": (dict(cp=2, tp=2), [ring("cp"), tensor("1d", "tp")], {}),
     "tensor, its own sequence": (dict(cp=2, tp=2), [ring("cp", balance=None), tensor("1d", "tp", sequence=True)], {}),
@@ -261,6 +273,8 @@ def test_beside_other_plans(name: str) -> None:
     for plan in plans:
         if plan.name.startswith(("ring", "ulysses", "gather")):
             assert words(low, plan.axes[0]) <= {"striped", "ring", "g", "heads", "gathered striped"}
+    if "u" in axes:
+        assert words(low, "u") == ({"g"} if axes["u"] == 2 else {"heads"})
 
 
 def test_ring_tensor_and_zero_on_three_axes() -> None:
@@ -325,7 +339,7 @@ def test_bad_arguments(make: Any, says: str) -> None:
     [
         (dict(cp=3), [ring("cp")], {}, "16 tokens do not divide over 3 ranks; take a multiple"),
         (dict(cp=8), [ulysses("cp")], {}, "4 heads over the 8 ranks of 'cp' leave ranks without any"),
-        (dict(r=2, u=4), [ring("r", heads="u")], {}, "2 key heads do not divide over the 4 ranks of 'u' around a ring"),
+        (dict(r=2, u=8), [ring("r", heads="u")], {}, "4 heads over the 8 ranks of 'u' leave ranks without any"),
         (dict(cp=2), [ring("cp"), zero(3, "cp")], {}, r"clash on axis 'cp' of 'batch.input_ids'"),
         (dict(cp=2), [ring("cp")], {"attn_implementation": "eager"}, "finds no attention in this step.*attn_implementation='sdpa'"),
     ],

@@ -4,7 +4,7 @@
     colofunc.attention_backward   grad, q, k, v, bias, out, lse, options -> dq, dk, dv, dbias
 
 Both have the same factors: batch b, key heads g, query heads of a group r, rows s, columns t. `Attention` finds operands
-by name and says which rows, columns and dropout weights a rank's part is about.
+by name; local code works on a dict of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import colofunc as cf
 
 Own = Mapping[str, str]
 Changes = dict[tuple[int, str], Any]
+Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
 FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
 TARGETS = (FORWARD, BACKWARD)
 # Arguments in their order; tensors in front of the options.
@@ -26,6 +27,7 @@ _TENSORS = {FORWARD: ("q", "k", "v", "bias"), BACKWARD: ("grad", "q", "k", "v", 
 _OPTIONS = ("scale", "causal", "window", "dropout", "seed", "site", "q_offset", "k_offset", "sizes", "strides", "offset")
 _LAST = ("need_dbias", "grad_lse")
 _DEFAULTS: dict[str, Any] = {"causal": False, "window": 0, "dropout": 0.0, "sizes": (), "strides": (), "need_dbias": False}
+_ROWS = ("q", "grad", "out", "lse", "grad_lse")
 
 
 @attrs.frozen
@@ -71,6 +73,10 @@ class Attention:
         """Whether the call is about a part of larger weights already."""
         return bool(self.get("sizes")) or self.operand("offset") is not None
 
+    @property
+    def needs_dbias(self) -> bool:
+        return bool(self.backward and self.get("need_dbias") and self.operand("bias") is not None)
+
     def bias_has(self, dim: int) -> bool:
         """Whether the bias has dim -4 .. -1 of its own (is not broadcast along it)."""
         shape = self.shape("bias")
@@ -78,33 +84,27 @@ class Attention:
 
     def own(self, rows: Own, columns: Own) -> tuple[list[Own], list[Own]]:
         """Per operand and per result, where the axes lie that split rows and columns (for `cf.ways`)."""
-        ins: list[Own] = [{} for _ in self.call.ins]
-        for name in ("q", "grad", "out", "lse", "grad_lse"):
-            self._put(ins, name, rows)
-        for name in ("k", "v"):
-            self._put(ins, name, columns)
-        listed = self.shape("q_offset")
-        if listed:
-            self._put(ins, "q_offset", rows)
+        named = {**dict.fromkeys(_ROWS, rows), "k": columns, "v": columns}
+        if self.shape("q_offset"):
+            named["q_offset"] = rows
         if self.bias_has(-2):
-            self._put(ins, "bias", rows)
+            named["bias"] = rows
+        ins: list[Own] = [{} for _ in self.call.ins]
+        for name, own in named.items():
+            k = self.operand(name)
+            if k is not None:
+                ins[k] = own
         bias = rows if self.bias_has(-2) and self.get("need_dbias") else {}
         return ins, [rows, columns, columns, bias] if self.backward else [rows, rows]
-
-    def _put(self, ins: list[Own], name: str, own: Own) -> None:
-        k = self.operand(name) if name in self.at else None
-        if k is not None:
-            ins[k] = own
 
     def change(self, **values: Any) -> Changes:
         """Arguments by name, as `cf.local.rerun` takes them."""
         return {(self.at[name], name): value for name, value in values.items()}
 
-    def run(self, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], changes: Changes) -> Any:
-        """The operator itself on local parts, with some tensors and options replaced."""
-        mine = list(shards)
-        for name, value in tensors.items():
-            k = self.operand(name)
-            if k is not None:
-                mine[k] = value
-        return cf.local.rerun(self.call, mine, changes)
+    def parts(self, shards: Sequence[torch.Tensor]) -> Parts:
+        return {name: shards[k] for name in self.at if (k := self.operand(name)) is not None}
+
+    def run(self, parts: Parts, changes: Changes) -> Any:
+        """The operator itself on local parts, with some options replaced."""
+        mine = {self.operand(name): part for name, part in parts.items()}
+        return cf.local.rerun(self.call, [mine[k] for k in range(len(self.call.ins))], changes)

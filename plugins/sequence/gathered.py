@@ -11,14 +11,12 @@ Source: context parallelism of Llama 3 (2407.21783), section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import attrs
 import torch
-from colofunc_plugins.sequence.pattern import Pattern, scalar, wide
+from colofunc_plugins.sequence.call import Parts
+from colofunc_plugins.sequence.heads import wide
+from colofunc_plugins.sequence.pattern import Pattern
 
-import colofunc as cf
 from colofunc import collectives
 
 
@@ -30,41 +28,24 @@ class Gathered(Pattern):
     def word(self) -> str:
         return "gathered striped" if self.striped else "gathered"
 
-    @property
-    def whole(self) -> Any:
-        """The columns once gathered, in their global order."""
-        return ((self.layout("k").shape[2], None),)
+    def price(self, flops: float) -> tuple[float, float, float]:
+        a, n, keys = self.attention, self.n, self.block_bytes()
+        late = a.get("causal") and not a.get("window") and not self.striped
+        extra_s, peak_bytes = self.mesh.collective_s("all_gather", n * keys, (self.axis,)), 2 * n * keys
+        if a.backward:
+            sums = n * self.block_bytes(wide(self.dtype))
+            extra_s += self.mesh.collective_s("reduce_scatter", sums, (self.axis,))
+            peak_bytes += 2 * sums
+        return flops * (2 - 1 / n if late else 1), extra_s, peak_bytes
 
-    def cost(self) -> cf.Cost:
-        cost, n = self.way.cost, self.n
-        late = self.attention.get("causal") and not self.attention.get("window") and not self.striped
-        extra_s = self.mesh.collective_s("all_gather", n * self.block_bytes, (self.axis,))
-        peak_bytes = 2 * n * self.block_bytes
-        if self.attention.backward:
-            extra_s += self.mesh.collective_s("reduce_scatter", n * self.wide_bytes, (self.axis,))
-            peak_bytes += 2 * n * self.wide_bytes
-        return attrs.evolve(cost, flops=cost.flops * (2 - 1 / n if late else 1), extra_s=extra_s, peak_bytes=peak_bytes)
-
-    def run(self, shards: Sequence[torch.Tensor]) -> Any:
-        _, k, v = self.tensors(shards)
-        every = collectives.all_gather(torch.cat([k, v], -1), self.axis, self.mesh)
-        order = "(m n)" if self.striped else "(n m)"
-        k, v = collectives.rearrange(every, f"n b g m e -> b g {order} e").split([k.shape[-1], v.shape[-1]], -1)
-        changes = self.dropout(self.rows, self.whole)
-        if self.attention.positional:
-            changes |= self.attention.change(q_offset=scalar(self.row_positions(self.rows, shards)))
-        return self.attention.run(shards, {"k": k, "v": v}, changes)
-
-    def forward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, lse = self.run(shards)
-        return out, lse
-
-    def backward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dq, dk, dv, dbias = self.run(shards)
-        order = "(m n)" if self.striped else "(n m)"
-        parts = torch.cat([dk, dv], -1).to(wide(dk.dtype))
-        mine = collectives.reduce_scatter(
-            collectives.rearrange(parts, f"b g {order} e -> n b g m e", n=self.n), self.axis, self.mesh
-        )
-        mine_k, mine_v = mine.to(dk.dtype).split([dk.shape[-1], dv.shape[-1]], -1)
+    def attend(self, x: Parts) -> tuple[torch.Tensor, ...]:
+        order, widths = "(m n)" if self.striped else "(n m)", [x["k"].shape[-1], x["v"].shape[-1]]
+        every = collectives.all_gather(torch.cat([x["k"], x["v"]], -1), self.axis, self.mesh)
+        k, v = collectives.rearrange(every, f"n b g m e -> b g {order} e").split(widths, -1)
+        found: tuple[torch.Tensor, ...] = self.over_all({**x, "k": k, "v": v})
+        if not self.attention.backward:
+            return found
+        dq, dk, dv, dbias = found
+        parts = collectives.rearrange(torch.cat([dk, dv], -1).to(wide(dk.dtype)), f"b g {order} e -> n b g m e", n=self.n)
+        mine_k, mine_v = collectives.reduce_scatter(parts, self.axis, self.mesh).to(dk.dtype).split(widths, -1)
         return dq, mine_k, mine_v, dbias

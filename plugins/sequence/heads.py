@@ -5,7 +5,8 @@
     out                back to rows of this rank, the padding cut off
 
 Where n divides the key heads attention is `{cp: g}` of its own rule and the exchange is a conversion, kept for backward.
-Here it is part of the operator, and q, k, v go twice. The slowest rank has p heads, as few as whole heads allow.
+Here it is part of the operator, and q, k, v go twice. The slowest rank has p heads, as few as whole heads allow. Between
+there and back stands attention itself, or a ring over another axis: "all rows" are then those of its rank.
 
 Source: DeepSpeed Ulysses (2309.14509).
 """
@@ -17,23 +18,38 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Changes
-from colofunc_plugins.sequence.pattern import Pattern, scalar, wide
+from colofunc_plugins.sequence.call import Attention, Parts
 
 import colofunc as cf
 from colofunc import collectives
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @attrs.frozen
-class Heads(Pattern):
-    """The exchange over one axis. h, g: heads and key heads of a rank (other axes may split them, too)."""
+class Heads:
+    """The exchange over one axis, for one call whose other axes lie as `way` says."""
+
+    attention: Attention
+    mesh: cf.Mesh
+    axis: str
+    way: cf.Strategy
 
     @property
-    def word(self) -> str:
-        return "heads"
+    def n(self) -> int:
+        return self.mesh.axis_size(self.axis)
+
+    def layout(self, name: str) -> cf.Layout:
+        k = self.attention.operand(name)
+        assert k is not None
+        return self.way.ins[k]
 
     @property
     def h(self) -> int:
+        """Heads of a rank (other axes may split them, too)."""
         return self.layout("q").local_shape[1]
 
     @property
@@ -69,28 +85,71 @@ class Heads(Pattern):
             return False
         return all(i // r - self.first(i // p) == (i % p) // (p // self.kept) for i in range(self.h))
 
-    def cost(self) -> cf.Cost:
-        a, cost = self.attention, self.way.cost
-        q, k, itemsize = self.layout("q"), self.layout("k"), self.dtype.itemsize
-        per_row, per_column = q.local_numel // self.h * self.each * self.n, k.local_numel // self.g * self.kept * self.n
-        wires = [per_row * itemsize, 2 * per_column * itemsize, per_row * itemsize]
-        if a.backward:
-            wires += [per_row * itemsize, per_row * itemsize, 2 * per_column * wide(self.dtype).itemsize]
-        extra_s = sum(self.mesh.collective_s("all_to_all", nbytes, (self.axis,)) for nbytes in wires)
-        flops = cost.flops * self.each * self.n / self.h
-        return attrs.evolve(cost, flops=flops, extra_s=extra_s, peak_bytes=int(sum(wires)))
+    # ---- what it costs, and what stands between ----
+
+    @property
+    def padding(self) -> float:
+        """Work of the slowest rank, of a fair share."""
+        return self.each * self.n / self.h
+
+    @property
+    def copies(self) -> float:
+        """Keys of a rank after the exchange, of those before."""
+        return (self.kept if self.aligned else self.each) * self.n / self.g
+
+    def wires(self) -> list[float]:
+        """Bytes of a rank in each all-to-all."""
+        q, k, dtype = self.layout("q"), self.layout("k"), self.attention.call.ins[self.attention.operand("k")].dtype
+        rows = q.local_numel // self.h * self.each * self.n * dtype.itemsize
+        columns = 2 * k.local_numel // self.g * self.kept * self.n
+        there_and_back = [rows, columns * dtype.itemsize, rows]
+        return [*there_and_back, rows, rows, columns * wide(dtype).itemsize] if self.attention.backward else there_and_back
+
+    def opened(self, dim: Any) -> Any:
+        """A dim of rows or columns after the exchange: this axis has become local."""
+        found: list[tuple[int, str | None]] = []
+        for size, axis in ((size, None if axis == self.axis else axis) for size, axis in dim):
+            if found and axis is None and found[-1][1] is None:
+                found[-1] = found[-1][0] * size, None
+            else:
+                found.append((size, axis))
+        return tuple(found)
+
+    def placed(self, sizes: Sequence[int], offset: Any, shape: Sequence[int]) -> tuple[list[int], Any]:
+        """The place of a rank's heads in the (b, h, s, t) weights, from that of all heads."""
+        at = sum(1 for _, axis in self.layout("q").dims[0] if axis is None) or 1
+        me = collectives.axis_index(self.axis, self.mesh)
+        return [*sizes[:at], self.each, *sizes[at + 1 :]], offset + me * (self.each * shape[2] * shape[3])
 
     # ---- there and back ----
+
+    def there(self, x: Parts) -> Parts:
+        """Some heads of all rows."""
+        found = dict(x)
+        found |= {name: self.to_heads(x[name]) for name in ("q", "grad", "out") if name in x}
+        found |= {name: self.to_heads(x[name].unsqueeze(-1)).squeeze(-1) for name in ("lse", "grad_lse") if name in x}
+        found |= {name: self.key_heads(x[name]) for name in ("k", "v")}
+        return found | {"bias": self.bias_here(x["bias"])} if "bias" in x else found
+
+    def back(self, found: tuple[torch.Tensor, ...], x: Parts) -> tuple[torch.Tensor, ...]:
+        if not self.attention.backward:
+            out, lse = found
+            return self.to_rows(out), self.to_rows(lse.unsqueeze(-1)).squeeze(-1)
+        dq, dk, dv, dbias = found
+        dbias = self.bias_back(dbias, x["bias"]) if self.attention.needs_dbias else dbias
+        return self.to_rows(dq), self.key_columns(dk), self.key_columns(dv), dbias
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         return collectives.all_to_all(x, self.axis, self.mesh)
 
-    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, h, m, ...) of my rows -> (b, p, n m, ...) of my heads."""
-        x = x if x.dim() == 4 else x.unsqueeze(-1)
+    def dealt(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, h, m, e) as (n, b, p, m, e), zeros behind h."""
         padded = collectives.fit(x, (x.shape[0], self.each * self.n, *x.shape[2:]))
-        sent = self.exchange(collectives.rearrange(padded, "b (n p) m e -> n b p m e", n=self.n))
-        return collectives.rearrange(sent, "n b p m e -> b p (n m) e")
+        return collectives.rearrange(padded, "b (n p) m e -> n b p m e", n=self.n)
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, h, m, e) of my rows -> (b, p, n m, e) of my heads."""
+        return collectives.rearrange(self.exchange(self.dealt(x)), "n b p m e -> b p (n m) e")
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """(b, p, n m, e) of my heads -> (b, h, m, e) of my rows."""
@@ -121,72 +180,21 @@ class Heads(Pattern):
             found = found.index_add(1, torch.arange(self.first(j), self.first(j) + self.kept), back[j])
         return found.to(dx.dtype)
 
-    # ---- bias ----
-
     def bias_here(self, x: torch.Tensor) -> torch.Tensor:
         """The bias of my heads and all rows."""
-        x = x[(None,) * (4 - x.dim())]
-        a = self.attention
-        if a.bias_has(-3) and a.bias_has(-2):
-            return self.to_heads(x)
-        if a.bias_has(-3):
-            padded = collectives.fit(x, (x.shape[0], self.each * self.n, *x.shape[2:]))
-            return collectives.take_shard(collectives.rearrange(padded, "b (n p) m t -> n b p m t", n=self.n), self.axis, self.mesh)
-        if a.bias_has(-2):
-            return collectives.rearrange(collectives.all_gather(x, self.axis, self.mesh), "n b p m t -> b p (n m) t")
-        return x
+        x, (heads, rows) = x[(None,) * (4 - x.dim())], map(self.attention.bias_has, (-3, -2))
+        if heads:
+            return self.to_heads(x) if rows else collectives.take_shard(self.dealt(x), self.axis, self.mesh)
+        return collectives.rearrange(collectives.all_gather(x, self.axis, self.mesh), "n b p m t -> b p (n m) t") if rows else x
 
     def bias_back(self, dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Its gradient as the bias lies; pending where all ranks have a term of it."""
-        a = self.attention
-        if a.bias_has(-3) and a.bias_has(-2):
-            found = self.to_rows(dx)
-        elif a.bias_has(-3):  # every rank has its heads of it, zeros elsewhere
-            me = collectives.axis_index(self.axis, self.mesh)
-            mine = (torch.arange(self.n) == me).to(dx.dtype).reshape(-1, 1, 1, 1, 1) * dx
-            found = collectives.rearrange(mine, "n b p m t -> b (n p) m t")[:, : self.h]
-        elif a.bias_has(-2):
-            found = collectives.reduce_scatter(collectives.rearrange(dx, "b p (n m) t -> n b p m t", n=self.n), self.axis, self.mesh)
-        else:
-            found = dx
-        return found.reshape(like.shape)
-
-    # ---- local code ----
-
-    def changes(self) -> Changes:
-        """My rows are all rows of this axis; dropout's weights are those of my heads."""
-        local = [(size, axis) for size, axis in self.rows if axis != self.axis]
-        rows = (*local[:-1], (local[-1][0] * self.n, None)) if local and local[-1][1] is None else (*local, (self.n, None))
-        changes = self.dropout(rows, ((self.layout("k").shape[2], None),))
-        if changes:
-            q, t = self.layout("q"), self.layout("k").shape[2]
-            at = self.attention.at
-            sizes, offset = list(changes[at["sizes"], "sizes"]), changes[at["offset"], "offset"]
-            heads = sum(1 for _, axis in q.dims[0] if axis is None) or 1
-            sizes[heads] = self.each
-            me = collectives.axis_index(self.axis, self.mesh)
-            changes |= self.attention.change(sizes=sizes, offset=offset + me * (self.each * q.shape[2] * t))
-        if self.attention.positional and any(axis is not None for _, axis in rows):
-            changes |= self.attention.change(q_offset=scalar(self.row_positions(rows, ())))
-        return changes
-
-    def run(self, shards: Sequence[torch.Tensor], more: Any) -> Any:
-        q, k, v = self.tensors(shards)
-        tensors = {"q": self.to_heads(q), "k": self.key_heads(k), "v": self.key_heads(v), **more}
-        bias = self.attention.operand("bias")
-        if bias is not None:
-            tensors["bias"] = self.bias_here(shards[bias])
-        return self.attention.run(shards, tensors, self.changes())
-
-    def forward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, lse = self.run(shards, {})
-        return self.to_rows(out), self.to_rows(lse.unsqueeze(-1)).squeeze(-1)
-
-    def backward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        names = [n for n in ("grad", "out", "lse", "grad_lse") if self.attention.operand(n) is not None]
-        rows = {name: self.to_heads(shards[self.attention.operand(name) or 0]) for name in names}
-        rows |= {name: x.squeeze(-1) for name, x in rows.items() if "lse" in name}
-        dq, dk, dv, dbias = self.run(shards, rows)
-        if self.attention.get("need_dbias") and self.attention.operand("bias") is not None:
-            dbias = self.bias_back(dbias, shards[self.attention.operand("bias") or 0])
-        return self.to_rows(dq), self.key_columns(dk), self.key_columns(dv), dbias
+        heads, rows = map(self.attention.bias_has, (-3, -2))
+        if heads and rows:
+            dx = self.to_rows(dx)
+        elif heads:  # every rank has its heads of it, zeros elsewhere
+            mine = (torch.arange(self.n) == collectives.axis_index(self.axis, self.mesh)).to(dx.dtype)
+            dx = collectives.rearrange(mine.reshape(-1, 1, 1, 1, 1) * dx, "n b p m t -> b (n p) m t")[:, : self.h]
+        elif rows:
+            dx = collectives.reduce_scatter(collectives.rearrange(dx, "b p (n m) t -> n b p m t", n=self.n), self.axis, self.mesh)
+        return dx.reshape(like.shape)

@@ -12,20 +12,20 @@ followed through the program; attention is crossed: it takes and gives tokens as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from math import prod
 from typing import Any
 
 import attrs
 from colofunc_plugins.sequence.call import FORWARD, TARGETS, Attention
 from colofunc_plugins.sequence.gathered import Gathered
-from colofunc_plugins.sequence.heads import Heads
-from colofunc_plugins.sequence.pattern import Pattern, patterns
+from colofunc_plugins.sequence.pattern import Pattern, Whole, patterns
 from colofunc_plugins.sequence.rings import Ring
 
 import colofunc as cf
 
 BALANCES = ("auto", "stripes", None)
-KINDS: Mapping[str, type[Pattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Heads}
+KINDS: Mapping[str, type[Pattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Whole}
 
 
 def ring(axis: str, *, balance: str | None = "auto", heads: str | None = None) -> SequencePlan:
@@ -82,8 +82,13 @@ class SequencePlan:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """The plan's pattern of one call, with every way to place the other axes."""
-        if self.axes[0] in mesh:  # microbatches have a mesh of their own
-            yield from patterns(call, mesh, self._atom(mesh, self.axes[0]), KINDS[self.mode], stripes=self.mode != "ulysses")
+        if self.axes[0] not in mesh:  # microbatches have a mesh of their own
+            return
+        axis = self._atom(mesh, self.axes[0])
+        if self.mode == "ulysses":
+            yield from patterns(call, mesh, Whole, "", (axis,))
+        elif mesh.axis_size(axis) > 1:  # around a ring over one axis, another plan or `heads` may exchange heads
+            yield from patterns(call, mesh, KINDS[self.mode], axis, [a for a in mesh.axis_names if a != axis])
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         axis, *heads = (self._atom(mesh, a) for a in self.axes)
@@ -143,15 +148,7 @@ class SequencePlan:
                     f"{self.name}: {fewest} heads over the {mesh.axis_size(a)} ranks of {a!r} leave ranks without any; use fewer ranks, or "
                     f"ring({a!r}), which splits tokens only"
                 )
-            odd = [call.sizes["g"] for call in calls if call.sizes["g"] % mesh.axis_size(a)]
-            if odd and self.mode != "ulysses":
-                raise cf.PlanError(
-                    f"{self.name}: {odd[0]} key heads do not divide over the {mesh.axis_size(a)} ranks of {a!r} around a ring; use "
-                    f"fewer, or ulysses({a!r}) alone, which pads heads"
-                )
-        ways: tuple[str, ...] = tuple(f"{a}: {word}" for a in splits[:1] for word in ("g", "heads"))
-        if self.mode != "ulysses":
-            word = {"ring": "striped" if striped else "ring", "gather_kv": "gathered striped" if striped else "gathered"}[self.mode]
-            ways = (f"{axis}: {word}" + "".join(f", {a}: g" for a in heads),)
-        wants = tuple(f"{{{way}}}" for way in ways)
+        blocks = {"ulysses": "", "ring": "striped" if striped else "ring", "gather_kv": "gathered" + " striped" * striped}[self.mode]
+        first = [f"{axis}: {blocks}"] if blocks else []
+        wants = tuple(f"{{{', '.join((*first, *some))}}}" for some in product(*([f"{a}: {w}" for w in ("g", "heads")] for a in splits)))
         return [cf.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))]

@@ -22,15 +22,14 @@ Source: Ring Attention (2310.01889); Striped Attention (2311.09431); Ring Self-A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Changes
-from colofunc_plugins.sequence.pattern import Pattern, scalar, wide
+from colofunc_plugins.sequence.call import Changes, Parts
+from colofunc_plugins.sequence.heads import wide
+from colofunc_plugins.sequence.pattern import Pattern
 
-import colofunc as cf
 from colofunc import collectives
 
 
@@ -45,28 +44,27 @@ class Ring(Pattern):
     @property
     def alike(self) -> bool:
         """Whether row i and column i of a rank are the same position, so that a rank's own block is an attention of its own."""
-        return bool(self.rows == self.columns and self.attention.operand("q_offset") is None and self.attention.operand("k_offset") is None)
+        a = self.attention
+        return bool(self.lies("q") == self.lies("k") and a.operand("q_offset") is None and a.operand("k_offset") is None)
 
     @property
     def blocks(self) -> int:
         """How many blocks a rank works on: a causal window reaches only so far back."""
-        window, size = self.attention.get("window"), self.layout("k").local_shape[2]
+        window, size = self.attention.get("window"), self.layout("k").shape[2] // self.n
         if not (self.attention.get("causal") and window and self.alike) or self.striped:
             return self.n
         return int(min(self.n, (window + size - 2) // size + 1))
 
-    def cost(self) -> cf.Cost:
+    def price(self, flops: float) -> tuple[float, float, float]:
         """The rank with most work decides; what is sent costs time only where work does not hide it."""
-        cost, blocks = self.way.cost, self.blocks
-        late = self.attention.get("causal") and not self.attention.get("window") and not self.striped and self.alike
-        flops = cost.flops * (2 - 1 / self.n if late else 1)
-        sent = [self.block_bytes, self.wide_bytes] if self.attention.backward else [self.block_bytes]
+        a, blocks = self.attention, self.blocks
+        sent = [self.block_bytes(), self.block_bytes(wide(self.dtype))] if a.backward else [self.block_bytes()]
         start_s, hop_s = (
             sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in some) for some in ([1] * len(sent), sent)
         )
+        late = a.get("causal") and not a.get("window") and not self.striped and self.alike
         work_s = self.mesh.compute_s(flops / blocks, 0, str(self.dtype).removeprefix("torch."))
-        extra_s = (blocks - 1) * (start_s + max(0.0, hop_s - work_s))
-        return attrs.evolve(cost, flops=flops, extra_s=extra_s, peak_bytes=2 * sum(sent))
+        return flops * (2 - 1 / self.n if late else 1), (blocks - 1) * (start_s + max(0.0, hop_s - work_s)), 2 * sum(sent)
 
     # ---- one block ----
 
@@ -74,28 +72,27 @@ class Ring(Pattern):
         """What the rank `hops` before this one had."""
         return collectives.permute(x, self.axis, self.mesh, [(i - hops) % self.n for i in range(self.n)])
 
-    def block(self, shards: Sequence[torch.Tensor], step: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-        """The operator on this rank's rows and the block of keys that it has at `step`."""
+    def block(self, x: Parts, step: int, keys: torch.Tensor) -> Any:
+        """The operator on this rank's rows and the block of keys and values that it has at `step`."""
         me = collectives.axis_index(self.axis, self.mesh)
         owner = torch.remainder(me - step, self.n)
-        tensors = {"k": k, "v": v}
+        if step:
+            k, v = keys.split([x["k"].shape[-1], x["v"].shape[-1]], -1)
+            x = {**x, "k": k, "v": v}
         if self.attention.bias_has(-1):
-            whole = shards[self.attention.operand("bias") or 0]
-            tensors["bias"] = self.split(whole).index_select(self.dim, owner.reshape(1)).squeeze(self.dim)
-        return self.attention.run(shards, tensors, self.changes(shards, step, me, owner))
+            split = x["bias"].unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
+            x = {**x, "bias": split.index_select(self.dim, owner.reshape(1)).squeeze(self.dim)}
+        return self.attention.run(x, self.changes(x, step, me, owner))
 
     @property
     def dim(self) -> int:
         """Of columns as (blocks, their columns) or (columns, blocks): where the blocks are counted."""
         return -1 if self.striped else -2
 
-    def split(self, bias: torch.Tensor) -> torch.Tensor:
-        return bias.unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
-
-    def changes(self, shards: Sequence[torch.Tensor], step: int, me: torch.Tensor, owner: torch.Tensor) -> Changes:
+    def changes(self, x: Parts, step: int, me: torch.Tensor, owner: torch.Tensor) -> Changes:
         """Positions of the rows and columns of one block, and its place among the weights for dropout."""
         a, at = self.attention, {self.axis: owner}
-        found = self.dropout(self.rows, self.columns, at)
+        found = self.dropout(self.lies("k"), at)
         if not a.positional:
             return found
         if self.alike and self.striped and not a.get("window"):
@@ -103,34 +100,35 @@ class Ring(Pattern):
             return found | (a.change(k_offset=(owner > me).to(torch.int64)) if step else {})
         if self.alike and not self.striped and step == 0:
             return found
-        return found | a.change(
-            q_offset=scalar(self.row_positions(self.rows, shards)), k_offset=self.column_positions(self.columns, shards, at)
-        )
+        return found | a.change(q_offset=self.row_positions(x), k_offset=self.column_positions(x, at))
 
     # ---- local code ----
 
-    def forward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = self.tensors(shards)
-        travelling = torch.cat([k, v], -1)
+    def attend(self, x: Parts) -> tuple[torch.Tensor, ...]:
+        return self.backward(x) if self.attention.backward else self.forward(x)
+
+    def forward(self, x: Parts) -> tuple[torch.Tensor, ...]:
+        travelling = torch.cat([x["k"], x["v"]], -1)
         out, lse = torch.empty(0), torch.empty(0)
         for step in range(self.blocks):
             here = travelling
             if step + 1 < self.blocks:
                 travelling = self.send(here)
-            part, m = self.block(shards, step, *(here.split([k.shape[-1], v.shape[-1]], -1) if step else (k, v)))
-            out, lse = merged(out, lse, part.to(wide(part.dtype)), m) if step else (part.to(wide(part.dtype)), m)
-        return out.to(q.dtype), lse
+            part, m = self.block(x, step, here)
+            part = part.to(wide(part.dtype))
+            out, lse = merged(out, lse, part, m) if step else (part, m)
+        return out.to(x["q"].dtype), lse
 
-    def backward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v = self.tensors(shards)
-        parts, travelling = [k.shape[-1], v.shape[-1]], torch.cat([k, v], -1)
+    def backward(self, x: Parts) -> tuple[torch.Tensor, ...]:
+        k, v = x["k"], x["v"]
+        travelling = torch.cat([k, v], -1)
         dq = own = home = torch.empty(0)
         biases = []
         for step in range(self.blocks):
             here = travelling
             if step + 1 < self.blocks:
                 travelling = self.send(here)
-            part, dk, dv, dbias = self.block(shards, step, *(here.split(parts, -1) if step else (k, v)))
+            part, dk, dv, dbias = self.block(x, step, here)
             biases.append(dbias)
             dkv = torch.cat([dk, dv], -1).to(wide(k.dtype))
             dq = dq + part.to(wide(part.dtype)) if step else part.to(wide(part.dtype))
@@ -139,16 +137,14 @@ class Ring(Pattern):
                 continue
             dkv = dkv + home if step > 1 else dkv
             home = self.send(dkv, 1 if step + 1 < self.blocks else -step)
-        dkv = own + home if self.blocks > 1 else own
-        dk, dv = (x.to(k.dtype) for x in dkv.split(parts, -1))
-        return dq.to(q.dtype), dk, dv, self.bias_grad(biases)
+        dk, dv = (own + home if self.blocks > 1 else own).to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
+        return dq.to(x["q"].dtype), dk, dv, self.bias_grad(biases)
 
     def bias_grad(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The columns of all blocks in their places: block c was worked on at step me - c."""
-        a = self.attention
-        if not a.get("need_dbias") or a.operand("bias") is None:
+        if not self.attention.needs_dbias:
             return parts[0]
-        if not a.bias_has(-1):
+        if not self.attention.bias_has(-1):
             return torch.stack(parts).sum(0)
         parts = parts + [torch.zeros_like(parts[0])] * (self.n - len(parts))
         me = collectives.axis_index(self.axis, self.mesh)
