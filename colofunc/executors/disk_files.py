@@ -1,0 +1,332 @@
+"""The files behind the disk tier: where they lie, who owns them, how bytes reach them, and what counts.
+
+Problem: data that does not fit in memory lies in files, and a process can be killed, a disk can fill up and a directory
+can vanish at any moment. Idea: two files of equal layout, each with room for every chunk, taken from the file system
+before the first use; a small index says for each chunk which of the two files counts, with checksums, and is replaced
+as a whole. Every process has a folder of its own, locked while the process lives, so that what a dead one left can be
+told from what a living one uses.
+
+    directory/                            named by the user, must exist
+      colofunc-disk-rank00000-3f9c.../    one store
+        lock                              held with flock(2); says host, process, rank, and whether to keep the files
+        version-0, version-1              chunk k at the same offset in both, offsets and lengths rounded up to 4096 bytes
+        index                             of each chunk: size, the version that counts (or none), checksums per block
+
+Bytes pass the page cache (`O_DIRECT`) where the file system can: a training step must not push its own data out of memory.
+Killing the process at any moment leaves the last index and what it points at whole. A crash of the machine does so only
+where the commit was durable; otherwise checksums tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from colofunc.errors import DiskError
+from colofunc.executors.disk_layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
+from colofunc.mesh.sizes import size_text
+
+DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
+
+INDEX, LOCK = "index", "lock"
+PREFIX = "colofunc-disk-rank"
+
+TRY = {
+    errno.ENOSPC: "free space there, or name a directory of a larger file system",
+    errno.EDQUOT: "free space within the quota, or name a directory of another file system",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or name a directory of another file system",
+    errno.EACCES: "name a directory that this user may write to",
+    errno.EPERM: "name a directory that this user may write to",
+    errno.EROFS: "name a directory that this user may write to",
+    errno.ENOENT: "name a directory that nothing removes while it is in use",
+}
+
+
+def disk_error(doing: str, path: str | os.PathLike[str], error: OSError, more: str = "") -> DiskError:
+    hint = TRY.get(error.errno or 0, "look at the disk and its file system, or name another directory")
+    return DiskError(f"{doing} {os.fspath(path)!r}: {error.strerror or error}{more}. Try: {hint}")
+
+
+# ---- the folder of one store ----
+
+
+class Files:
+    """The open files of a store in this process. Made by `create` and `reopen`, which own the lock; `shut` ends it."""
+
+    def __init__(self, path: Path, lock_fd: int, layout: Layout, keep: bool) -> None:
+        self.path, self.layout, self.keep = path, layout, keep
+        self.owner = os.getpid()
+        self.direct = DIRECT != 0
+        self._lock_fd = lock_fd
+        self._folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._fds: list[int] = []
+
+    def open_versions(self, create: bool) -> None:
+        for name in VERSIONS:
+            # Opened without O_DIRECT: a file system that refuses it would have made the file already.
+            flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+            self._fds.append(os.open(name, flags, 0o600, dir_fd=self._folder_fd))
+            if create and self.layout.file_bytes:
+                os.posix_fallocate(self._fds[-1], 0, self.layout.file_bytes)
+        self._set_direct(self.direct)
+
+    def write(self, version: int, data: Buffer, at: int) -> None:
+        """All of `data` to byte `at`; both are multiples of a page."""
+        fd = self._fds[version]
+        if os.fstat(fd).st_nlink == 0:  # the system would go on writing to a file that nobody can find
+            raise FileNotFoundError(errno.ENOENT, "the file was removed")
+        while len(data):
+            count = self._moved(os.pwritev, fd, data, at)
+            data, at = data[count:], at + count
+
+    def read(self, version: int, into: Buffer, at: int) -> None:
+        while len(into):
+            count = self._moved(os.preadv, self._fds[version], into, at)
+            if not count:
+                raise OSError(errno.EIO, f"the file ends at byte {at}")
+            into, at = into[count:], at + count
+
+    def _moved(self, move: Any, fd: int, data: Buffer, at: int) -> int:
+        """Bytes moved by one system call, past the page cache unless the file system refuses."""
+        try:
+            return move(fd, [data], at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._set_direct(False)  # some take the flag and refuse the call; a call that ended within a block leaves the rest unaligned
+        return move(fd, [data], at)
+
+    def _set_direct(self, on: bool) -> None:
+        for fd in self._fds:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                on = False
+        self.direct = on
+
+    def commit(self, found: Committed, durable: bool) -> None:
+        """Replace the index. `durable`: flush everything to the disk first, so that a crash of the machine loses nothing."""
+        if durable:
+            for fd in self._fds:
+                os.fdatasync(fd)
+        new = INDEX + ".new"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=self._folder_fd)
+        with open(fd, "wb") as file:
+            file.write(index_text(found))
+            file.flush()
+            if durable:
+                os.fsync(fd)
+        os.replace(new, INDEX, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        if durable:
+            os.fsync(self._folder_fd)
+
+    def shut(self) -> None:
+        """Close everything, remove the files unless they are kept, give the lock back. A forked process leaves all as it is."""
+        if os.getpid() != self.owner:
+            return
+        for fd in self._fds:
+            os.close(fd)
+        if not self.keep:
+            _erase(self.path, self._folder_fd)
+        os.close(self._folder_fd)
+        _unlock(self._lock_fd)
+
+
+def create(directory: str | os.PathLike[str], layout: Layout, rank: int, keep: bool) -> Files:
+    """A folder with everything allocated. Raises DiskError before anything is left behind."""
+    parent = Path(os.path.abspath(directory))
+    if not parent.exists():
+        raise DiskError(f"the disk directory {str(parent)!r} does not exist. Try: mkdir -p {parent}")
+    if not parent.is_dir():
+        raise DiskError(f"the disk directory {str(parent)!r} is a file. Try: name a directory")
+    try:
+        others = _sweep(parent)
+        _check_room(parent, layout, others)
+        path, lock_fd = _make(parent, rank, keep)
+    except DiskError:
+        raise
+    except OSError as error:
+        raise disk_error("cannot make a store in", parent, error) from error
+    files = Files(path, lock_fd, layout, keep)
+    try:
+        files.open_versions(create=True)
+    except BaseException as error:
+        files.keep = False
+        files.shut()
+        if isinstance(error, OSError):
+            raise disk_error("cannot allocate in", parent, error, f" ({_room(parent, layout)})") from error
+        raise
+    return files
+
+
+def reopen(directory: str | os.PathLike[str], rank: int | None) -> tuple[Files, Committed]:
+    """The store in a directory (or the one at this path) that no process uses, and what its last commit says."""
+    given = Path(os.path.abspath(directory))
+    if not given.is_dir():
+        raise DiskError(f"there is no directory {str(given)!r} with a store in it. Try: the directory that the store was made in")
+    try:
+        path, lock_fd = _claim_one(given, rank)
+    except DiskError:
+        raise
+    except OSError as error:
+        raise disk_error("cannot open a store in", given, error) from error
+    try:
+        found = parse_index((path / INDEX).read_bytes(), path / INDEX)
+        keep = bool(_owner(lock_fd).get("keep", True))
+        _sign(lock_fd, int(_owner(lock_fd).get("rank", 0)), keep)
+        files = Files(path, lock_fd, found.layout, keep)
+    except BaseException:
+        _unlock(lock_fd)
+        raise
+    try:
+        files.open_versions(create=False)
+    except OSError as error:
+        files.keep = True
+        files.shut()
+        raise disk_error("cannot open the store at", path, error) from error
+    return files, found
+
+
+def _room(parent: Path, layout: Layout) -> str:
+    room = os.statvfs(parent)
+    free, needed = room.f_bavail * room.f_frsize, disk_bytes(layout.sizes)
+    return (
+        f"needed: {size_text(needed)} = {needed} bytes for two versions of {len(layout.sizes)} chunks; "
+        f"free: {size_text(free)} = {free} bytes"
+    )
+
+
+def _check_room(parent: Path, layout: Layout, others: Sequence[Path]) -> None:
+    room = os.statvfs(parent)
+    if disk_bytes(layout.sizes) > room.f_bavail * room.f_frsize:
+        lying = f"; stores that lie there: {', '.join(sorted(path.name for path in others))}" if others else ""
+        why = f"has too little room ({_room(parent, layout)}{lying})"
+        raise DiskError(f"the disk directory {str(parent)!r} {why}. Try: {TRY[errno.ENOSPC]}")
+
+
+# ---- locks: whose folder it is ----
+
+
+def _make(parent: Path, rank: int, keep: bool) -> tuple[Path, int]:
+    """A new folder with its lock held. One that sweeps at the same moment can only take it away before it is locked: then again."""
+    while True:
+        path = parent / f"{PREFIX}{rank:05d}-{secrets.token_hex(6)}"
+        path.mkdir(0o700)
+        try:
+            fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:
+            continue
+        if _lock(fd):
+            _sign(fd, rank, keep)
+            return path, fd
+
+
+def _lock(fd: int) -> bool:
+    """Take the lock of an open file; False (and closed) where another has it or has removed it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return False
+    except BaseException:
+        os.close(fd)
+        raise
+    if os.fstat(fd).st_nlink == 0:
+        os.close(fd)
+        return False
+    return True
+
+
+def _unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)  # said aloud: a forked child may still have the file open
+    os.close(fd)
+
+
+def _sign(fd: int, rank: int, keep: bool) -> None:
+    said = {"host": platform.node(), "pid": os.getpid(), "rank": rank, "keep": keep}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(said).encode(), 0)
+
+
+def _owner(fd: int) -> dict[str, Any]:
+    """What the lock says; nothing where its owner was killed before it could sign."""
+    try:
+        return dict(json.loads(os.pread(fd, 4096, 0)))
+    except ValueError:
+        return {}
+
+
+def _stores(parent: Path, rank: int | None = None) -> Iterator[Path]:
+    yield from sorted(parent.glob(f"{PREFIX}*" if rank is None else f"{PREFIX}{rank:05d}-*"))
+
+
+def _sweep(parent: Path) -> list[Path]:
+    """Remove what dead processes of this host left and did not mean to keep; the other stores that lie there."""
+    others = []
+    for path in _stores(parent):
+        try:
+            fd = os.open(path / LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # one that was killed between its first two system calls: empty
+            continue
+        except OSError:
+            others.append(path)  # another user's
+            continue
+        if not _lock(fd):
+            others.append(path)
+            continue
+        owner = _owner(fd)
+        if owner.get("host") == platform.node() and not owner["keep"]:
+            folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            _erase(path, folder_fd)
+            os.close(folder_fd)
+        else:
+            others.append(path)
+        _unlock(fd)
+    return others
+
+
+def _erase(path: Path, folder_fd: int) -> None:
+    for name in (INDEX, INDEX + ".new", *VERSIONS, LOCK):  # the lock last: without it nobody would finish this
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
+    with contextlib.suppress(OSError):  # gone, or moved, or it holds files of somebody else
+        path.rmdir()
+
+
+def _claim_one(given: Path, rank: int | None) -> tuple[Path, int]:
+    """The one store here that was committed and is in no use, locked."""
+    paths = [given] if (given / LOCK).exists() else list(_stores(given, rank))
+    free: list[tuple[Path, int]] = []
+    used: list[str] = []
+    for path in paths:
+        if not (path / INDEX).exists():
+            continue
+        fd = os.open(path / LOCK, os.O_RDWR)
+        said = _owner(fd)
+        if _lock(fd):
+            free.append((path, fd))
+        else:
+            used.append(f"{path.name} is in use by process {said.get('pid')} on {said.get('host')}")
+    if len(free) == 1:
+        return free[0]
+    for _, fd in free:
+        _unlock(fd)
+    whose = "" if rank is None else f" of rank {rank}"
+    if free:
+        names = ", ".join(path.name for path, _ in free)
+        raise DiskError(f"{str(given)!r} holds {len(free)} stores{whose}: {names}. Try: open one of them by its own path")
+    why = "; ".join(used) or "nothing was committed there"
+    raise DiskError(f"{str(given)!r} holds no store{whose} that can be opened: {why}. Try: begin from a checkpoint")

@@ -1,0 +1,114 @@
+"""What the files of the disk tier hold: where each chunk lies, checksums of blocks, and the index. Pure functions.
+
+Idea: chunks lie one after another, each beginning at a page; what counts is said by an index of a few bytes per block.
+
+>>> Layout.of([5000, 0, 8]).offsets
+(0, 8192, 8192, 12288)
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from colofunc.errors import DiskError
+
+PAGE_BYTES = 4096  # address, offset and length of direct I/O are multiples of a disk's block, which divides this
+BLOCK_BYTES = 4 << 20  # moved in one call: one thread with such blocks fills a drive
+SECTOR_WORDS = 64  # of 8 bytes: a disk loses, mixes up or damages whole sectors of 512 bytes
+
+VERSIONS = ("version-0", "version-1")  # the two files
+
+Buffer = NDArray[np.uint8]
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@attrs.frozen
+class Layout:
+    """Where each chunk lies, in either version. Blocks are counted through all chunks."""
+
+    sizes: tuple[int, ...]  # bytes per chunk
+    block_bytes: int
+    offsets: tuple[int, ...]  # of chunk k in a file; one more: the file's bytes
+    blocks: tuple[int, ...]  # first block of chunk k; one more: all blocks
+
+    @staticmethod
+    def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> Layout:
+        if block_bytes <= 0 or block_bytes % PAGE_BYTES:
+            raise DiskError(f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}")
+        if (negative := next((k for k, size in enumerate(sizes) if size < 0), None)) is not None:
+            raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
+        offsets = accumulate((padded(size) for size in sizes), initial=0)
+        blocks = accumulate((-(-size // block_bytes) for size in sizes), initial=0)
+        return Layout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks))
+
+    @property
+    def file_bytes(self) -> int:
+        return self.offsets[-1]
+
+    def of_chunk(self, chunk: int) -> slice:
+        """The blocks of a chunk."""
+        return slice(self.blocks[chunk], self.blocks[chunk + 1])
+
+
+def disk_bytes(sizes: Sequence[int]) -> int:
+    """What a store of such chunks takes on disk, without its index (4 bytes per chunk and block)."""
+    return len(VERSIONS) * sum(padded(size) for size in sizes)
+
+
+def checksum(data: Buffer) -> int:
+    """Of a block, at the pace of memory: a CRC-32 of the sums of its sectors.
+
+    Summing words per sector first is 3.5 times as fast as a CRC of all bytes. A sector that is lost, stale, misplaced or
+    overwritten changes it, and so does any change of the bits within one word.
+    """
+    whole = len(data) // (8 * SECTOR_WORDS) * (8 * SECTOR_WORDS)
+    sums = data[:whole].view("<u8").reshape(-1, SECTOR_WORDS).sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
+
+
+# ---- the index: what counts ----
+
+
+@attrs.frozen
+class Committed:
+    """The content of an index."""
+
+    layout: Layout
+    current: NDArray[np.int8]  # per chunk: 0, 1, or -1 where it was never written
+    sums: NDArray[np.uint32]  # per block, of the current version; 0 where there is none
+    note: str
+    count: int  # commits so far
+
+
+def index_text(found: Committed) -> bytes:
+    """A CRC-32 of the rest, a line of JSON, the arrays."""
+    layout = found.layout
+    head = {"format": 1, "block_bytes": layout.block_bytes, "count": found.count, "note": found.note, "sizes": layout.sizes}
+    body = json.dumps(head).encode() + b"\n" + found.current.astype("i1").tobytes() + found.sums.astype("<u4").tobytes()
+    return b"%08x\n" % zlib.crc32(body) + body
+
+
+def parse_index(text: bytes, path: Path) -> Committed:
+    """Raises DiskError where the file is damaged or of another format."""
+    body = text[9:]
+    if text[:9] != b"%08x\n" % zlib.crc32(body):
+        raise DiskError(f"{str(path)!r} is damaged: its checksum does not fit. Try: begin from a checkpoint")
+    line, _, arrays = body.partition(b"\n")
+    head = json.loads(line)
+    if head["format"] != 1:
+        raise DiskError(f"{str(path)!r} has format {head['format']}, this version reads format 1. Try: the version that wrote it")
+    layout = Layout.of(head["sizes"], head["block_bytes"])
+    current = np.frombuffer(arrays, "i1", len(layout.sizes)).astype(np.int8)
+    sums = np.frombuffer(arrays, "<u4", layout.blocks[-1], offset=len(current)).astype(np.uint32)
+    return Committed(layout, current, sums, head["note"], head["count"])
