@@ -197,15 +197,17 @@ def _accumulated(
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
     budget = mesh.capacity_bytes("device")
     make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)
+    # Where rows are brought to other ranks, as ids for an embedding that is looked up on shards, rows t, t + n, ... are the same
+    # microbatch on both sides, and runs of rows are not: what lies between them could not be in the loop.
+    minor = len({program.values[id].shape[0] for id in split}) > 1
     try:
-        made = make()
-        minor = False
+        made = make(minor=minor)
     except PlanError as error:
         if mesh.size == 1:
             raise
         try:  # the batch is split over more axes inside the program than at its entry
-            made = make(minor=True)
-            minor = True
+            minor = not minor
+            made = make(minor=minor)
         except PlanError:
             if not isinstance(error, RowsMove):
                 raise error from None
