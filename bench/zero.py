@@ -1,18 +1,26 @@
 """ZeRO in chunks: bytes and memory per rank beside the closed forms, and the number of collectives beside FSDP2's.
 
-Memory is the accountant's, for a LLaMA in bf16 with float32 masters, AdamW and microbatches. The formulas count 2 bytes of
-gradient a parameter; sums over microbatches are float32 here, 2 bytes more, and are compared with that. What is alive at the
-peak is sorted by where it comes from: masters and moments, what is made of parameters alone (weights), sums of gradients;
-what is being gathered, packed or reduced is in passing, and the rest are activations. Bytes and collectives are GPT-2's;
-FSDP2's collectives are counted as two gloo processes run it, every block and the root wrapped.
+Memory is the accountant's, for a LLaMA in bf16 with float32 masters, AdamW and microbatches. What is alive at the peak is
+sorted by where it comes from: masters and moments, what is made of parameters alone (weights), sums of gradients; what is
+being gathered, packed or reduced is in passing, and the rest are activations. The first three are the model states that the
+formulas count, and are derived from them to the byte, by named differences:
+
+    + sums in float32      the formulas count 2 bytes of gradient a parameter; sums over microbatches have 4
+    - looked up on shards  a table whose rows are read where they lie is neither gathered nor cast as a whole
+    + step count           the optimizer's, once
+
+Bytes and collectives are GPT-2's; FSDP2's collectives are counted as two gloo processes run it, every block and the root
+wrapped.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
+import attrs
 import torch
 from colofunc_plugins import zero
 from torch.distributed.tensor.debug import CommDebugMode
@@ -26,9 +34,28 @@ from colofunc.program.ir import Program
 
 RANKS, MICROBATCHES = 8, 2
 SIZE = Size(batch=2, length=128)
+STATES = ("weights", "gradients", "masters and moments", "step count")
 _MOVES = frozenset(
     "colofunc.rearrange colofunc.pack colofunc.all_gather colofunc.all_gather_flat aten.slice.Tensor aten._to_copy.default".split()
 )
+
+
+@attrs.frozen
+class DDP:
+    """Everything whole but the batch, and gradients all-reduced."""
+
+    name: str = "ddp"
+    axes: tuple[str, ...] = ("dp",)
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        given = [program.values[i] for i in program.inputs]
+        found = [cf.Wish(v.name, "(dp b) ...", self.axes, ("batch",), self.name, along=True) for v in given if v.role == "batch"]
+        for v in (v for v in given if v.role in ("param", "state")):
+            whole = " ".join(f"d{d}" for d in range(len(v.shape)))
+            found.append(cf.Wish(v.name, whole, self.axes, (v.role,), self.name))
+            if v.role == "param":
+                found.append(cf.Wish(f"grad.{v.name}", whole, self.axes, ("grad",), self.name, optional=True))
+        return found
 
 
 def llama() -> LlamaForCausalLM:
@@ -40,7 +67,7 @@ def llama() -> LlamaForCausalLM:
 def lowered(module: torch.nn.Module, ranks: int, plan: Any, rows: int, microbatches: int = 1, policy: Any = None) -> Any:
     step, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4), clip=1.0)
     mesh = cf.Mesh(dp=ranks, topology=f"{ranks}xa100-80g")
-    step = cf.shard(step, mesh, plan) if plan is not None else cf.shard(step, mesh, in_specs=("...", "(dp b) ..."))
+    step = cf.shard(step, mesh, plan)
     if policy is not None:
         step = cf.precision(step, policy)
     if microbatches > 1:
@@ -78,51 +105,77 @@ def at_peak(low: Any) -> Counter[str]:
     """Bytes alive at the peak by kind."""
     program = low.program
     makers, weights = program.producers(), from_parameters(program, (i for i in program.inputs if program.values[i].role == "param"))
+    roles = {program.values[i].name: program.values[i].role for i in program.inputs}
     loops = [node for node in program.nodes if node.loop is not None]
-    sums = {o for node in loops for o in node.outs}
-    passing: dict[str, set[int]] = {}  # "%12 target" of values in the bodies of loops
+    sums = {program.values[o].name or f"%{o}" for node in loops for o in node.outs if o is not None and program.values[o].shape}
+    passing: set[str] = set()  # "%12 target" of values in the bodies of loops
     for node in loops:
         body = node.loop.body
         given = (into for into, i in zip(body.inputs, node.refs, strict=True) if i in weights)
         for id in from_parameters(body, given) | to_sums(body):
             maker = body.producers().get(id)
-            passing.setdefault(body.values[id].name or f"%{id} {maker.target if maker else ''}".strip(), set()).add(id)
+            passing.add(body.values[id].name or f"%{id} {maker.target if maker else ''}".strip())
     out: Counter[str] = Counter()
     for live in low.memory().at_peak:
         name, inside = live.name.removesuffix(" (each trip)"), live.name.endswith("(each trip)")
         word = name.split(" ")[0]
-        id = int(word[1:]) if word.startswith("%") else next((i for i in sums if i is not None and program.values[i].name == name), None)
-        if name.startswith("state."):
-            kind = "masters and moments"
+        id = int(word[1:]) if word.startswith("%") else -1
+        if roles.get(name) in ("param", "state"):
+            kind = "masters and moments" if live.shape else "step count"
         elif inside:
             kind = "in passing" if name in passing else "activations"
         elif id in weights:
             kind = "weights"
         else:
             packed = id in makers and makers[id].note.startswith(("chunk of", "bucket of"))
-            kind = "gradients" if id in sums and live.shape else "in passing" if packed else "activations"
+            kind = "gradients" if word in sums else "in passing" if packed else "activations"
         out[kind] += live.nbytes
     return out
 
 
-FORMULAS: Mapping[str, tuple[Any, float, float]] = {  # plan; bytes a parameter of weights, gradients in float32
-    "ZeRO-1: 4P + 12P/N": (zero(1, "dp", chunk="auto"), 2, 4),
-    "ZeRO-2: 2P + 14P/N": (zero(2, "dp", chunk="auto"), 2, 4 / RANKS),
-    "ZeRO-3: 16P/N": (zero(3, "dp", chunk="auto", regather=True), 2 / RANKS, 4 / RANKS),
+FORMULAS: Mapping[str, tuple[Any, int, int, int]] = {  # plan; ranks that share weights, gradients, masters and moments
+    "DDP: 16P": (DDP(), 1, 1, 1),
+    "ZeRO-1: 4P + 12P/N": (zero(1, "dp", chunk="auto"), 1, 1, RANKS),
+    "ZeRO-2: 2P + 14P/N": (zero(2, "dp", chunk="auto"), 1, RANKS, RANKS),
+    "ZeRO-3: 16P/N": (zero(3, "dp", chunk="auto", regather=True), RANKS, RANKS, RANKS),
 }
+
+
+def derived(low: Any, weights: int, gradients: int, masters: int) -> tuple[int, list[tuple[str, int]]]:
+    """(bytes of model states alive at the peak, the formula and what differs from it)."""
+    params = {v.name: v.layout for i in low.program.inputs if (v := low.program.values[i]).role == "param"}
+    numel = sum(prod(lies.shape) for lies in params.values())
+    formula = 2 * numel // weights + 2 * numel // gradients + 12 * numel // masters
+    terms = [("formula", formula), ("sums in float32", 2 * numel // gradients)]
+    for name, lies in params.items():
+        if weights == 1 and lies.axes and _on_shards(low.program, name, lies.local_shape):
+            n = prod(lies.shape)
+            terms.append((f"{name.removeprefix('state.params.')} looked up on shards", 2 * n // RANKS - 2 * n))
+    alive = at_peak(low)
+    return sum(alive[kind] for kind in STATES), [*terms, ("step count", 4)]
+
+
+def _on_shards(program: Program, name: str, local_shape: tuple[int, ...]) -> bool:
+    """Whether rows of a parameter, or its cast, are looked up in the part that a rank stores."""
+    given = from_parameters(program, (i for i in program.inputs if program.values[i].name == name))
+    for node in (node for node in program.nodes if node.loop is not None):
+        body = node.loop.body
+        mine = from_parameters(body, (into for into, i in zip(body.inputs, node.refs, strict=True) if i in given))
+        for each in body.nodes:
+            if each.target == "aten.embedding.default" and each.refs[0] in mine and body.values[each.refs[0]].shape == local_shape:
+                return True
+    return False
 
 
 def memory_rows(module: torch.nn.Module, numel: int) -> list[Row]:
     out = []
-    for name, (plan, *each) in FORMULAS.items():
+    for name, (plan, *ranks) in FORMULAS.items():
         low = lowered(module, RANKS, plan, RANKS * MICROBATCHES, MICROBATCHES, "bf16")
-        alive = at_peak(low)
-        words = ("weights", "gradients", "masters and moments")
-        want, have = (sum(each) + 12 / RANKS) * numel, sum(alive[w] for w in words)
-        more = "P" if each[1] == 4 else "P/N"
-        parts = ", ".join(f"{w} {alive[w] / numel:.3f}P" for w in (*words, "in passing", "activations"))
-        said = f"{have:,} B, {have / want:.3f} of it"
-        out.append(Row(f"{name}, + 2{more} for sums in float32: model states of a rank", said, "at most 1.000", have <= want * 1.0005))
+        have, terms = derived(low, *ranks)
+        want, alive = sum(n for _, n in terms), at_peak(low)
+        said = " ".join(f"{n:+,} ({words})" for words, n in terms).removeprefix("+")
+        parts = ", ".join(f"{w} {alive[w] / numel:.3f}P" for w in (*STATES[:-1], "in passing", "activations"))
+        out.append(Row(f"{name}: model states of a rank, {have:,} B", said, f"{have:,} B", have == want))
         out.append(Row(f"{name}: what the peak of {low.memory().peak_bytes['device']:,} B holds", parts))
     return out
 

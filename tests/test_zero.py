@@ -259,6 +259,33 @@ def test_stage_two_reduces_every_microbatch_and_stage_one_once() -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 4), (3, 4, 4)])
+def test_model_states_to_the_byte(stage: int, weights: int, gradients: int) -> None:
+    """While microbatches run: 2 P of weights and 4 P of sums as the stage divides them, and 12 P / n."""
+    low, state = narrow(stage, microbatches=2, **({"regather": True} if stage == 3 else {}))
+    p = sum(x.numel() for x in state["params"].values())
+    others = {"batch.x", "batch.y", *(f"%{i}" for i in low.program.constants)}
+    alive = [live for live in low.memory().at_peak if "(each trip)" not in live.name and live.name not in others]
+    assert sum(live.nbytes for live in alive if live.shape) == 2 * p // weights + 4 * p // gradients + 12 * p // 4
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_where_an_embedding_is_looked_up_on_shards(microbatches: int) -> None:
+    """Ids come to the ranks that have the rows; all the work stays in the loop nevertheless."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(1 << 16, 32), nn.Linear(32, 32)).double()
+    fn = lambda out, b: (out**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b,), {}))
+    staged = cf.precision(cf.shard(step, DP4, zero(3, "dp")), cf.Policy(torch.float64, torch.float32))
+    staged, batch = cf.accumulate(staged, microbatches), torch.randint(0, 1 << 16, (16, 3))
+    nodes = staged.lower(state, batch).program.nodes
+    (loop,) = [node.loop for node in nodes if node.loop is not None]
+    tables = [loop.body.values[n.refs[0]].shape for n in loop.body.nodes if n.target == "aten.embedding.default"]
+    assert tables == [(1 << 14, 32)]
+    assert not any(word in n.target for n in nodes for word in ("linear", "embedding"))
+    assert check(staged, state, batch, tolerance=1e-5).worst < 1e-5  # computed in float32
+
+
 def with_budget(nbytes: int) -> cf.Mesh:
     usual = cf.topology(TOPOLOGY)
     tiers = tuple(attrs.evolve(t, capacity_bytes=nbytes) if t.name == "device" else t for t in usual.tiers)
