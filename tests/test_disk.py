@@ -261,18 +261,20 @@ def test_half_made_and_foreign_folders_are_not_taken_for_dead_stores(tmp_path: P
 # ---- damage ----
 
 
-@given(st.sampled_from([1, 511, 512, 513, 5000]), st.data())
-def test_a_checksum_sees_a_change_within_a_word_and_whole_sectors(size: int, data: st.DataObject) -> None:
+@given(st.sampled_from([1, 511, 4096, 4097, 20000]), st.data())
+def test_a_checksum_sees_a_change_within_a_word_and_whole_pages(size: int, data: st.DataObject) -> None:
     block = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     before, bad = checksum(block), block.copy()
     bad[data.draw(st.integers(0, size - 1))] ^= data.draw(st.integers(1, 255))
     assert checksum(bad) != before
-    if size > 1024:
-        for at in (0, 512):
-            gone = block.copy()
-            gone[at : at + 512] = 0
-            assert checksum(gone) != before
-        assert checksum(np.concatenate([block[512:1024], block[:512], block[1024:]])) != before
+    if size > 2 * PAGE:
+        first, second = data.draw(st.permutations(range(size // PAGE)))[:2]
+        lost, swapped = block.copy(), block.copy()
+        lost[first * PAGE + 512 : first * PAGE + 1024] = 0  # one sector
+        swapped.resize(size // PAGE * PAGE)
+        pages = swapped.reshape(-1, PAGE)
+        pages[[first, second]] = pages[[second, first]]
+        assert before not in (checksum(lost), checksum(np.concatenate([swapped, block[len(swapped) :]])))
 
 
 def test_damaged_data_is_an_error_with_chunk_file_and_bytes(tmp_path: Path) -> None:

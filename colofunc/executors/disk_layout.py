@@ -22,7 +22,6 @@ from colofunc.errors import DiskError
 
 PAGE_BYTES = 4096  # address, offset and length of direct I/O are multiples of a disk's block, which divides this
 BLOCK_BYTES = 4 << 20  # moved in one call: one thread with such blocks fills a drive
-SECTOR_WORDS = 64  # of 8 bytes: a disk loses, mixes up or damages whole sectors of 512 bytes
 
 VERSIONS = ("version-0", "version-1")  # the two files
 
@@ -67,13 +66,14 @@ def disk_bytes(sizes: Sequence[int]) -> int:
 
 
 def checksum(data: Buffer) -> int:
-    """Of a block, at the pace of memory: a CRC-32 of the sums of its sectors.
+    """Of a block, at the pace of memory: a CRC-32 of the sums of its pages.
 
-    Summing words per sector first is 3.5 times as fast as a CRC of all bytes. A sector that is lost, stale, misplaced or
-    overwritten changes it, and so does any change of the bits within one word.
+    Summing the words of each page first takes half the time of a CRC of all bytes (6.2 to 3.2 GB/s of one core, data not
+    in its cache). A page that is lost, stale, misplaced or overwritten, whole or in part, changes it, and so does any
+    change of the bits within one word; words that change places within a page do not.
     """
-    whole = len(data) // (8 * SECTOR_WORDS) * (8 * SECTOR_WORDS)
-    sums = data[:whole].view("<u8").reshape(-1, SECTOR_WORDS).sum(axis=1, dtype=np.uint64)
+    whole = len(data) // PAGE_BYTES * PAGE_BYTES
+    sums = data[:whole].view("<u8").reshape(-1, PAGE_BYTES // 8).sum(axis=1, dtype=np.uint64)
     return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
 
 
