@@ -90,7 +90,9 @@ def test_three_splits_parameters_and_gathers_again_what_backward_reads(mesh: cf.
 
 def test_the_plan_says_it_in_the_fields_words() -> None:
     step, state, batch = mlp()
-    assert str(cf.shard(step, DP2, zero(3, "dp")).lower(state, batch).plan).startswith("dp: ZeRO-3 (zero(3, dp)) on dp=2")
+    for stage in (1, 2, 3):
+        said = str(cf.shard(step, DP2, zero(stage, "dp")).lower(state, batch).plan)
+        assert said.startswith(f"dp: ZeRO-{stage} (zero({stage}, dp)) on dp=2")
 
 
 def test_memory_falls_with_every_stage() -> None:
@@ -245,6 +247,13 @@ def test_masters_are_optimizer_state_in_every_stage() -> None:
         kept = sum(v.nbytes for v in inputs if v.role in ("param", "state") and v.shape)
         assert kept == 3 * nbytes(state) // 4
         assert wires(low) == {"all_gather": 2 * elements, "reduce_scatter": 4 * elements}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_do_not_make_it_another_stage(stage: int) -> None:
+    """Stage 1 stores masters as stage 3 stores parameters, and keeps what it computes with."""
+    low, _ = narrow(stage)
+    assert str(low.plan).startswith(f"dp: ZeRO-{stage} (zero({stage}, dp)) on dp=4")
 
 
 def test_stage_two_reduces_every_microbatch_and_stage_one_once() -> None:

@@ -8,7 +8,7 @@ result, and weigh by flops; then look at how parameters, gradients and optimizer
     dim 0        dim 0        batch                    whole               whole     data parallel
     middle dim   middle dim   sequence                 whole               on axis   ZeRO-1 (ZeRO-2: gradients too)
     -            last dim     column                   on axis             on axis   ZeRO-3
-    last dim     pending      row
+    last dim     pending      row                      gathered once       on axis   ZeRO-1, of float32 masters
     experts' weights by expert                         expert parallel
 
 What is sequence parallel around attention has a name by what attention does: by heads it is Ulysses, by rows it is context
@@ -20,7 +20,7 @@ Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 import attrs
@@ -51,11 +51,27 @@ class Shares:
 
 
 def describe(
-    program: Program, mesh: Mesh, strategies: Sequence[Strategy], inputs: Mapping[int, Layout]
-) -> tuple[tuple[str, str], ...]:
-    """(axis, words) for every axis of more than one rank."""
+    program: Program, mesh: Mesh, strategies: Sequence[Strategy], inputs: Mapping[int, Layout],
+    once: Collection[int] = (), each: bool = False,
+) -> tuple[tuple[str, str], ...]:  # fmt: skip
+    """(axis, words) for every axis of more than one rank.
+
+    What somebody asked for: `once`, parameters that are gathered once and kept so; `each`, that each microbatch reduces gradients.
+    """
     axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    return tuple((a, words(shares(program, strategies, inputs, a))) for a in axes)
+    masters = _masters(program).intersection(once)
+    return tuple((a, words(shares(program, strategies, inputs, a, masters, each))) for a in axes)
+
+
+def _masters(program: Program) -> set[int]:
+    """Parameters that forward reads in a narrower dtype only."""
+    masters, values = {i for i in program.inputs if program.values[i].role == "param"}, program.values
+    for node in program.nodes:
+        if node.phase == "forward":
+            casts = node.target == "aten._to_copy.default"
+            narrows = casts and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize  # type: ignore[index]
+            masters.difference_update(() if narrows else node.refs)
+    return masters
 
 
 def words(s: Shares) -> str:
@@ -116,8 +132,11 @@ def _tensor(s: Shares) -> str:
     return "row parallel" if row else "split by heads"
 
 
-def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int, Layout], axis: str) -> Shares:
-    """Where `axis` lies, as shares."""
+def shares(
+    program: Program, strategies: Sequence[Strategy], inputs: Mapping[int, Layout], axis: str,
+    masters: Collection[int] = (), each: bool = False,
+) -> Shares:  # fmt: skip
+    """Where `axis` lies, as shares. `masters`: parameters that are optimizer state, whose casts are what is computed with."""
     work = dict.fromkeys(KINDS, 0.0)
     grads = [0.0, 0.0]
     stream = [0.0, 0.0]
@@ -137,17 +156,19 @@ def shares(program: Program, strategies: Sequence[Strategy], inputs: Mapping[int
             out = s.outs[0]
             _count(stream, out, 1, any(axis in _axes(out, d) for d in range(1, len(out.shape) - 1)))
         for o, lay in zip(node.outs, s.outs, strict=True):
-            if o is not None and lay is not None and program.values[o].role == "grad":
+            widened = bool(masters) and name == "_to_copy"  # already reduced to what updates the masters
+            if o is not None and lay is not None and program.values[o].role == "grad" and not widened:
                 _count(grads, lay, 1, axis in lay.axes)
     total = sum(work.values())
     kept = {role: [0.0, 0.0] for role in ("param", "state")}
     for id, lay in inputs.items():
-        if program.values[id].role in kept:
-            _count(kept[program.values[id].role], lay, 1, axis in lay.axes)
+        role = "state" if id in masters else program.values[id].role
+        if role in kept:
+            _count(kept[role], lay, 1, axis in lay.axes)
     return Shares(
         {k: (n / total if total else float(k == "whole")) for k, n in work.items()},
         _share(kept["param"]),
-        _share(grads),
+        1.0 if each else _share(grads),
         _share(kept["state"]),
         vocabulary,
         _share(stream) > 0.5,

@@ -73,9 +73,9 @@ def make_plan(
             decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted, taken))
     leaves = tuple(_leaf(program.values[i], found.inputs[i], taken) for i in program.inputs)
     by = named or {}
-    uses = tuple(
-        AxisUse(a, text, by.get(a, "found")) for a, text in describe(program, mesh, found.strategies, found.inputs)
-    )
+    once = [program.inputs[k] for k, again in constraints.regather.items() if again is False]
+    said = describe(program, mesh, found.strategies, found.inputs, once, any(constraints.scatter.values()))
+    uses = tuple(AxisUse(a, text, by.get(a, "found")) for a, text in said)
     return Plan(
         mesh.axes,
         mesh.topology.name,
