@@ -64,6 +64,7 @@ from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.expert_capacity import expert_capacity
 from colofunc.transforms.local_stats import local_stats
+from colofunc.transforms.offload import offload
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
@@ -128,6 +129,7 @@ __all__ = [
     "local_stats",
     "lora",
     "moe",
+    "offload",
     "operator",
     "pad",
     "pattern",

@@ -49,6 +49,7 @@ def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype
 
 def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend, what: str = "redistribute") -> Shards:
     """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective. `what` was called, for errors."""
+    src, dst = src.with_tier("device"), dst.with_tier("device")  # the memory of a part is seen by everybody in its process
     if src is dst:
         return list(shards)
     program = _conversion_program(src, dst, mesh, shards[0].dtype)

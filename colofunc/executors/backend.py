@@ -141,7 +141,13 @@ def held(program: Program, mesh: Mesh, name: str | None = None) -> MemoryReport:
     A step that was put on "distributed" counts as on real ranks before there are any.
     """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return memory(overlapped(program), sent=True) if real else memory(program)
+    return memory(ordered(program, mesh, name), sent=real)
+
+
+def ordered(program: Program, mesh: Mesh, name: str | None = None) -> Program:
+    """`program` in the order in which the executor runs it. Joins nothing."""
+    real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
+    return overlapped(program) if real else program
 
 
 def _process_group(mesh: Mesh) -> Any:

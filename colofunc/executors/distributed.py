@@ -32,7 +32,7 @@ from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
 from colofunc.program.coalesce import updates_late, views_late
-from colofunc.program.facts import has_wires, written
+from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.schedule import overlap
 
@@ -199,7 +199,12 @@ class Distributed:
 
 
 def overlapped(program: Program) -> Program:
-    """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer."""
+    """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
+
+    One with copies between tiers has its order, in which these were timed.
+    """
+    if any(is_copy(node) for node in program.nodes):
+        return program
     return overlap(views_late(updates_late(program)))
 
 

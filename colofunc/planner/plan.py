@@ -103,6 +103,7 @@ class Plan:
     peak_bytes: int
     budget_bytes: int | None = None
     regather: tuple[str, ...] = ()  # parameters that are gathered anew in every phase
+    memory: tuple[str, ...] = ()  # what was done to keep to a budget, in words
 
     def __str__(self) -> str:
         """One sentence."""

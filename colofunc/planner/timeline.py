@@ -22,6 +22,10 @@ import attrs
 from colofunc.errors import ProgramError
 
 
+def _frozen(positions: Iterable[int]) -> frozenset[int]:
+    return frozenset(positions)
+
+
 @attrs.frozen
 class Item:
     """Bytes that may lie on the device or on the host: a chunk of state (`home`), or a value made in the step."""
@@ -29,8 +33,8 @@ class Item:
     nbytes: int
     home: bool  # lies on the host before and after the step; else made on its first use and dead after its last
     uses: tuple[int, ...] = ()  # ascending positions that need it
-    writes: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that change it (all read it too)
-    host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)  # uses that need it on the host instead
+    writes: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)  # uses that change it (all read it too)
+    host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)  # uses that need it on the host instead
     fixed: bool = False  # stays on the device all the time
     stays: bool = True  # of a home item: whether it may be a resident
 
@@ -40,7 +44,7 @@ class Trace:
     """Positions in program order, what they take and need."""
 
     seconds: tuple[float, ...]
-    host: frozenset[int] = attrs.field(converter=frozenset)  # positions of the host's lane
+    host: frozenset[int] = attrs.field(converter=_frozen)  # positions of the host's lane
     base: tuple[int, ...]  # device bytes at each position that cannot move, items not counted
     items: tuple[Item, ...]
     waits: tuple[tuple[int, int], ...] = ()  # (position, earlier position of the other lane that must have ended)

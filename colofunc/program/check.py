@@ -250,7 +250,7 @@ def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
     except Exception:
         results = remembered(key, func, node.args, node.kwargs, metas)
         return [None if i is None else results.metas[i] for i in slots(results.form)]
-    return [_meta(x) for x in _flat(out)]
+    return [] if out is None else [_meta(x) for x in _flat(out)]
 
 
 def _fake_types(node: Node, values: Any) -> list[Meta | None]:

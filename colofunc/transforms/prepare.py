@@ -21,12 +21,13 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
-from colofunc.executors.backend import held
+from colofunc.executors.backend import held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Memo
 from colofunc.planner.constraints import Constraint, Constraints, retried
+from colofunc.planner.offload import offload
 from colofunc.planner.plan import Plan
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
@@ -38,8 +39,8 @@ from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
-from colofunc.transforms.staged import Staged
-from colofunc.transforms.wanted import pin, wanted, wished_axes
+from colofunc.transforms.staged import Intent, Staged
+from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
 from colofunc.transforms.within import Ending, within
 
 
@@ -73,12 +74,12 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     candidates = Candidates(program, mesh, registry)
     constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of, candidates.extra_of)
-    constraints = _as_placed(program, traced, hidden, mesh, constraints)
+    constraints, tiers = without_tiers(_as_placed(program, traced, hidden, mesh, constraints), program)
     for each in staged.intents:
         constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
-    budgets = [mesh.capacity_bytes("device"), *(i.options.get("budget_bytes") for i in staged.intents)]
+    budgets = [mesh.capacity_bytes("device"), *(_budget(i, mesh) for i in staged.intents)]
     budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
@@ -86,7 +87,13 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
-    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit)
+    moves = next((i.move for i in staged.intents if i.move is not None), None)
+    lying = [k for k, i in enumerate(program.inputs) if i in given]
+    lying += [k for k, x in enumerate(hidden, at) if SHELF.layout(x, mesh) is not None]
+    tiers = {**dict.fromkeys(lying, "device"), **tiers} if moves is not None or tiers else {}
+    move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
+    order = partial(ordered, mesh=mesh, name=staged.executor)
+    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()
@@ -108,6 +115,20 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
     return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor, hidden)
+
+
+def _budget(intent: Intent, mesh: Mesh) -> int | None:
+    """The bytes that a transform was given, or its part of what a device has."""
+    nbytes, part = intent.options.get("budget_bytes"), intent.options.get("budget_part")
+    if nbytes is not None or part is None:
+        return nbytes
+    capacity = mesh.capacity_bytes("device")
+    if capacity is None:
+        raise PlanError(
+            f"cf.{intent.transform}(budget={part}) is a part of the device's memory, which topology {mesh.topology.name!r} does not "
+            "limit; give bytes such as '6GiB', or a topology"
+        )
+    return int(part * capacity)
 
 
 def _digest(mesh: Mesh, program: Program) -> str:

@@ -35,6 +35,7 @@ class Intent:
     `last`: makes, from the trace, the registry and the constraints, a rewrite of one rank's program that runs after all others.
     `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
     `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
+    `move`: from the plugins' policies of memory and the tiers of inputs that lie somewhere, `within.Move`: copies between tiers.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -48,6 +49,7 @@ class Intent:
     constrain: Callable[[Any, Any, Any], Any] | None = None
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     refit: Callable[[Any, Any, Any, Any], Any] | None = None
+    move: Callable[[Any, Any], Any] | None = None
 
 
 class Compiler(Protocol):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import attrs
+
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import Spec, bind
@@ -159,6 +161,30 @@ def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: s
     except SpecError as error:
         error.add_note(f"in {what}")
         raise
+
+
+def without_tiers(constraints: Constraints, program: Program) -> tuple[Constraints, dict[int, str]]:
+    """(the constraints on a device that has room for all, position of an input -> the tier that it lies in instead or stays in).
+
+    Where tensors are split and where in memory they lie are decided one after the other; see `planner/offload.py`.
+    """
+    items, tiers = dict(constraints.items), dict[int, str]()
+    for position, some in constraints.items.items():
+        layouts = [c.key[1] for c in some if isinstance(c.key, tuple) and c.key[0] == "pin"]
+        if position < len(program.inputs) and layouts:
+            if layouts[-1].tier != "device":
+                tiers[position] = layouts[-1].tier
+            items[position] = tuple(
+                pin(c.key[1].with_tier("device"), c.says) if isinstance(c.key, tuple) and c.key[0] == "pin" else c for c in some
+            )
+    pairs = dict(program.aliases)
+    for out, layout in constraints.outputs.items():
+        if layout.tier != "device" and tiers.get(pairs.get(out, -1)) != layout.tier:
+            raise SpecError(
+                f"out_specs {layout.text()!r}: only state that in_specs keep in {layout.tier} memory stays there; drop the @{layout.tier}"
+            )
+    outputs = {out: layout.with_tier("device") for out, layout in constraints.outputs.items()}
+    return attrs.evolve(constraints, items=items, outputs=outputs), tiers
 
 
 def pin(layout: Layout, says: str) -> Constraint:

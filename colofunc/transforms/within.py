@@ -17,6 +17,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraints
+from colofunc.planner.offload import Offloaded
 from colofunc.planner.recompute import Finish, Fitted
 from colofunc.planner.stages import NodeS
 from colofunc.program.buckets import buckets
@@ -25,12 +26,14 @@ from colofunc.program.chunks import chunked
 from colofunc.program.coalesce import reduces_early, views_late
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.inplace import in_place
-from colofunc.program.ir import Program
+from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import lower
 from colofunc.program.memory import MemoryReport
 from colofunc.program.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
 
+# (finished program of one rank, mesh, seconds of a node, budget) -> the program with copies between tiers in it
+Move = Callable[[Program, Mesh, NodeS, int | None], Offloaded]
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
 
@@ -41,6 +44,7 @@ class Ending:
 
     `passes`: of plugins and transforms. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
     whether they are written over. `count`: the accountant of the executor that will run it. `refit`: of `checkpoint`.
+    `move`: of `offload`, for the program in the `order` in which that executor runs it.
     """
 
     program: Program
@@ -51,16 +55,25 @@ class Ending:
     temporaries: bool
     count: Callable[[Program], MemoryReport]
     refit: Refit | None = None
+    move: Move | None = None
+    order: Callable[[Program], Program] = lambda program: program
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
         """The program that runs, as decided. Its peak is counted only where somebody asks."""
         local = self._lowered(decided)
+        counted = partial(self._counted, budget_bytes=budget_bytes)
         if self.refit is None:
-            done = self._completed(local)
-            return Fitted(done, 0 if budget_bytes is None else self._peak(done), 0.0)
-        cost = partial(node_s, mesh=self.mesh, rule_of=self.rule_of)
-        fitted, leanest = self.refit(local, cost, self._counted, budget_bytes)
+            return counted(local)
+        fitted, leanest = self.refit(local, self._node_s, counted, budget_bytes)
         return fitted or leanest
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a program that is too large may be made to fit."""
+        return self.refit is not None or self.move is not None
+
+    def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
+        return node_s(node, values, self.mesh, self.rule_of)
 
     def _lowered(self, decided: Decided) -> Program:
         layouts = decided.input_layouts, decided.output_layouts
@@ -76,10 +89,14 @@ class Ending:
         local, apart = chunked(views_late(reduces_early(local)), chunks)
         return in_place(buckets(local, self.mesh, apart), self.temporaries)
 
-    def _counted(self, local: Program) -> tuple[Program, int]:
+    def _counted(self, local: Program, budget_bytes: int | None) -> Fitted:
         check_program(local, self.mesh)
         done = self._completed(local)
-        return done, self._peak(done)
+        if self.move is None:
+            return Fitted(done, 0 if budget_bytes is None and self.refit is None else self._peak(done), 0.0)
+        moved = self.move(self.order(done), self.mesh, self._node_s, budget_bytes)
+        check_program(moved.program, self.mesh)
+        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words)
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
@@ -104,7 +121,7 @@ def within(
     aim = None if budget_bytes is None else budget_bytes * parts
     least: Fitted | None = None
     fits: list[tuple[float, Decided, Fitted]] = []
-    aims = [None] if ending.refit is not None and budget_bytes is not None else []
+    aims = [None] if ending.gives_way and budget_bytes is not None else []
     for k in range(tries + parts.bit_length() - 1 + len(aims)):
         try:
             decided = make(budget_bytes=aims[k] if k < len(aims) else aim)
@@ -114,23 +131,29 @@ def within(
             break  # the planner sees nothing for less
         done = ending.finish(decided, budget_bytes)
         if budget_bytes is None or aim is None:
-            return decided, done.program
+            return _told(decided, done)
         least = done if least is None else min(least, done, key=lambda fit: fit.peak_bytes)
         if done.peak_bytes <= budget_bytes:
-            fits.append((decided.plan.cost_s + done.again_s, decided, done))
-        if fits and (done.again_s == 0 or k >= len(aims)):
+            fits.append((decided.plan.cost_s + done.more_s, decided, done))
+        if fits and (done.more_s == 0 or k >= len(aims)):
             break
         if k >= len(aims):
             aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / done.peak_bytes * 0.99)
     if fits:
         _, decided, done = min(fits, key=lambda fit: fit[0])
-        return decided, done.program
-    less = "a smaller batch" if ending.refit is not None else "a smaller batch, cf.checkpoint"
+        return _told(decided, done)
+    others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
+    less = ", ".join(["a smaller batch", *others])
     assert least is not None, "a plan was made, or the planner has said why not"
     raise PlanError(
         f"no plan found within {_gib(budget_bytes or 0)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
         f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
     )
+
+
+def _told(decided: Decided, done: Fitted) -> tuple[Decided, Program]:
+    """The plan says what was done to keep to the budget."""
+    return attrs.evolve(decided, plan=attrs.evolve(decided.plan, memory=done.words)), done.program
 
 
 def _gib(nbytes: int) -> str:

@@ -1,0 +1,190 @@
+"""A program with its tensors in several tiers of memory: copies between them written into it.
+
+Problem: what lies on the host has to be on the device when a node reads it, and back on the host when the step is over.
+Idea: where a tensor lies is a matter of copies and lifetimes alone. A value that was copied to the host and is read later
+from a second copy is held by nothing in between, as one that is made again is (`recompute`); so the accountant, the checks
+and the executors need to know nothing of it. Whoever decides what moves (`planner/offload.py`) says when; `Tiered` writes
+it down, and whatever has to be in a tier and is not gets there by a copy right before it is read.
+
+    %4 = to_device_start(%w)     ...     %5 = wait(%4)     %6 = linear(%x, %5)     ...     put(%w, %5)
+
+Views are not copied: a view of a tensor that moved is taken again from its copy. Nodes that are to run on the host read and
+make what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import attrs
+
+from colofunc.errors import ProgramError
+from colofunc.program.facts import is_copy, kind_of, written
+from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.memory import Lies
+
+TIERS = ("device", "host")
+
+
+class Tiered:
+    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end on the host."""
+
+    def __init__(self, program: Program, lies: Lies, home: Collection[int], on_host: Collection[int] = ()) -> None:
+        self.program = program
+        self.lies = lies
+        self.home = frozenset(home)
+        self.on_host = frozenset(on_host)  # nodes that run there
+        self.values = dict(program.values)
+        self.nodes: list[Node] = []
+        self.maker = {o: node for node in program.nodes for o in node.outs if o is not None}
+        self.base: dict[str, dict[int, int]] = {tier: {} for tier in TIERS}  # storage -> value that has all of it in a tier
+        self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in TIERS}  # storage -> value -> what it is there
+        self._started: dict[tuple[int, str], int] = {}
+        self._next = max(program.values, default=-1) + 1
+        for i in program.inputs:
+            tier = "host" if lies.home[i] in self.home else "device"
+            self.values[i] = self.values[i].in_tier(tier)
+            self._lies(tier, lies.home[i], i, i)
+
+    # ---- copies ----
+
+    def fetch(self, storage: int) -> None:
+        """Copy to the device, now."""
+        self._lies("device", storage, self._emit("to_device", storage), self._root(storage))
+
+    def store(self, storage: int) -> None:
+        """Copy to the host, now."""
+        if storage in self.home:
+            into = self._root(storage)
+            self.nodes.append(self._node("put", storage, (Ref(into), Ref(self._from(storage, "device"))), ()))
+            self._lies("host", storage, into, into)
+        else:
+            self._lies("host", storage, self._emit("to_host", storage), self._root(storage))
+
+    def start(self, storage: int, kind: str) -> None:
+        """Begin a "fetch" or a "store"; `wait` ends it."""
+        if kind == "fetch":
+            self._started[storage, kind] = self._emit("to_device_start", storage)
+        elif storage in self.home:
+            into = self._root(storage)
+            new = self._new(into, "host")
+            self.nodes.append(self._node("put_start", storage, (Ref(into), Ref(self._from(storage, "device"))), (new,)))
+            self._started[storage, kind] = new
+        else:
+            self._started[storage, kind] = self._emit("to_host_start", storage)
+
+    def wait(self, storage: int, kind: str) -> None:
+        """What was copied may be read from here on."""
+        tier = "device" if kind == "fetch" else "host"
+        started = self._started.pop((storage, kind))
+        new = self._new(self._root(storage), tier)
+        self.nodes.append(self._node("wait", storage, (Ref(started),), (new,)))
+        self._lies(tier, storage, new, self._root(storage))
+
+    def _emit(self, name: str, storage: int) -> int:
+        to = "device" if name.startswith("to_device") else "host"
+        new = self._new(self._root(storage), to)
+        source = self._from(storage, "host" if to == "device" else "device")
+        self.nodes.append(self._node(name, storage, (Ref(source),), (new,)))
+        return new
+
+    def _from(self, storage: int, tier: str) -> int:
+        if storage not in self.base[tier]:
+            name = self.program.values[self._root(storage)].name or f"%{self._root(storage)}"
+            raise ProgramError(f"{name} is to be copied from the {tier}, where it is not")
+        return self.base[tier][storage]
+
+    def _node(self, name: str, storage: int, args: tuple[Ref, ...], outs: tuple[int, ...]) -> Node:
+        made = self.maker.get(self._root(storage))
+        origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
+        return Node(f"colofunc.{name}", args, (), outs, *origin, note=self.program.values[self._root(storage)].name)
+
+    def _root(self, storage: int) -> int:
+        return self.lies.storages[storage].value
+
+    def _new(self, like: int, tier: str) -> int:
+        new, self._next = self._next, self._next + 1
+        self.values[new] = attrs.evolve(self.program.values[like].in_tier(tier), id=new)
+        return new
+
+    def _lies(self, tier: str, storage: int, new: int, root: int) -> None:
+        self.base[tier][storage] = new
+        self.have[tier][storage] = {root: new}
+
+    # ---- nodes ----
+
+    def run(self, index: int) -> None:
+        """Write a node down, its operands in the tier where it runs."""
+        node, tier = self.program.nodes[index], "host" if index in self.on_host else "device"
+        if self._is_view(node):
+            return  # taken where somebody reads it
+        args, kwargs = (map_refs(tree, lambda i: Ref(self.get(tier, i))) for tree in (node.args, node.kwargs))
+        self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
+        for i in written(node):
+            storage, other = self.lies.home[i], "device" if tier == "host" else "host"
+            self.base[other].pop(storage, None)
+            self.have[other].pop(storage, None)
+        for o in node.outs:
+            if o is not None:
+                self.values[o] = self.program.values[o].in_tier(tier)
+                storage = self.lies.home[o]
+                self.have[tier].setdefault(storage, {})[o] = o
+                if o == self._root(storage):
+                    self.base[tier][storage] = o
+
+    def get(self, tier: str, id: int) -> int:
+        """The value as it lies in a tier: copied there, or taken again as a view of what is there."""
+        storage = self.lies.home[id]
+        if storage not in self.have[tier]:
+            if self.lies.storages[storage].value != id and id not in self.lies.within:
+                raise ProgramError(f"%{id} shares memory with another result of its operator and cannot be copied by itself")
+            self.fetch(storage) if tier == "device" else self.store(storage)
+        have = self.have[tier][storage]
+        chain = []
+        while id not in have:
+            chain.append(id)
+            id = self.lies.within[id]
+        for id in reversed(chain):
+            self._take(tier, storage, id)
+        return self.have[tier][storage][id if not chain else chain[0]]
+
+    def _take(self, tier: str, storage: int, id: int) -> None:
+        node, have = self.maker[id], self.have[tier][storage]
+        if written(node) or kind_of(node) == ("wait", False):
+            have[id] = have[self.lies.within[id]]  # the same memory, whatever was written to it since
+            return
+        new = tuple(None if o is None else self._new(o, tier) for o in node.outs)
+        args, kwargs = (map_refs(tree, lambda i: Ref(self.get(tier, i))) for tree in (node.args, node.kwargs))
+        self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs, outs=new))
+        for old, made in zip(node.outs, new, strict=True):
+            if old is not None and made is not None:
+                have[old] = made
+
+    def _is_view(self, node: Node) -> bool:
+        """Whether all that a node does is look at memory that is there."""
+        outs = [o for o in node.outs if o is not None]
+        if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
+            return False
+        return all(o in self.lies.within for o in outs)
+
+    def finish(self) -> Program:
+        """The program; outputs that are state of the host lie there."""
+        outputs = tuple(self.get("host" if self.lies.home[o] in self.home else "device", o) for o in self.program.outputs)
+        used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
+        values = {id: v for id, v in self.values.items() if id in used}
+        return attrs.evolve(self.program, nodes=tuple(self.nodes), values=values, outputs=outputs)
+
+
+def readers(program: Program, lies: Lies) -> Mapping[int, list[int]]:
+    """Storage -> the nodes that read or write values in it, views left out: these look when they are read."""
+    looks = Tiered(program, lies, ())
+    found: dict[int, list[int]] = {}
+    for k, node in enumerate(program.nodes):
+        if not looks._is_view(node):
+            for storage in dict.fromkeys((*_homes(lies, node.refs), *_homes(lies, (o for o in node.outs if o is not None)))):
+                found.setdefault(storage, []).append(k)
+    return found
+
+
+def _homes(lies: Lies, ids: Iterable[int]) -> Iterable[int]:
+    return (lies.home[i] for i in ids)
