@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import colofunc as cf
 from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.measure import measure
-from colofunc.program.memory import memory
 from colofunc.program.memory_report import KINDS
 from colofunc.testing import programs
 from colofunc.transforms.observe import arguments_of
@@ -53,8 +52,9 @@ CHAINS = {
     "microbatches of zero 2": lambda f: cf.accumulate(cf.shard(f, DP, zero(2, "dp", chunk="auto")), 2),
     "checkpoint in microbatches": lambda f: cf.accumulate(cf.checkpoint(cf.shard(f, DP), policy="nothing"), 2),
     "bf16": lambda f: cf.precision(cf.shard(f, DP, zero(3, "dp")), "bf16"),
+    "checkpoint in bf16": lambda f: cf.checkpoint(cf.precision(cf.shard(f, TP, tensor("1d", "tp"), zero(3, "dp")), "bf16"), policy="dots"),
     "fp16": lambda f: cf.precision(cf.shard(f, DP, zero(1, "dp")), "fp16"),
-    "everything": lambda f: cf.accumulate(cf.checkpoint(cf.precision(cf.shard(f, TP, tensor("1d", "tp"), zero(3, "dp")), "bf16"), policy="dots"), 2),
+    "everything": lambda f: cf.accumulate(CHAINS["checkpoint in bf16"](f), 2),
 }
 
 
@@ -138,3 +138,66 @@ def test_random_steps_agree(names, mesh, plan, wraps, optimizer):
     for wrap in wraps:
         staged = WRAPS[wrap](staged)
     agree(staged, state, batch)
+
+
+# ---- kinds, words, capacities ----
+
+
+def lowered(chain, batch=8):
+    step = programs.mlp(batch)
+    return CHAINS[chain](step.fn).lower(step.state, step.batch)
+
+
+def test_kinds_follow_what_made_a_value():
+    state = sum(v.numel() * 8 for v in programs.mlp().state["params"].values())
+    plain, three = lowered("plain").memory(), lowered("zero 3 gathered anew").memory()
+    assert plain.by_kind["device"]["parameters"][0] == state
+    assert plain.by_kind["device"]["optimizer state"][0] == 2 * state + 4 + 4  # node 0 makes the next number of the step
+    assert three.by_kind["device"]["parameters"][0] == state // 2
+    assert max(three.by_kind["device"]["parameter copies"]) > 0 == max(plain.by_kind["device"]["parameter copies"])
+    assert max(plain.by_kind["device"]["gradients"]) > 0 == plain.by_kind["device"]["gradients"][0]
+    assert max(plain.by_kind["device"]["collective buffers"]) == 0
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_of_the_state_does():
+    small, large = (lowered("plain", batch).memory().by_kind["device"] for batch in (8, 32))
+    assert max(large["activations"]) > 3 * max(small["activations"])
+    assert all(max(large[kind]) == max(small[kind]) for kind in ("parameters", "optimizer state", "gradients"))
+
+
+def test_a_person_sees_what_to_do():
+    step = programs.mlp(512)
+    text = str(cf.shard(step.fn, ONE).lower(step.state, step.batch).memory())
+    head, curve, first, *rest = text.splitlines()
+    assert head.startswith("device: peak ") and " of fc2, test_memory_agrees.py:" in head
+    assert set(curve.strip()) <= set("▁▂▃▄▅▆▇█") and "█" in curve
+    assert first.split()[0] == "activations" and "cf.checkpoint(step, budget=...)" in first
+    assert any("linear" in line and "test_memory_agrees.py:" in line for line in rest)
+
+
+def test_identical_layers_are_one_line():
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    step_fn, state = cf.train_step(
+        cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out, b: out.sum(), inputs=lambda b: ((b,), {})
+    )
+    report = cf.shard(step_fn, ONE).lower(state, torch.ones(4, 8)).memory()
+    assert "   6 x      256 B  parameters         state.params.*.weight" in str(report)
+
+
+def limited(mesh, capacity_bytes):
+    tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
+    return mesh.with_topology(attrs.evolve(mesh.topology, tiers=tiers))
+
+
+def test_what_does_not_fit_names_what_is_alive_and_the_line():
+    step = programs.mlp(512)
+    low = cf.shard(step.fn, ONE).lower(step.state, step.batch)
+    peak, words = low.memory().peak_bytes["device"], r"activations .*largest: .*linear.*test_memory_agrees\.py:\d+"
+    with pytest.raises(CapacityError, match=rf"a rank would hold .*{words}.*Try for the activations: .*cf\.checkpoint"):
+        low.memory().check({"device": peak - 1})
+    low.memory().check({"device": peak, "host": None})
+    given = arguments_of(low, (step.state, step.batch))
+    with pytest.raises(CapacityError, match=rf"a simulated rank holds .* of device memory at operator \d+ of .*{words}"):
+        measure(low.program, limited(ONE, peak - 1), given.copies(range(len(given.shards))))
+    with pytest.raises(PlanError, match=rf"the least found has a peak of .*It holds .*{words}"):
+        cf.checkpoint(cf.shard(step.fn, ONE), policy="everything", budget=peak - 1).lower(step.state, step.batch)

@@ -49,11 +49,10 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
         if writer.tap is not None:
             writer.tap(writer, index, inner)
         gathered |= {k: _gather(writer, loop, k, results[k], owned) for k in at.get(index, ())}
-        if writer.look:
-            writer.line(writer.look)
+        if writer.look is not None:
+            writer.line(writer.look(writer))
         writer.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
     writer.loops.pop()
-    writer.inside.append({id: names for id, names in writer.where.items() if id not in loop.body.inputs})
     writer.program, writer.where = program, where
     where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
 

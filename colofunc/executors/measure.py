@@ -7,7 +7,7 @@ same numbers, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
@@ -16,9 +16,12 @@ from colofunc.errors import CapacityError
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
 from colofunc.executors.source import Writer
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Program
+from colofunc.program.facts import lifetimes
+from colofunc.program.ir import Node, Program
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import place_text
+
+Holder = tuple[Collection[int], str]  # the ranks that hold a variable, and the tier of memory that it lies in
 
 
 @attrs.frozen
@@ -39,41 +42,76 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     A loop is one node: the most that is held in any trip of it. Raises CapacityError at the first node behind which a rank
     holds more than a tier of the mesh's topology has.
     """
-    runner = SimulatedProgram(program, mesh)
+    holders = Holders(program)
+    runner = SimulatedProgram(program, mesh, tap=holders.behind)
     partition, flat = distinct(inputs, mesh.size)
     own_memory(flat, partition, runner._written)
-    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False, look="look()")
+    writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False, look=holders.look_line)
     env = dict(writer.names)
     env.update(zip(writer.input_names, flat, strict=True))
     by_node: list[list[str]] = [[] for _ in program.nodes]
     for text, origin in zip(writer.lines, writer.origin, strict=True):
         by_node[origin].append(text)
-    owners = _owners(program, writer)
-    tiers = {name: "device" for where in writer.inside for names in where.values() for name in names}
-    tiers |= {name: program.values[id].tier for id, names in writer.where.items() for name in names}
-    timeline: dict[str, list[int]] = {tier: [] for tier in sorted(set(tiers.values()) | {"device"})}
+    timeline: dict[str, list[int]] = {tier: [] for tier in sorted(holders.tiers | {"device"})}
     inside: dict[str, int] = {}
 
-    def look() -> dict[str, int]:
+    def look(here: Mapping[str, Holder]) -> None:
         """The most that a rank holds now, per tier; `inside` is the most of all looks since it was emptied."""
-        held = _held(env, owners, tiers, mesh.size)
+        held = _held(env, here, mesh.size)
         for tier in timeline:
             inside[tier] = max(inside.get(tier, 0), *(held.get((rank, tier), 0) for rank in range(mesh.size)))
-        return inside
 
-    env["look"] = look
     with torch.no_grad():
-        for lines in by_node:
+        for at, lines in enumerate(by_node):
             inside.clear()
+            env["look"] = lambda k, at=at: look({**holders.outside[at], **holders.inside[k]})
             frees = [text for text in lines if text.startswith("del ")]
             exec("\n".join(text for text in lines if not text.startswith("del ")), env)
-            held = look()
+            look(holders.outside[at])
             for tier, line in timeline.items():
-                line.append(held[tier])
+                line.append(inside[tier])
                 _check(program, mesh, tier, line)
             exec("\n".join(frees), env)
     outputs = [[env[name] for name in writer.where[o]] for o in program.outputs]
     return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
+
+
+class Holders:
+    """Which rank holds which variable, as the source is written: a rank that leaves a shared tensor no longer holds it.
+
+    `outside`: behind each node of the program; `inside`: at each look within a loop, what its body has.
+    Hidden variables of asynchronous starts are the simulator's, not a rank's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.outside: list[dict[str, Holder]] = []
+        self.inside: list[dict[str, Holder]] = []
+        self._last = {id: len(program.nodes) for id in program.inputs} | lifetimes(program)
+
+    @property
+    def tiers(self) -> set[str]:
+        return {tier for names in (*self.outside, *self.inside) for _, tier in names.values()}
+
+    def behind(self, writer: Writer, index: int, node: Node) -> None:
+        """A tap that writes nothing. What a loop gathers belongs to the node behind which it is known."""
+        if not writer.loops:
+            inputs = set(writer.program.inputs)
+            self.outside.append(
+                _holders(writer, {i for i in writer.where if i in inputs or i in node.outs or self._last.get(i, -1) >= index})
+            )
+
+    def look_line(self, writer: Writer) -> str:
+        """The line behind a node of a loop's body."""
+        self.inside.append(_holders(writer, set(writer.where)))
+        return f"look({len(self.inside) - 1})"
+
+
+def _holders(writer: Writer, ids: Collection[int]) -> dict[str, Holder]:
+    found: dict[str, tuple[set[int], str]] = {}
+    for id in ids:
+        for rank, name in enumerate(writer.where[id]):
+            found.setdefault(name, (set(), writer.program.values[id].tier))[0].add(rank)
+    return found
 
 
 def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None:
@@ -85,19 +123,10 @@ def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None
         )
 
 
-def _owners(program: Program, writer: Writer) -> dict[str, set[int]]:
-    """Variable -> the ranks that hold it. Hidden variables of asynchronous starts are the simulator's, not a rank's."""
-    owners: dict[str, set[int]] = {}
-    for names in [names for where in (writer.where, *writer.inside) for names in where.values()]:
-        for rank, name in enumerate(names):
-            owners.setdefault(name, set()).add(rank)
-    return owners
-
-
-def _held(env: dict[str, object], owners: dict[str, set[int]], tiers: dict[str, str], ranks: int) -> dict[tuple[int, str], int]:
+def _held(env: dict[str, object], holders: Mapping[str, Holder], ranks: int) -> dict[tuple[int, str], int]:
     seen: set[tuple[int, int]] = set()
     held: dict[tuple[int, str], int] = {}
-    for name, who in owners.items():
+    for name, (who, tier) in holders.items():
         tensor = env.get(name)
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -106,6 +135,6 @@ def _held(env: dict[str, object], owners: dict[str, set[int]], tiers: dict[str, 
             if (rank, storage.data_ptr()) in seen:
                 continue
             seen.add((rank, storage.data_ptr()))
-            key = (rank, tiers[name])
+            key = (rank, tier)
             held[key] = held.get(key, 0) + storage.nbytes()
     return held

@@ -23,7 +23,7 @@ import torch
 from colofunc.errors import InputError, ProgramError
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
-from colofunc.executors.source import Partition, StepFunction, Tap, Writer, only
+from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES, duplicate
 from colofunc.ops.flat import flat_of
@@ -61,7 +61,7 @@ class SimulatedProgram:
         outs = function(flat)
         return [[outs[k] for k in slots] for slots in function.slots]
 
-    def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: str = "") -> Writer:
+    def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None) -> Writer:
         """The source for inputs that are shared as `partition` says."""
         writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing, self._tap, look)
         writer.write()

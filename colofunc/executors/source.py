@@ -48,6 +48,7 @@ class Wires(Protocol):
 
 Tap = Callable[["Writer", int, Node], None]
 """Writes lines of its own behind those of node number `int`, before what died there is freed (see `tap`)."""
+Look = Callable[["Writer"], str]
 
 
 class Writer:
@@ -63,15 +64,14 @@ class Writer:
         bound: Mapping[str, Callable[..., Any]] | None = None,
         sparing: bool = True,
         tap: Tap | None = None,
-        look: str = "",
+        look: Look | None = None,
     ) -> None:
         """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
 
-        `look`: a line to write behind each node of a loop's body, before what died there is freed.
+        `look`: says a line to write behind each node of a loop's body, before what died there is freed.
         """
         self.tap = tap
         self.look = look
-        self.inside: list[dict[int, tuple[str, ...]]] = []  # of the body of each loop: value id -> variable per lane
         self.program = program
         self.lanes = lanes
         self.device = device

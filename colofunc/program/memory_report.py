@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 
 from colofunc.errors import CapacityError
 from colofunc.mesh.sizes import size_text
-from colofunc.program.facts import is_wire
+from colofunc.program.facts import is_copy, is_wire
 from colofunc.program.ir import Node, Program
 
 KINDS = ("parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "other")
-"""`parameter copies`: gathered or cast for use. `activations`: made by forward (or made again). `temporaries`: made by backward and update, and
-nobody's gradient. `collective buffers`: what is sent or received. `other`: the batch, buffers of modules, constants."""
+"""`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by backward
+and update, and nobody's gradient. `collective buffers`: what is sent or received. `other`: the batch, buffers of modules,
+constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _ADVICE = {
@@ -128,7 +130,7 @@ def curve(line: Sequence[int], width: int = _WIDTH) -> str:
     if not top:
         return ""
     cuts = [k * count // width for k in range(width + 1)]
-    pieces = (max(line[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    pieces = (max(line[a:b]) for a, b in pairwise(cuts))
     return "".join(_SHADES[min(len(_SHADES) - 1, piece * len(_SHADES) // top)] for piece in pieces)
 
 
@@ -179,7 +181,7 @@ def kinds_of(program: Program, outside: Mapping[int, str] | None = None) -> dict
         for o in node.outs:
             if o is None:
                 continue
-            found[o] = ends.get(o) or _made(program, node, o, copies)
+            found[o] = found[node.refs[0]] if is_copy(node) else ends.get(o) or _made(program, node, o, copies)
             if copies:
                 weights.add(o)
     return found
