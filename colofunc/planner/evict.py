@@ -9,14 +9,12 @@ segment one fetch, started as early as its engine and the budget allow, in order
 
     facts = Facts(trace)                          # uses by position, next uses, versions: once per trace
     stays = evict(facts, room_bytes, residents)   # item 0 stays over [0, 4], item 1 over [1, 1] and [5, 6], ...
-    moves = spread(facts, stays, residents, budget_bytes, clock, links)
-
-Times inside `spread` are an estimate; the timeline has the last word.
+    moves = spread(facts, stays, residents, budget_bytes, links)
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Collection
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -172,13 +170,15 @@ class _Belady:
         self.next[item] = -1
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Store:
     item: int
     start: int
     host: int  # where the host awaits it (-1: nowhere)
-    last: int  # last position of its stay
+    low: int  # from here on its bytes are kept for the copy alone
     limit: int  # where the device awaits it at the latest
+    end: float = 0.0
+    free: int = -1
 
 
 def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
@@ -190,34 +190,25 @@ def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
             following = mine[at + 1].first if at + 1 < len(mine) else facts.never
             if version.host_read >= 0 or version.outlives or following <= version.end:
                 limit = min(version.end if version.overwritten_here else facts.size, following, facts.size)
-                out.append(_Store(item, version.written + 1, version.host_read, mine[at].last, limit))
+                start = version.written + 1
+                out.append(_Store(item, start, version.host_read, max(mine[at].last + 1, start), limit))
     return sorted(out, key=lambda s: (s.start, s.limit, s.item))
 
 
-def spread(
-    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, clock: list[float], links: Links,
-    fetch_first: bool = False,
-) -> list[Move]:  # fmt: skip
-    """Moves of these stays: `clock[p]` is when the device is about to reach position p, without these copies or nearly so."""
-    plan = _Spread(facts, stays, residents, budget_bytes, clock, links)
-    stores = _stores(facts, stays)
-    fetches = sorted((s for mine in stays for s in mine if not s.made), key=lambda s: (s.first, s.last, s.item))
-    if fetch_first:
-        plan.fetch(fetches)
-        plan.clock = np.asarray(clock)
-        plan.store(stores)
-    else:
-        plan.store(stores)
-        plan.fetch(fetches)
-    return plan.ordered()
+def spread(facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links) -> list[Move]:
+    """Moves of these stays, ordered by start: at most `budget_bytes` on the device at any position."""
+    return _Spread(facts, stays, residents, budget_bytes, links).run()
 
 
 class _Spread:
-    def __init__(
-        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, clock: list[float], links: Links
-    ) -> None:
+    """Walks the positions with both engines' clocks and starts what fits.
+
+    A store keeps its bytes until it has ended, or until a position needs them and so has to wait. A fetch starts where
+    its engine would be idle otherwise, if its bytes fit from there to its need; those that do not fit start at their need.
+    """
+
+    def __init__(self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links) -> None:
         self.facts, self.budget, self.links = facts, budget_bytes, links
-        self.clock = np.asarray(clock)
         change = [0] * (facts.size + 1)
         for item, mine in enumerate(stays):
             for stay in mine:
@@ -225,66 +216,145 @@ class _Spread:
                 change[stay.last + 1] -= facts.nbytes[item]
         taken = sum(facts.nbytes[i] for i in residents)
         self.bytes = facts.base + np.cumsum(np.asarray(change[:-1], dtype=np.int64)) + taken
-        self.host_write = [sorted(changes(item) & item.host_uses) if item.host_uses else [] for item in facts.trace.items]
-        self.freed: dict[int, list[int]] = {}  # item -> where its stores end, ascending
-        self.fetched: dict[int, list[int]] = {}
+        self.queue = sorted((s for mine in stays for s in mine if not s.made), key=lambda s: (s.first, s.last, s.item))
+        self.started = [False] * len(self.queue)
+        self.head = 0
+        self.blocked = [0] * len(self.queue)  # no start before this position: something else needs the bytes up to there
+        self.due: dict[int, list[int]] = {}
+        for index, stay in enumerate(self.queue):
+            self.due.setdefault(stay.first, []).append(index)
+        self.stores: dict[int, list[_Store]] = {}
+        self.lows: dict[int, list[_Store]] = {}
+        self.limits: dict[int, list[_Store]] = {}
+        for store in _stores(facts, stays):
+            self.stores.setdefault(store.start, []).append(store)
+            (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(store)
+        self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
+        self.kept: list[_Store] = []  # those whose bytes nothing else needs
+        self.extra = 0
+        self.now = self.up = self.down = self.host = 0.0
+        self.ready: dict[int, float] = {}  # item -> when its copy on the host is complete
+        self.read: dict[int, float] = {}
+        self.end = [0.0] * facts.size
+        self.landing: dict[int, float] = {}  # position -> when the fetches due there have ended
         self.moves: list[Move] = []
 
-    def store(self, stores: list[_Store]) -> None:
-        engine, nbytes = 0.0, self.facts.nbytes
-        for s in stores:
-            size = nbytes[s.item]
-            engine = max(engine, float(self.clock[s.start])) + self.links.store_s(size)
-            starts = self.fetched.get(s.item, [])
-            at = bisect_left(starts, s.start)
-            limit = min(s.limit, starts[at]) if at < len(starts) else s.limit
-            low = max(s.last + 1, s.start)
-            if low >= limit:
-                free = limit
+    def run(self) -> list[Move]:
+        lanes = self.facts.lanes
+        for p in range(self.facts.size):
+            self._store(p)
+            for index in self.due.get(p, ()):
+                if not self.started[index]:
+                    self._fetch(index, p)
+            take = 0.0 if lanes.on_host[p] else lanes.seconds[p]
+            if self.head < len(self.queue):
+                self._hoist(p, take)
+            self.now = max(self.now, self.landing.get(p, 0.0))
+            if lanes.on_host[p]:
+                self._host(p)
             else:
-                free = min(max(int(self.clock.searchsorted(engine)), low), limit)
-                over = self.bytes[low:free] > self.budget - size
-                if over.any():
-                    free = low + int(over.argmax())
-                self.bytes[low:free] += size
-            self._stall(free, engine)
-            done = free if s.host < 0 else min(s.host, free)
-            self.moves.append(Move(s.item, "store", s.start, done, free))
-            self.freed.setdefault(s.item, []).append(free)
+                begin = self.now
+                for q in lanes.waits.get(p, ()):
+                    begin = max(begin, self.end[q])
+                for item in lanes.host_uses.get(p, ()):
+                    begin = max(begin, self.ready.get(item, 0.0))
+                self.now = self.end[p] = begin + take
+        self._store(self.facts.size)
+        for store in list(self.storing.values()):
+            self._await(store, store.limit)
+        return sorted(self.moves, key=lambda m: (m.start, m.kind == "fetch"))
 
-    def fetch(self, fetches: list[Stay]) -> None:
-        engine, before, nbytes = 0.0, 0, self.facts.nbytes
-        for stay in fetches:
-            item, need = stay.item, stay.first
-            size = nbytes[item]
-            idle = int(self.clock.searchsorted(engine, side="right")) - 1
-            low = max(before, idle, self._earliest(stay))
-            start = min(low, need)
-            if start < need:
-                over = self.bytes[start:need] > self.budget - size
-                if over.any():
-                    start = need - int(over[::-1].argmax())
-                self.bytes[start:need] += size
-            engine = max(engine, float(self.clock[start])) + self.links.fetch_s(size)
-            self._stall(need, engine)
-            before = start
-            self.moves.append(Move(item, "fetch", start, need))
-            self.fetched.setdefault(item, []).append(start)
+    def _host(self, p: int) -> None:
+        lanes = self.facts.lanes
+        begin = max(self.host, self.now if p in lanes.joins else 0.0)
+        for q in lanes.waits.get(p, ()):
+            begin = max(begin, self.end[q])
+        items = lanes.host_uses.get(p, ())
+        for item in items:
+            begin = max(begin, self.ready.get(item, 0.0))
+        self.host = self.end[p] = begin + lanes.seconds[p]
+        if p in lanes.joins:
+            self.now = self.host
+        for item in items:
+            self.read[item] = self.host
+            if p in changes(self.facts.trace.items[item]):
+                self.ready[item] = self.host
 
-    def _earliest(self, stay: Stay) -> int:
-        low = stay.after
-        freed = self.freed.get(stay.item, [])
-        if at := bisect_right(freed, stay.first):
-            low = max(low, freed[at - 1])
-        writes = self.host_write[stay.item]
-        if at := bisect_left(writes, stay.first):
-            low = max(low, writes[at - 1] + 1)
-        return low
+    # ---- stores ----
 
-    def _stall(self, p: int, until: float) -> None:
-        late = until - float(self.clock[p])
-        if late > 0:
-            self.clock[p:] += late
+    def _store(self, p: int) -> None:
+        for store in self.stores.get(p, ()):
+            begin = max(self.down, self.now, self.read.get(store.item, 0.0))
+            self.down = store.end = self.ready[store.item] = begin + self.links.store_s(self.facts.nbytes[store.item])
+            self.storing[store.item] = store
+        for store in self.limits.get(p, ()):
+            self._await(store, p)
+        for store in self.lows.get(p, ()):
+            if store.free < 0:
+                self.kept.append(store)
+                self.extra += self.facts.nbytes[store.item]
+        if self.kept:
+            over = int(self.bytes[p]) - self.budget if p < self.facts.size else 0
+            for store in list(self.kept):
+                if store.end <= self.now or store.limit <= p or over + self.extra > 0:
+                    self._await(store, p)
 
-    def ordered(self) -> list[Move]:
-        return sorted(self.moves, key=lambda m: (m.start, m.kind == "fetch", m.free, m.item))
+    def _await(self, store: _Store, p: int) -> None:
+        if store.free >= 0:
+            return
+        store.free = p
+        self.now = max(self.now, store.end)
+        del self.storing[store.item]
+        if store in self.kept:
+            self.kept.remove(store)
+            self.extra -= self.facts.nbytes[store.item]
+        self.moves.append(Move(store.item, "store", store.start, p if store.host < 0 else min(p, store.host), p))
+
+    # ---- fetches ----
+
+    def _fetch(self, index: int, p: int) -> None:
+        stay = self.queue[index]
+        size = self.facts.nbytes[stay.item]
+        begin = max(self.up, self.now, self.ready.get(stay.item, 0.0))
+        self.up = begin + self.links.fetch_s(size)
+        self.landing[stay.first] = self.up
+        self.bytes[p : stay.first] += size
+        self.started[index] = True
+        self.moves.append(Move(stay.item, "fetch", p, stay.first))
+
+    def _hoist(self, p: int, take: float) -> None:
+        while self.head < len(self.queue) and self.started[self.head]:
+            self.head += 1
+        soon = max(self.now, self.landing.get(p, 0.0)) + take
+        for index in range(self.head, min(self.head + 8, len(self.queue))):
+            if self.up >= soon:
+                return
+            if self.started[index] or not self._may_start(index, p):
+                continue
+            if self.blocked[index] > p or not self._fits(index, p):
+                return
+            self._fetch(index, p)
+
+    def _may_start(self, index: int, p: int) -> bool:
+        """Is the copy on the host complete, and the stay before over?"""
+        stay = self.queue[index]
+        if stay.after > p:
+            return False
+        item = self.facts.trace.items[stay.item]
+        if item.host_uses and any(p <= w < stay.first for w in item.host_uses & changes(item)):
+            return False
+        store = self.storing.get(stay.item)
+        if store is not None:
+            if store.end > self.now:
+                return False
+            self._await(store, p)
+        return self.ready.get(stay.item, 0.0) <= self.now
+
+    def _fits(self, index: int, p: int) -> bool:
+        stay = self.queue[index]
+        room = self.budget - self.facts.nbytes[stay.item]
+        over = self.bytes[p : stay.first] > room
+        if over.any():
+            self.blocked[index] = stay.first - int(over[::-1].argmax())
+            return False
+        return int(self.bytes[p]) + self.extra <= room

@@ -94,7 +94,6 @@ class _Found:
     moved: int
     moves: tuple[Move, ...]
     residents: tuple[int, ...]
-    control: list[float]
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -109,7 +108,7 @@ class _Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[tuple[int, ...], int, bool], _Found] = {}
+        self.known: dict[tuple[tuple[int, ...], int], _Found] = {}
         uses = sum(len(u) for u in self.facts.uses)
         self.left = max(10, WORK // (len(trace.seconds) + 2 * uses + 10))
 
@@ -135,19 +134,19 @@ class _Search:
 
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int, fetch_first: bool = False) -> _Found:
-        key = (tuple(sorted(residents)), min(room, self.budget), fetch_first)
+    def score(self, residents: Sequence[int], room: int) -> _Found:
+        key = (tuple(sorted(residents)), min(room, self.budget))
         if key not in self.known:
             self.left -= 1
-            self.known[key] = self._try(key[0], key[1], fetch_first, self.alone.control)
+            self.known[key] = self._try(key[0], key[1])
         return self.known[key]
 
-    def _try(self, residents: tuple[int, ...], room: int, fetch_first: bool, clock: list[float]) -> _Found:
+    def _try(self, residents: tuple[int, ...], room: int) -> _Found:
         stays = evict(self.facts, room, residents)
-        moves = spread(self.facts, stays, residents, self.budget, clock, self.links, fetch_first)
+        moves = spread(self.facts, stays, residents, self.budget, self.links)
         played = play(self.facts.lanes, moves, self.links)
         moved = sum(self.facts.nbytes[m.item] for m in moves)
-        return _Found(played.makespan, moved, tuple(moves), residents, played.control)
+        return _Found(played.makespan, moved, tuple(moves), residents)
 
     def _result(self, best: _Found) -> Residency:
         nbytes = self.facts.nbytes
@@ -227,7 +226,6 @@ class _Search:
     def _polish(self, best: _Found) -> _Found:
         largest = max(self.facts.nbytes, default=0)
         for room in (self.budget, self.budget - largest, self.budget - 2 * largest, self.budget * 3 // 4, self.budget // 2, 0):
-            for fetch_first in (False, True):
-                if self.left > 0:
-                    best = min(best, self.score(best.residents, room, fetch_first), key=lambda f: f.rank)
+            if self.left > 0:
+                best = min(best, self.score(best.residents, room), key=lambda f: f.rank)
         return best
