@@ -7,7 +7,8 @@
 
 A cell is a training step of an unmodified transformers model under `cf.shard` with the plans of its modes. It is *equal* when
 two AdamW steps give what the function itself gives on one device, and each mode shows its signature: where a named
-parameter, its moment and the batch lie, which collectives go over its axes, and that no rank does another's products. It
+parameter, its moment and the batch lie, how the products, attention or experts that it speaks for are worked on, forward
+and backward, which collectives go over its axes, and that no rank does another's products. It
 is *refused* when planning raises an error that `REFUSED` lists, for a cell of which its reason is true. A new mode is one line
 in a table. How bfloat16 is compared stands in `narrow.py`.
 """
@@ -19,7 +20,9 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -40,18 +43,22 @@ MOST = {"tp": 4, "x": 4, "y": 4, "z": 2, "sp": 4, "cp": 8, "ep": 4, "dpo": 2}  #
 # ---- modes ----
 
 Q, O, UP, DOWN = (f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"))
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+WORK = ("colofunc.linear", "colofunc.attention", "colofunc.experts")
 SHARDED, WHOLE = "some dim", "no dim"
 Place = int | str  # the dim of a tensor that an axis lies on, SHARDED or WHOLE
 
 
 @attrs.frozen
 class Mode:
-    """A column's entry. `axes`: its own mesh axes. `lies`: leaf -> axis -> where; `wires`: axis -> collectives that must be."""
+    """A column's entry. `axes`: its own mesh axes. `lies`: leaf -> axis -> where; `wires`: axis -> collectives that must be;
+    `works`: operator, or module path -> axis -> what a plan calls its part in it, in forward and backward."""
 
     axes: tuple[str, ...] = ()
     plan: Callable[[], Any] | None = None
     lies: Mapping[str, Mapping[str, Place]] = attrs.field(factory=dict)
     wires: Mapping[str, str] = attrs.field(factory=dict)  # "all_gather|permute reduce_scatter": any of the first, and the second
+    works: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)  # "g|heads": either
 
 
 def _stored(params: Mapping[str, Place], moments: Mapping[str, Place], batch: Mapping[str, Place]) -> dict[str, Mapping[str, Place]]:
@@ -66,40 +73,81 @@ def _both(lies: Mapping[str, Mapping[str, Place]]) -> dict[str, Mapping[str, Pla
     return {f"state.{tree}.{w}": where for w, where in lies.items() for tree in ("params", "opt.exp_avg", "opt.exp_avg_sq")}
 
 
+def _grid(pattern: str, first: str, second: str, depth: str = "") -> dict[str, dict[str, str]]:
+    """How the two products of a pair are worked on; `first` and `second`: the axes of (rows, columns) or (inputs, outputs)."""
+    words = {"summa": ("summa rows", "summa columns", "summa depth"), "3d": ("3d inputs", "3d outputs", "3d rows")}[pattern]
+    return {
+        path: dict(zip((*axes.split(), *depth.split()), words, strict=False))
+        for path, axes in (("*.q_proj", first), ("*.up_proj", first), ("*.o_proj", second), ("*.down_proj", second))
+    }
+
+
 _DP = {"dp": "reduce_scatter|all_to_all all_gather|all_to_all"}
+_ROWS = {"*.q_proj": {"dp": "b0"}, "*.o_proj": {"dp": "b0"}}
 _COLUMNS = _both({Q: {"tp": 0}, O: {"tp": 1}})
+_MEGATRON = {
+    "*.q_proj": {"tp": "o"}, "*.up_proj": {"tp": "o"}, "*.o_proj": {"tp": "i"}, "*.down_proj": {"tp": "i"},
+    "colofunc.attention*": {"tp": "g"},
+}  # fmt: skip
+_SUMMA = _both({w: {"x": 1, "y": 0} for w in (Q, O, UP, DOWN)})
+_PANELS = "all_gather reduce_scatter"  # a forward product gathers panels on both axes, a gradient scatters sums on one of them
 ZERO = {
     "none": Mode(),
-    "zero1": Mode(("dp",), lambda: zero(1, "dp"), _stored({"dp": WHOLE}, {"dp": SHARDED}, {"dp": 0}), _DP),
-    "zero2": Mode(("dp",), lambda: zero(2, "dp"), _stored({"dp": WHOLE}, {"dp": SHARDED}, {"dp": 0}), _DP),
-    "zero3": Mode(("dp",), lambda: zero(3, "dp"), _stored({"dp": SHARDED}, {"dp": SHARDED}, {"dp": 0}), _DP),
+    "zero1": Mode(("dp",), lambda: zero(1, "dp"), _stored({"dp": WHOLE}, {"dp": SHARDED}, {"dp": 0}), _DP, _ROWS),
+    "zero2": Mode(("dp",), lambda: zero(2, "dp"), _stored({"dp": WHOLE}, {"dp": SHARDED}, {"dp": 0}), _DP, _ROWS),
+    "zero3": Mode(("dp",), lambda: zero(3, "dp"), _stored({"dp": SHARDED}, {"dp": SHARDED}, {"dp": 0}), _DP, _ROWS),
     "hybrid": Mode(
         ("dpo", "dpi"), lambda: zero(3, "dpi", replicate="dpo"),
         _stored({"dpo": WHOLE, "dpi": SHARDED}, {"dpo": WHOLE, "dpi": SHARDED}, {"dpo": 0, "dpi": 0}),
         {"dpi": "reduce_scatter|all_to_all all_gather|all_to_all", "dpo": "all_reduce|reduce_scatter"},
+        {path: {"dpo": "b0", "dpi": "b0"} for path in _ROWS},
     ),
 }  # fmt: skip
 TENSOR = {
     "none": Mode(),
-    "1d": Mode(("tp",), lambda: tensor("1d", "tp"), _COLUMNS, {"tp": "all_reduce"}),
-    "1d+sp": Mode(("tp",), lambda: tensor("1d", "tp", sequence=True), _COLUMNS, {"tp": "all_gather|all_to_all reduce_scatter|all_to_all"}),
-    "2d": Mode(("x", "y"), lambda: tensor("2d", ("x", "y")), _both({Q: {"x": 1, "y": 0}, O: {"x": 1, "y": 0}}), {"x": "", "y": ""}),
-    "2.5d": Mode(
-        ("x", "y", "z"), lambda: tensor("2.5d", ("x", "y", "z")), _both({Q: {"x": 1, "y": 0, "z": WHOLE}}), {"x": "", "y": "", "z": ""}
+    "1d": Mode(
+        ("tp",), lambda: tensor("1d", "tp"), {**_COLUMNS, **_both({GATE_UP: {"tp": 1}})}, {"tp": "all_reduce"},
+        {**_MEGATRON, "colofunc.experts*": {"tp": "f"}},
     ),
-    "3d": Mode(("x", "y", "z"), lambda: tensor("3d", ("x", "y", "z")), {}, {"x": "", "y": "", "z": ""}),
+    "1d+sp": Mode(
+        ("tp",), lambda: tensor("1d", "tp", sequence=True), _COLUMNS, {"tp": "all_gather|all_to_all reduce_scatter|all_to_all"},
+        {**_MEGATRON, "colofunc.experts*": {"tp": "b0"}},  # experts take the tokens that a rank has
+    ),
+    "2d": Mode(
+        ("x", "y"), lambda: tensor("2d", ("x", "y")), {**_SUMMA, "batch.input_ids": {"x": 0}}, {"x": _PANELS, "y": _PANELS},
+        _grid("summa", "x y", "x y"),
+    ),
+    "2.5d": Mode(
+        ("x", "y", "z"), lambda: tensor("2.5d", ("x", "y", "z")), {**_SUMMA, "batch.input_ids": {"x": 0, "z": 0}},
+        {"x": _PANELS, "y": _PANELS, "z": "all_reduce|reduce_scatter"},  # over z: gradients of weights, of which it has copies
+        _grid("summa", "x y", "x y", "z"),
+    ),
+    "3d": Mode(
+        ("x", "y", "z"), lambda: tensor("3d", ("x", "y", "z")),
+        {**_both({w: {"x": 1, "y": 1, "z": 0} for w in (Q, UP)} | {w: {"x": 1, "y": 0, "z": 1} for w in (O, DOWN)}),
+         "batch.input_ids": {"x": 0}},
+        {"x": _PANELS, "y": _PANELS, "z": _PANELS},
+        _grid("3d", "y z", "z y", "x"),  # the second product of a pair has its axes exchanged
+    ),
 }  # fmt: skip
 CONTEXT = {
     "none": Mode(),
-    "ulysses": Mode(("sp",), lambda: ulysses("sp"), {"batch.input_ids": {"sp": 1}, "batch.labels": {"sp": 1}}, {"sp": "all_to_all"}),
-    "ring": Mode(("cp",), lambda: ring("cp"), {"batch.input_ids": {"cp": 1}, "batch.labels": {"cp": 1}}, {"cp": "permute"}),
-}
+    "ulysses": Mode(
+        ("sp",), lambda: ulysses("sp"), {"batch.input_ids": {"sp": 1}, "batch.labels": {"sp": 1}}, {"sp": "all_to_all"},
+        {"colofunc.attention*": {"sp": "g|heads"}, "*.q_proj": {"sp": "b1"}},
+    ),
+    "ring": Mode(
+        ("cp",), lambda: ring("cp"), {"batch.input_ids": {"cp": 1}, "batch.labels": {"cp": 1}}, {"cp": "permute"},
+        {"colofunc.attention*": {"cp": "striped"}, "*.q_proj": {"cp": "b1"}},
+    ),
+}  # fmt: skip
 KIND = {
     "dense": Mode(),
     "experts": Mode(
         ("ep",), lambda: experts("ep"),
-        {**_both({"model.layers.0.mlp.experts.gate_up_proj": {"ep": 0}, Q: {"ep": WHOLE}}), "batch.input_ids": {"ep": 0}},
+        {**_both({GATE_UP: {"ep": 0}, Q: {"ep": WHOLE}}), "batch.input_ids": {"ep": 0}},
         {"ep": "all_to_all all_reduce|reduce_scatter"},
+        {"colofunc.experts*": {"ep": "dispatch"}, "*.q_proj": {"ep": "b0"}},
     ),
 }  # fmt: skip
 COLUMNS = {"zero": ZERO, "tensor": TENSOR, "context": CONTEXT, "kind": KIND, "precision": {"float64": Mode(), "bf16": Mode()}}
@@ -197,7 +245,7 @@ def signature(cell: Cell, low: Any) -> list[str]:
     for mode in cell.modes:
         for leaf, where in mode.lies.items():
             if leaf not in specs:
-                if cell.extra != "lora" and not (cell.kind == "experts" and ".mlp." in leaf):
+                if not _without(cell, leaf):
                     wrong.append(f"no leaf {leaf}")
                 continue
             spec = specs[leaf]
@@ -208,14 +256,37 @@ def signature(cell: Cell, low: Any) -> list[str]:
             for some in wanted.split():
                 if not set(some.split("|")) & calls.get(axis, set()):
                     wrong.append(f"no {some} over {axis}, only {sorted(calls.get(axis, ()))}")
+        wrong += _worked(cell, low.plan, mode)
     cover = low.coverage()
     if cover.fallbacks:
         wrong.append(f"operators without a rule: {cover.fallbacks}")
-    # No tensor mode speaks of experts' products, so what tensor axes do with them is found by cost: copies, where they are small.
-    theirs = cell.kind == "experts" and cell.tensor != "none"
-    if any(mode.axes for mode in cell.modes) and not theirs and cover.efficiency < 0.9:
+    if any(mode.axes for mode in cell.modes) and cover.efficiency < 0.9:
         wrong.append(f"ranks do one another's work: {cover.efficiency:.0%} of the flops of a perfect split")
     return wrong
+
+
+def _worked(cell: Cell, plan: cf.Plan, mode: Mode) -> list[str]:
+    """Products, attention and experts that a mode speaks for and that are worked on in another way, or not there."""
+    wrong = []
+    for glob, where in mode.works.items():
+        names = attrgetter("target" if glob.startswith("colofunc.") else "path")
+        found = [d for d in plan.decisions if fnmatchcase(names(d), glob) and d.target.startswith(WORK)]
+        if cell.extra == "lora" and glob == "*.q_proj":  # its adapter's two products stand under the same path
+            continue
+        if not found and not _without(cell, glob):
+            wrong.append(f"no product {glob}")
+        for d in found:
+            for axis, words in where.items():
+                if dict(d.axes).get(axis) not in words.split("|"):
+                    wrong.append(f"{d.path} {d.target} is worked on as {dict(d.axes)}, and {axis} should be {words}")
+    return wrong
+
+
+def _without(cell: Cell, name: str) -> bool:
+    """Whether a cell's model has no such weight or product: adapters and experts stand in the place of others."""
+    if "experts" in name:
+        return cell.kind == "dense"
+    return cell.extra == "lora" or (cell.kind == "experts" and re.search(r"(up|down)_proj(\.weight)?$", name) is not None)
 
 
 def _meets(spec: str, axis: str, where: Place) -> bool:

@@ -32,8 +32,10 @@ def tried(cells: list[Cell]) -> list[Outcome]:
     for cell in cells:
         try:
             outcomes.append(run(cell))
+            print(f"{cell}: {outcomes[-1].refused or f'{outcomes[-1].worst:.1e}'}", flush=True)
         except (AssertionError, cf.ColofuncError) as error:
             broken.append(f"{cell} on {cell.sizes}: {type(error).__name__}: {str(error)[:600]}")
+            print(f"{cell}: broken, {broken[-1]}", flush=True)
     why = Counter(o.refused for o in outcomes if o.refused)
     equal = sum(not o.refused for o in outcomes)
     print(f"\n{len(cells)} combinations tried, {equal} equal, {sum(why.values())} refused {dict(why)}, {len(broken)} broken")

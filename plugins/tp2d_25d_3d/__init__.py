@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grids import FORMS
 from colofunc_plugins.tp2d_25d_3d.moments import moments
-from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, products
+from colofunc_plugins.tp2d_25d_3d.pairs import Pairs, find, leaf_of, products
 from colofunc_plugins.tp2d_25d_3d.plans import Gridded, gridded
 from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
@@ -32,6 +32,7 @@ import colofunc as cf
 
 __all__ = ["Auto", "Gridded", "Megatron", "Pairs", "find", "tensor"]
 
+EXPERTS = ("colofunc.experts", "colofunc.experts_backward")
 MODES = {"1d": ("tp",), "auto": ("tp",), "2d": ("x", "y"), "2.5d": ("x", "y", "z"), "3d": ("x", "y", "z")}
 
 
@@ -87,7 +88,10 @@ class Megatron:
         if mesh.axis_size(axis) == 1:
             return []
         pairs = find(program, mesh, axis)
-        specs = dict(self._specs(program, pairs, axis))
+        layers = {} if self.sequence else dict(_hidden(program, cf.Rules(program, mesh), axis))
+        specs: dict[int, str | cf.Layout] = dict(self._specs(program, pairs, axis))
+        for leaves in layers.values():
+            specs |= leaves
         if not specs:
             raise cf.PlanError(
                 f"{self.name} finds no two products with weights of which one feeds the other and whose heads and widths "
@@ -100,6 +104,9 @@ class Megatron:
             if value.role in ("param", "frozen"):
                 spec = specs.get(id, _whole(value.shape))
                 found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
+        for path in layers:
+            want = f"{{{axis}: f}}"
+            found.append(cf.Wish(path or "*", want, self.axes, source=self.name, targets=EXPERTS, phases=("forward", "backward")))
         kept = ((value, specs.get(id, _whole(value.shape))) for value, id in moments(program))
         return found + [cf.Wish(value.name, spec, self.axes, ("state",), self.name) for value, spec in kept]
 
@@ -168,6 +175,16 @@ class Auto:
             n = " by ".join(str(mesh.axis_size(a)) for a in axes)
             raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")
         return list(dict.fromkeys(found))
+
+
+def _hidden(program: Any, rules: cf.Rules, axis: str) -> Iterator[tuple[str, dict[int, cf.Layout]]]:
+    """Module path of every layer of experts -> its weights, split by hidden units: a column and row pair in each expert."""
+    made = program.producers()
+    for node in program.nodes:
+        way = rules.place(node, "f", axis) if node.target == EXPERTS[0] else None
+        if way is not None:
+            leaves = ((leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
+            yield node.path, {id: lies for id, lies in leaves if id is not None and lies is not None}
 
 
 def _whole(shape: tuple[int, ...]) -> str:

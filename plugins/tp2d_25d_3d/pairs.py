@@ -55,7 +55,7 @@ def products(program: Any, rules: cf.Rules) -> Iterator[Product]:
             continue
         out = {f for dim in rule.outs[0] for f in dim}
         for k, ref in enumerate(node.refs):
-            leaf, swapped = _leaf(program, made, ref)
+            leaf, swapped = leaf_of(program, made, ref)
             operand = rule.ins[k]
             if leaf is None or len(operand) != 2 or any(len(dim) != 1 for dim in operand):
                 continue
@@ -64,7 +64,7 @@ def products(program: Any, rules: cf.Rules) -> Iterator[Product]:
                 continue
             kept = 0 if a in out else 1
             factors = (b, a) if kept == 0 else (a, b)
-            bias = next((_leaf(program, made, r)[0] for j, r in enumerate(node.refs) if rule.ins[j] == ((factors[1],),)), None)
+            bias = next((leaf_of(program, made, r)[0] for j, r in enumerate(node.refs) if rule.ins[j] == ((factors[1],),)), None)
             place = 1 - kept if swapped else kept
             yield Product(index, leaf, 1 - place, place, bias, factors, node.path)
             break
@@ -76,12 +76,12 @@ def work(program: Any, rules: cf.Rules) -> dict[int, int]:
     found = {}
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
-        if rule is not None and rule.flops is not None and any(_leaf(program, made, r)[0] is not None for r in node.refs):
+        if rule is not None and rule.flops is not None and any(leaf_of(program, made, r)[0] is not None for r in node.refs):
             found[index] = rule.flops
     return found
 
 
-def _leaf(program: Any, made: Mapping[int, Any], id: int) -> tuple[int | None, bool]:
+def leaf_of(program: Any, made: Mapping[int, Any], id: int) -> tuple[int | None, bool]:
     """(weight leaf behind a value, whether its dims are swapped)."""
     swapped = False
     while id in made and len(made[id].refs) == 1:
@@ -116,7 +116,12 @@ def find(program: Any, mesh: cf.Mesh, axis: str) -> Pairs:
             if step is not None:
                 stripes[i] = step
                 tried[i].add(step)
-            elif not any(more.values()):
+        if not any(more.values()):
+            # Keys that no head divides stop queries that would go through: without them these start anew.
+            guilty = [i for i in lone if i in walk.guilty] or lone
+            for i in lone:
+                stripes[i], tried[i] = 1, {1}
+            for i in guilty:
                 stripes.pop(i)
 
 
@@ -137,6 +142,7 @@ class _Walk:
     paired: set[int] = attrs.field(factory=set)
     summed: set[int] = attrs.field(factory=set)  # columns over which a statistic is taken (a norm): the flow is a stream's
     lost: set[int] = attrs.field(factory=set)  # columns that end in a loss
+    guilty: set[int] = attrs.field(factory=set)  # columns that an operator does not take, whatever else it reads
     cuts: dict[int, set[int]] = attrs.field(factory=dict)  # column -> stripes that the operator where it ended may pass
 
     def run(self) -> None:
@@ -172,6 +178,8 @@ class _Walk:
         loss = any(word in node.target for word in LOSSES)
         strategy = self.rules.take(node, seeds, opened="softmax" in node.target or loss)
         if strategy is None:
+            alone = [r for r in seeds if self.rules.take(node, {r: seeds[r]}, opened=False) is None]
+            self.guilty |= frozenset().union(*(self.origins[r] for r in alone))
             for origin in origins:
                 self.cuts.setdefault(origin, set()).update(s for r in seeds for s in self.rules.cuts(node, r, self.lies[r]))
             return
