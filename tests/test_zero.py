@@ -149,13 +149,39 @@ def test_one_rank_is_the_step_itself() -> None:
     assert check(staged, state, batch).worst < 1e-10
 
 
-def test_shapes_that_nothing_divides() -> None:
-    """Small ones are copied, large ones padded; the numbers are the same."""
-    step, state, batch = mlp(13, 337)
-    staged = cf.shard(step, DP2, zero(3, "dp"))
-    lies = specs(staged.lower(state, batch))
-    assert lies["state.params.0.weight"] == "(dp a~) b" and lies["state.params.0.bias"] == "a"
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_shapes_that_nothing_divides(stage: int, clip: float | None) -> None:
+    """Small ones are copied, large ones padded and updated where they lie: P to the next multiple moves, twice."""
+    step, state, batch = mlp(13, 337, clip=clip)
+    staged = cf.shard(step, DP2, zero(stage, "dp"))
+    low = staged.lower(state, batch)
+    lies, each = specs(low), 2 * 338 * 13 * 8 // 2
+    assert lies["state.opt.exp_avg.0.weight"] == "(dp a~) b" and lies["state.opt.exp_avg.2.weight"] == "a (dp b~)"
+    assert lies["state.params.0.weight"] == ("(dp a~) b" if stage == 3 else "a b") and lies["state.params.0.bias"] == "a"
+    moved = wires(low)
+    assert moved["reduce_scatter"] == moved["all_gather"] == each and moved["all_reduce"] < 2 * (13 + 337 + 4) * 8
     assert check(staged, state, batch).worst < 1e-10
+
+
+@pytest.mark.parametrize(("opt", "on_shards"), [(torch.optim.SGD, True), (torch.optim.Adagrad, False)])
+def test_padded_updates_of_other_optimizers(opt: Any, on_shards: bool) -> None:
+    """An optimizer of many small operators gathers what is padded; the numbers are the same."""
+    step, state, batch = mlp(13, 337, opt=opt)
+    staged = cf.shard(step, DP4, zero(3, "dp"))
+    padded = 2 * 340 * 13 * 8 * 3 // 4
+    assert (wires(staged.lower(state, batch))["all_gather"] == padded) is on_shards
+    assert check(staged, state, batch).worst < 1e-10
+
+
+def test_a_padded_master_is_gathered_in_the_compute_dtype() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(13, 337), nn.ReLU(), nn.Linear(337, 13))
+    fn = lambda out, b: (out**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b,), {}), clip=1.0)
+    staged = cf.precision(cf.shard(step, DP2, zero(3, "dp", regather=False)), "bf16")
+    moved = wires(staged.lower(state, torch.randn(8, 13)))
+    assert moved["all_gather"] == 2 * 338 * 13 * 2 // 2 and moved["reduce_scatter"] == 2 * moved["all_gather"]
 
 
 def test_another_dim_is_taken_where_the_first_does_not_divide() -> None:

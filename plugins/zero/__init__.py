@@ -17,11 +17,12 @@ Source: ZeRO (1910.02054); hybrid sharding: PyTorch FSDP (2304.11277), MiCS (220
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import attrs
+from colofunc_plugins.zero.padded import TARGETS, strategies
 
 import colofunc as cf
 
@@ -85,6 +86,22 @@ class Zero:
     def name(self) -> str:
         return f"zero({self.stage}, {', '.join(self.stored)})"
 
+    @property
+    def __name__(self) -> str:  # what it is called as a plugin
+        return repr(self)
+
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(TARGETS, self.strategies)
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        """What updates make of shards of tensors that the ranks do not divide."""
+        stored = mesh.atoms(self.stored)
+        if prod(mesh.axis_size(a) for a in stored) > 1 and call.ins and call.ins[0].shape:
+            want = places(call.ins[0].shape, (mesh.atoms(self.moments), stored), mesh, True)
+            if _is_padded(want):
+                yield from strategies(call, mesh, want, stored)
+
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         axes = tuple(sorted(mesh.atoms(self.axes), key=mesh.axis_names.index))
         stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
@@ -103,8 +120,8 @@ class Zero:
             mine = value.role in ("param", "frozen")
             again = False if mine and self.stage < 3 else self.regather if mine else None
             chunk = self.chunk if mine else None
-            if value.role == "param":
-                lies = places(value.shape, (moments, stored), mesh, alone, pad=False)
+            lies = places(value.shape, (moments, stored), mesh, alone)
+            if value.role == "param" and not _is_padded(lies):
                 found.append(cf.Wish(f"grad.{value.name}", lies, axes, ("grad",), self.name, optional=True))
             # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
             each = True if mine and (self.stage == 2 or self.regather) else None
@@ -128,6 +145,10 @@ class Zero:
         return [cf.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
 
 
+def _is_padded(want: Any) -> bool:
+    return isinstance(want, str) and "~" in want
+
+
 def _masters(program: Any) -> set[int]:
     """Parameters that forward reads in a narrower dtype only: what it reads is gathered, they themselves are optimizer state."""
     reads: dict[int, list[Any]] = {}
@@ -142,7 +163,7 @@ def _narrows(node: Any, values: Any) -> bool:
     return node.target == "aten._to_copy.default" and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize
 
 
-def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool, pad: bool = True) -> Any:
+def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
     """Where a tensor may be stored: on a dim that the ranks divide, for the first of `ways` for which there is one.
 
     `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there decides.
@@ -153,7 +174,7 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
         specs = tuple(_spec(shape, d, axes) for d in dims)
         if specs:
             return specs[0] if alone or len(specs) == 1 else specs
-    if ways and prod(shape) > SMALL and pad:
+    if ways and prod(shape) > SMALL:
         longest = max(range(len(shape)), key=lambda d: shape[d])
         return _spec(shape, longest, ways[-1], "~")
     return " ".join(f"d{d}" for d in range(len(shape)))

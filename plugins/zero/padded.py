@@ -1,0 +1,48 @@
+"""Updates on padded shards: what the ranks do not divide is updated where it lies.
+
+Problem: a parameter of (337, 13) on two ranks lies as `(dp a~) b`, 169 rows each, the last of them nobody's. Rules split
+factors into equal parts only, so its update gathered parameter, gradient and moments. Idea: padding is zeros, and the
+update of a zero by a zero gradient is zero; so is a product, a cast, and what padding adds to a sum. These operators take
+padded shards as they are:
+
+    adamw: (dp a~) b, (dp a~) b, ... -> (dp a~) b          mul, to_copy, neg: the same            sum: (dp a~) b -> +dp
+
+Which shapes are padded is the plan's; this offers the strategies, and cost takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import colofunc as cf
+
+__all__ = ["TARGETS", "strategies"]
+
+_EPS = 8  # position of adamw's eps: without it a zero over a zero would not be zero
+_KEEP = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default", "aten._to_copy.default")  # zero where an operand is
+TARGETS = ("colofunc.adamw", "colofunc.sgd", *_KEEP, "aten.sum.default")
+
+
+def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
+    """The strategy of `call` on shards of its first operand, which lies as `spec` says."""
+    shape = call.ins[0].shape
+    if call.target == "colofunc.adamw" and not call.arg(_EPS, "eps"):
+        return
+    shards, whole = cf.Spec(spec).bind(mesh, shape), lambda t: cf.Spec(_whole(len(t.shape))).bind(mesh, t.shape)
+    large = [t.shape == shape for t in call.ins]
+    if any(t.shape and not mine for t, mine in zip(call.ins, large, strict=True)):
+        return  # broadcast
+    ins = tuple(shards if mine else whole(t) for t, mine in zip(call.ins, large, strict=True))
+    if call.target == "aten.sum.default":
+        outs: tuple[Any, ...] = (cf.Spec(" ".join(f"+{axis}" for axis in axes)).bind(mesh, ()),)
+    else:
+        outs = tuple(None if t is None else shards if t.shape == shape else whole(t) for t in call.outs)
+    nbytes = sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(ins, call.ins, strict=True))
+    nbytes += sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(outs, call.outs, strict=True) if t is not None)
+    name = "{" + ", ".join(f"{axis}: padded" for axis in axes) + "}"
+    yield cf.Strategy(name, ins, outs, cf.Cost(float(shards.local_numel), float(nbytes)), axes=tuple((a, "padded") for a in axes))
+
+
+def _whole(dims: int) -> str:
+    return " ".join(f"d{d}" for d in range(dims))
