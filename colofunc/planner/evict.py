@@ -9,7 +9,7 @@ segment one fetch, started as early as its engine and the budget allow, in order
 
     facts = Facts(trace)                          # uses by position, next uses, versions: once per trace
     stays = evict(facts, room_bytes, residents)   # item 0 stays over [0, 4], item 1 over [1, 1] and [5, 6], ...
-    moves = spread(facts, stays, residents, budget_bytes, links)
+    seconds, copies = spread(facts, stays, residents, budget_bytes, links)
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from bisect import bisect_right
 from collections.abc import Collection
 from heapq import heappop, heappush
 from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -36,11 +38,12 @@ class Version:
     outlives: bool  # the last value of an item that exists after the step
 
 
-@attrs.frozen(eq=False)
-class Stay:
-    item: int
+class Stay(NamedTuple):
+    """An item is on the device from its first to its last position of this stretch."""
+
     first: int
     last: int
+    item: int
     made: bool  # its first use makes it: no fetch
     after: int  # where the item was last needed before (0 if never): its fetch starts no earlier
 
@@ -164,7 +167,7 @@ class _Belady:
         spec = facts.trace.items[item]
         first = self.since[item]
         made = not spec.home and first == spec.uses[0]
-        self.stays[item].append(Stay(item, first, last, made, self.before[item]))
+        self.stays[item].append(Stay(first, last, item, made, self.before[item]))
         self.before[item] = last + 1
         self.held -= facts.nbytes[item]
         self.next[item] = -1
@@ -192,11 +195,26 @@ def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
                 limit = min(version.end if version.overwritten_here else facts.size, following, facts.size)
                 start = version.written + 1
                 out.append(_Store(item, start, version.host_read, max(mine[at].last + 1, start), limit))
-    return sorted(out, key=lambda s: (s.start, s.limit, s.item))
+    return sorted(out, key=lambda s: (s.start, s.low, s.limit, s.item))
 
 
-def spread(facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links) -> list[Move]:
-    """Moves of these stays, ordered by start: at most `budget_bytes` on the device at any position."""
+class Copy(NamedTuple):
+    """A `Move` as it is found, thousands at a time."""
+
+    start: int
+    fetch: bool
+    item: int
+    done: int
+    free: int
+
+    def move(self) -> Move:
+        return Move(self.item, "fetch" if self.fetch else "store", self.start, self.done, self.free)
+
+
+def spread(
+    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
+) -> tuple[float, list[Copy]]:
+    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position."""
     return _Spread(facts, stays, residents, budget_bytes, links).run()
 
 
@@ -216,7 +234,7 @@ class _Spread:
                 change[stay.last + 1] -= facts.nbytes[item]
         taken = sum(facts.nbytes[i] for i in residents)
         self.bytes = facts.base + np.cumsum(np.asarray(change[:-1], dtype=np.int64)) + taken
-        self.queue = sorted((s for mine in stays for s in mine if not s.made), key=lambda s: (s.first, s.last, s.item))
+        self.queue = sorted(s for mine in stays for s in mine if not s.made)
         self.started = [False] * len(self.queue)
         self.head = 0
         self.blocked = [0] * len(self.queue)  # no start before this position: something else needs the bytes up to there
@@ -237,9 +255,9 @@ class _Spread:
         self.read: dict[int, float] = {}
         self.end = [0.0] * facts.size
         self.landing: dict[int, float] = {}  # position -> when the fetches due there have ended
-        self.moves: list[Move] = []
+        self.copies: list[Copy] = []
 
-    def run(self) -> list[Move]:
+    def run(self) -> tuple[float, list[Copy]]:
         lanes = self.facts.lanes
         for p in range(self.facts.size):
             self._store(p)
@@ -262,7 +280,10 @@ class _Spread:
         self._store(self.facts.size)
         for store in list(self.storing.values()):
             self._await(store, store.limit)
-        return sorted(self.moves, key=lambda m: (m.start, m.kind == "fetch"))
+        makespan = max(self.now, self.host, self.up, self.down)
+        stores = (s for issued in self.stores.values() for s in issued)
+        self.copies.extend(Copy(s.start, False, s.item, s.free if s.host < 0 else min(s.free, s.host), s.free) for s in stores)
+        return makespan, sorted(self.copies, key=itemgetter(0, 1))
 
     def _host(self, p: int) -> None:
         lanes = self.facts.lanes
@@ -308,7 +329,6 @@ class _Spread:
         if store in self.kept:
             self.kept.remove(store)
             self.extra -= self.facts.nbytes[store.item]
-        self.moves.append(Move(store.item, "store", store.start, p if store.host < 0 else min(p, store.host), p))
 
     # ---- fetches ----
 
@@ -320,7 +340,7 @@ class _Spread:
         self.landing[stay.first] = self.up
         self.bytes[p : stay.first] += size
         self.started[index] = True
-        self.moves.append(Move(stay.item, "fetch", p, stay.first))
+        self.copies.append(Copy(p, True, stay.item, stay.first, stay.first))
 
     def _hoist(self, p: int, take: float) -> None:
         while self.head < len(self.queue) and self.started[self.head]:

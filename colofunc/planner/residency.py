@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.evict import Facts, evict, spread
+from colofunc.planner.evict import Copy, Facts, evict, spread
 from colofunc.planner.timeline import (
     Item,
     Links,
@@ -92,7 +92,7 @@ def _check_trace(trace: Trace) -> None:
 class _Found:
     seconds: float
     moved: int
-    moves: tuple[Move, ...]
+    copies: list[Copy]
     residents: tuple[int, ...]
 
     @property
@@ -143,17 +143,17 @@ class _Search:
 
     def _try(self, residents: tuple[int, ...], room: int) -> _Found:
         stays = evict(self.facts, room, residents)
-        moves = spread(self.facts, stays, residents, self.budget, self.links)
-        played = play(self.facts.lanes, moves, self.links)
-        moved = sum(self.facts.nbytes[m.item] for m in moves)
-        return _Found(played.makespan, moved, tuple(moves), residents)
+        seconds, copies = spread(self.facts, stays, residents, self.budget, self.links)
+        return _Found(seconds, sum(self.facts.nbytes[c.item] for c in copies), copies, residents)
 
     def _result(self, best: _Found) -> Residency:
         nbytes = self.facts.nbytes
-        up = sum(nbytes[m.item] for m in best.moves if m.kind == "fetch")
-        peak = max(bytes_by_position(self.trace, best.moves, best.residents), default=0)
-        exposed = max(0.0, best.seconds - self.alone.makespan)
-        return Residency(best.moves, frozenset(best.residents), peak, best.seconds, exposed, (up, best.moved - up))
+        moves = tuple(copy.move() for copy in best.copies)
+        up = sum(nbytes[m.item] for m in moves if m.kind == "fetch")
+        peak = max(bytes_by_position(self.trace, moves, best.residents), default=0)
+        seconds = play(self.facts.lanes, moves, self.links).makespan
+        exposed = max(0.0, seconds - self.alone.makespan)
+        return Residency(moves, frozenset(best.residents), peak, seconds, exposed, (up, best.moved - up))
 
     # ---- which residents ----
 
