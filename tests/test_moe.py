@@ -240,7 +240,13 @@ def test_axes_that_are_decided_first_leave_room_for_experts() -> None:
 def test_batched_mm_and_tensor_parallelism_beside() -> None:
     step, state, batch = language("mixtral", "batched_mm", greedy=False, opt=torch.optim.AdamW)
     with cf.testing.float64():
-        check(cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp")), state, batch)
+        step = cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp"))
+        check(step, state, batch)
+        low = step.lower(state, batch)
+    # Hidden units over tp: a column and row pair in each expert, gate and up alike.
+    assert {n.note.split(" ", 1)[1] for n in low.program.nodes if n.target.startswith("colofunc.experts")} == {"{ep: dispatch, tp: f}"}
+    weights = {leaf.name.split("experts.")[-1]: leaf.spec for leaf in low.plan.inputs if ".params." in leaf.name}
+    assert weights["gate_up_proj"] == "(ep a) (b tp 12) c" and weights["down_proj"] == "(ep a) b (tp c)"
 
 
 @pytest.mark.parametrize("other", [lambda: tensor("1d", "tp", sequence=True), lambda: ring("tp"), lambda: ulysses("tp")],
