@@ -116,15 +116,16 @@ class Megatron:
         for product, stripes in pairs.columns.items():
             if product in pairs.vocabulary and not self.vocabulary:
                 continue
-            split = f"({stripes} {axis} o)" if stripes > 1 else f"({axis} o)"
+            split = _cut(axis, "o", stripes)
             yield product.leaf, f"{split} i" if product.kept == 0 else f"i {split}"
             if product.bias is not None:
                 yield product.bias, split
             if product in pairs.vocabulary:
                 rows = program.values[product.leaf].shape[product.kept]
                 yield from ((id, f"({axis} v) e") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
-        for product in pairs.rows:
-            yield product.leaf, f"({axis} i) o" if product.summed == 0 else f"o ({axis} i)"
+        for product, stripes in pairs.rows.items():
+            split = _cut(axis, "i", stripes)
+            yield product.leaf, f"{split} o" if product.summed == 0 else f"o {split}"
 
 
 @attrs.frozen
@@ -185,6 +186,10 @@ def _hidden(program: Any, rules: cf.Rules, axis: str) -> Iterator[tuple[str, dic
         if way is not None:
             leaves = ((leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
             yield node.path, {id: lies for id, lies in leaves if id is not None and lies is not None}
+
+
+def _cut(axis: str, name: str, stripes: int) -> str:
+    return f"({stripes} {axis} {name})" if stripes > 1 else f"({axis} {name})"
 
 
 def _whole(shape: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ columns cannot pass and stripes can: `(3 tp o)`, each rank has its columns of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import attrs
@@ -39,10 +40,10 @@ class Product:
 
 @attrs.frozen
 class Pairs:
-    """`columns`: product -> stripes (1: plain columns). `vocabulary`: columns whose result reaches the loss split."""
+    """`columns`, `rows`: product -> stripes (1: plain). `vocabulary`: columns whose result reaches the loss split."""
 
     columns: Mapping[Product, int]
-    rows: tuple[Product, ...]
+    rows: Mapping[Product, int]
     vocabulary: tuple[Product, ...]
 
 
@@ -107,7 +108,7 @@ def find(program: Any, mesh: cf.Mesh, axis: str) -> Pairs:
         lone = [i for i in walk.columns if i not in walk.paired or i in walk.summed]
         if not lone:
             columns = {every[i]: stripes[i] for i in walk.columns}
-            rows = tuple(every[i] for i in walk.rows)
+            rows = {every[i]: n for i, n in walk.rows.items()}
             return Pairs(columns, rows, tuple(every[i] for i in walk.columns if i in walk.lost))
         # Stripes first: what they join may make others part of a pair.
         more = {i: next((s for s in sorted(walk.cuts.get(i, ())) if s not in tried[i]), None) for i in lone}
@@ -138,7 +139,7 @@ class _Walk:
     lies: dict[int, cf.Layout] = attrs.field(factory=dict)
     origins: dict[int, frozenset[int]] = attrs.field(factory=dict)
     columns: list[int] = attrs.field(factory=list)
-    rows: list[int] = attrs.field(factory=list)
+    rows: dict[int, int] = attrs.field(factory=dict)  # row product -> stripes in which its operand arrives
     paired: set[int] = attrs.field(factory=set)
     summed: set[int] = attrs.field(factory=set)  # columns over which a statistic is taken (a norm): the flow is a stream's
     lost: set[int] = attrs.field(factory=set)  # columns that end in a loss
@@ -160,7 +161,7 @@ class _Walk:
         if seeds:
             strategy = self.rules.take(node, seeds)
             if strategy is not None and dict(strategy.axes).get(self.axis) == mine.weight_factors[0]:
-                self.rows.append(index)
+                self.rows[index] = max(_stripes(layout, self.axis) for layout in seeds.values())
                 self.paired |= frozenset().union(*(self.origins[r] for r in seeds))
             return
         stripe = self.stripes.get(index)
@@ -191,3 +192,9 @@ class _Walk:
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is not None and layout is not None and not layout.pending and not layout.is_replicated:
                 self.lies[out], self.origins[out] = layout, origins
+
+
+def _stripes(layout: cf.Layout, axis: str) -> int:
+    """How many parts stand before an axis in its dim."""
+    dim = next(dim for dim in layout.dims if any(a == axis for _, a in dim))
+    return prod(size for size, _ in dim[: next(k for k, (_, a) in enumerate(dim) if a == axis)])
