@@ -73,7 +73,7 @@ def _take(rest: list[Atom], size: int) -> Dim | None:
         if not rest:
             return None
         n, axis = rest.pop(0)
-        if size % n == 0:
+        if n and size % n == 0:  # an empty tensor has dims of 0
             taken.append((n, axis))
             size //= n
         elif axis is None and n % size == 0:
