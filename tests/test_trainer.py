@@ -25,11 +25,13 @@ class Tokens(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(seed)
         self.ids = torch.randint(0, 64, (n, 12), generator=generator)
         self.labels = self.ids.masked_fill(torch.rand(n, 12, generator=generator) < 0.33, -100)
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        self.read.append(i)
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
@@ -51,7 +53,7 @@ def arguments(path: Path, **options: Any) -> Any:
 
 
 def trainer(path: Path, mesh: cf.Mesh | None, cls: Any = None, **options: Any) -> Any:
-    keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "plans")
+    keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "plans", "read")
     more = {key: options.pop(key) for key in keys if key in options}
     more |= {} if mesh is None else {"mesh": mesh}
     cls = cls or (transformers.Trainer if mesh is None and "chain" not in more else ColofuncTrainer)
@@ -169,7 +171,7 @@ class Files(transformers.TrainerCallback):
         assert state.is_world_process_zero == (torch.distributed.get_rank() == 0) == args.should_save == args.should_log
 
 
-KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_spread", "eval_labels")
+KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_spread", "eval_labels", "eval_ids")
 OPTIONS = dict(eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2, max_steps=4)
 
 
@@ -205,6 +207,49 @@ def test_on_real_ranks(tmp_path: Path) -> None:
     for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8)
     assert type(torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)) is transformers.TrainingArguments
+
+
+# Batches of 4, the last of 2 (evaluated: of 3).
+EPOCH = dict(
+    max_steps=6, eval_strategy="epoch", include_for_metrics=["inputs"],
+    compute_metrics=lambda p: {**spread(p), "ids": float(p.inputs.sum())},
+)
+
+
+def reading(path: str) -> Any:
+    """What a rank reads of an epoch, and its numbers: with the model's loss, and with one that counts every row."""
+    found = []
+    with cf.testing.float64():
+        for options in ({}, {"compute_loss_func": mean_of_logits}):
+            run = trainer(Path(path), DP, **options, **EPOCH)
+            run.train()
+            found.append((run.train_dataset.read, run.eval_dataset.read, history(run, KEYS)))
+        everything = trainer(Path(path), DP, read="all", max_steps=3)
+        everything.train()
+        assert len(everything.train_dataset.read) == 16
+    return found
+
+
+@pytest.mark.dist
+def test_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
+    """The first batches are whole, as there is no plan yet; then each row is read once, in the Trainer's order."""
+    ranks = cf.launch(reading, 2, str(tmp_path))
+    for k, options in enumerate(({}, {"compute_loss_func": mean_of_logits})):
+        with cf.testing.float64():
+            whole = trainer(tmp_path, None, **options, **EPOCH)
+            whole.train()
+        order, asked, want = whole.train_dataset.read, whole.eval_dataset.read, history(whole, KEYS)
+        (a, asked_a, numbers), (b, asked_b, others) = ranks[0][k], ranks[1][k]
+        assert len(order) == 22 and len(asked) == 7 and len(want) == 22
+        assert numbers == pytest.approx(want, rel=1e-10) and others == pytest.approx(want, rel=1e-10)
+        assert a[:8] == b[:8] == order[:8]  # accelerate reads one batch ahead
+        assert (a[8:14], b[8:14]) == (order[8:10] + order[12:14] + order[16:18], order[10:12] + order[14:16] + order[18:20])
+        if k == 0:  # filled up to 4 rows, those added without labels
+            assert a[14:] == b[14:] == order[20:]
+            assert (asked_a, asked_b) == (asked[:2] + asked[4:6], asked[2:4] + [asked[6], asked[4]])
+        else:  # every row counts: a batch of 2 is cut in two, one of 3 read whole
+            assert (a[14:], b[14:]) == (order[20:21], order[21:])
+            assert (asked_a, asked_b) == (asked[:2] + asked[4:], asked[2:4] + asked[4:])
 
 
 def in_a_process_group(path: str) -> Any:
@@ -244,6 +289,7 @@ class Peeking(transformers.TrainerCallback):
         ({"callbacks": [Peeking()]}, "callback Peeking overrides on_pre_optimizer_step"),
         ({"chain": {"mesh": {"dp": 2, "topology": "ideal"}}}, "the chain says mesh and plans; drop mesh="),
         ({"chain": {"mesh": {"dq": 2}, "zerro": 3}}, "unknown key 'zerro'"),
+        ({"read": "owm"}, "read='owm'; did you mean 'own'"),
     ],
 )
 def test_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from colofunc.config import Chain, configure
+from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
@@ -117,6 +118,7 @@ class Loop:
         self.update, self.accumulate = (stage(fn) for fn in functions)
         self.state: Any = None
         self.written = True
+        self.layouts: tuple[Layout, ...] = ()  # of the tensors of the batch that was planned for
 
     def step(self, batch: Any, numbers: Mapping[str, Any], *, divisor: float = 1.0, update: bool = True) -> dict[str, Any]:
         """One batch: {"loss", "seen", "norm" (with update)} as plain tensors. The loss is before the division."""
@@ -127,6 +129,7 @@ class Loop:
         if self.state is None:
             # Planned for an update, also where the first call is none, so that the optimizer's state is considered.
             self.state = self.update.init(_holding(self._read(), not update), batch, given)
+            self.layouts = layouts_of(self.update, 1, self.state, batch, given)
         self.state = _holding(self.state, not update)
         self.state, seen = (self.update if update else self.accumulate)(self.state, batch, given)
         self.written = False
@@ -230,6 +233,12 @@ class Evaluation:
     def forget(self) -> None:
         """Values of the module are read again."""
         self._placed = None
+
+
+def layouts_of(step: Staged, position: int, *args: Any) -> tuple[Layout, ...]:
+    """Where a step that has run, or was initialised, wants the tensors of one of its arguments."""
+    first = sum(len(flatten(arg)[0]) for arg in args[:position])
+    return tuple(step.lower(*args).input_layouts[first : first + len(flatten(args[position])[0])])
 
 
 def _sample(x: Tensor) -> Tensor:

@@ -17,16 +17,26 @@ from typing import Any
 import torch.distributed as dist
 
 from colofunc.errors import InputError
+from colofunc.functional.reading import can_rebuild
+from colofunc.integrations.own_rows import OwnRows
 from colofunc.mesh import Mesh
 
 try:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
     from accelerate.utils import DistributedType, recursively_apply
     from transformers.training_args import ParallelMode, TrainingArguments
 except ImportError as error:
     raise ImportError(
         'colofunc.integrations.one_process needs transformers and accelerate. Try: pip install "colofunc[hf]"'
     ) from error
+
+
+# How a loader works, whatever it reads.
+_LOADER = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+    "persistent_workers", "in_order",
+)  # fmt: skip
 
 
 def real_ranks() -> int:
@@ -68,12 +78,26 @@ class _Arguments:
 
 
 class _Accelerator(Accelerator):
-    """Splits nothing, wraps nothing, gathers nothing."""
+    """Splits nothing, wraps nothing, gathers nothing. Loaders over map-style data sets read what `own` says."""
 
+    own: OwnRows | None = None
     distributed_type = property(lambda self: DistributedType.NO)
     use_distributed = property(lambda self: False)
     num_processes = property(lambda self: 1)
     process_index = property(lambda self: 0)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's own, reading own rows."""
+        made = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.own is None or not isinstance(made, DataLoaderShard) or not can_rebuild(made.base_dataloader):
+            return made
+        base = made.base_dataloader
+        same = {name: value for name in _LOADER if (value := getattr(base, name, None)) is not None}
+        return DataLoaderShard(
+            self.own.data(base.dataset), made.device, made.rng_types, made.synchronized_generator, _drop_last=made._drop_last,
+            _non_blocking=made._non_blocking, batch_sampler=self.own.sampler(base.batch_sampler),
+            collate_fn=self.own.collate(base.collate_fn), **same,
+        )  # fmt: skip
 
     def gather(self, tensor: Any) -> Any:
         return tensor
@@ -110,6 +134,7 @@ def one_process(args: TrainingArguments, mesh: Mesh) -> TrainingArguments:
     return made
 
 
-def one_accelerator(accelerator: Accelerator) -> None:
-    """Have this accelerator split, wrap and gather nothing."""
+def one_accelerator(accelerator: Accelerator, own: OwnRows | None = None) -> None:
+    """Have this accelerator split, wrap and gather nothing, and its loaders read what `own` says."""
     accelerator.__class__ = _Accelerator
+    accelerator.own = own

@@ -6,21 +6,25 @@ last batch of an accumulation, and the calls after it find nothing to do. Evalua
 sharded parameters. Values go back to the model to be saved and at the end.
 
 `per_device_train_batch_size` is the size of the global batch: the plan splits it, not the loader. Under torchrun every
-process reads the same batches, rank 0 writes and logs (see `one_process`).
+process walks the same batches and, once the plan is there, reads its own rows of them (see `own_rows`); rank 0 writes and
+logs (see `one_process`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colofunc.errors import InputError
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
-from colofunc.integrations.loop import Clip, Loop, model_of, plain, staging
+from colofunc.integrations.loop import Clip, Loop, layouts_of, model_of, plain, staging
+from colofunc.integrations.own_rows import OwnRows, Placed
 from colofunc.mesh import Mesh
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
@@ -29,6 +33,7 @@ try:
     import accelerate  # noqa: F401
     import transformers
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise ImportError(
         'colofunc.integrations.transformers needs transformers and accelerate. Try: pip install "colofunc[hf]"'
@@ -40,21 +45,32 @@ if not hasattr(Trainer, "_clip_grad_norm"):
     raise ImportError(f"ColofuncTrainer needs transformers 5 or newer, not {transformers.__version__}. Try: pip install -U transformers")
 
 
+READ = ("own", "all")
+PER_TOKEN = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")  # losses of transformers that leave out labels of -100
+CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}  # what they take, which all can be padded
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OPTIONS = list(inspect.signature(Trainer.__init__).parameters)[3:]  # behind self, model, args
 
 
 class ColofuncTrainer(Trainer):
     """The Trainer's loop on a staged step.
 
-    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. Everything else is the
-    Trainer's. Refused with a reason: DeepSpeed, FSDP, fp16, callbacks that want gradients.
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. read: what a process of
+    several reads of a map-style data set, "own" rows or "all". Everything else is the Trainer's. Refused with a reason:
+    DeepSpeed, FSDP, fp16, callbacks that want gradients.
     """
 
-    def __init__(self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, read: str = "own", **kwargs: Any
+    ) -> None:
         given = kwargs.pop("args", args[1] if len(args) > 1 else None) or TrainingArguments("tmp_trainer")  # as the Trainer's own
         _refuse(given)
         self._mesh = staging(mesh, plans, chain, Clip(), "ColofuncTrainer")[0]
         given = one_process(given, self._mesh)
+        if read not in READ:
+            raise InputError(f"ColofuncTrainer: read={read!r}{near(read, READ, 'ways')}")
+        self._own = OwnRows(self._mesh) if read == "own" and real_ranks() > 1 else None
         self._staging = (mesh, plans, chain)
         self._loop: Loop | None = None
         self._norm: Tensor | None = None
@@ -64,7 +80,35 @@ class ColofuncTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if real_ranks() > 1:
-            one_accelerator(self.accelerator)
+            one_accelerator(self.accelerator, self._own)
+
+    # ---- reading ----
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        own = self._own
+        return super().get_batch_samples(epoch_iterator if own is None else map(own.placed, epoch_iterator), num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        return found.full() if isinstance(found, DTensor) else found
+
+    def _read_own(self, layouts: Sequence[Layout], batch: Mapping[str, Any]) -> None:
+        """A plan has placed this batch: the next ones are read so, where that can be."""
+        processing: Any = self.processing_class
+        if self._own is None or getattr(processing, "padding_side", "right") != "right":  # rows of other lengths meet at their ends
+            return
+        pad_id = getattr(processing, "pad_token_id", None)
+        self._own.found(layouts, batch, self._pads(batch), {} if pad_id is None else {"input_ids": pad_id})
+
+    def _pads(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a row without labels counts for nothing: certain of the Trainer's and the models' own losses per token only."""
+        model: Any = self.model
+        ours = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None and self.label_smoother is None
+        model_name, loss = type(model).__name__, getattr(model, "loss_type", None)
+        known = (loss in PER_TOKEN or (loss is None and model_name in CAUSAL)) and not hasattr(model, "_loss_function")
+        mixes = any(isinstance(m, BATCH_NORMS) for m in model.modules())
+        routes = getattr(getattr(model, "config", None), "output_router_logits", False)  # a loss of all tokens, with labels or not
+        return ours and known and not mixes and not routes and "labels" in batch and set(batch) <= TOKENS
 
     # ---- training ----
 
@@ -74,7 +118,10 @@ class ColofuncTrainer(Trainer):
         loop = self._loop if self._loop is not None else self._started()
         numbers = {} if num_items_in_batch is None else {"num_items": torch.as_tensor(num_items_in_batch)}
         divisor = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
+        planned = bool(loop.layouts)
         found = loop.step(dict(inputs), numbers, divisor=divisor, update=self.accelerator.sync_gradients)
+        if not planned:
+            self._read_own(loop.layouts, inputs)
         self._norm = found.get("norm")
         loss: Tensor = found["loss"] / divisor
         return loss.to(self.args.device)
@@ -135,6 +182,9 @@ class ColofuncTrainer(Trainer):
 
     # ---- evaluation ----
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluation_loop(dataloader if self._own is None else Placed(dataloader, self._own), *args, **kwargs)
+
     def prediction_step(
         self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
@@ -145,7 +195,10 @@ class ColofuncTrainer(Trainer):
             self._evaluation[key] = self._evaluator(prediction_loss_only, ignore_keys, state)
         parts, step = self._evaluation[key]
         if state is None:
-            return plain(step((parts.params, parts.buffers), dict(inputs)))
+            found = plain(step((parts.params, parts.buffers), dict(inputs)))
+            if self._own is not None and self._own.rows is None:
+                self._read_own(layouts_of(step, 1, (parts.params, parts.buffers), dict(inputs)), inputs)
+            return found
         params, buffers = ({f"module.{name}": value for name, value in state[key].items()} for key in ("params", "buffers"))
         return plain(step((params, buffers), dict(inputs)))
 
@@ -200,8 +253,8 @@ class ColofuncTrainer(Trainer):
         """Nothing: the model keeps the values for reading and writing, the state is where the mesh is."""
 
     def _prepare_input(self, data: Any) -> Any:
-        """A batch goes to the mesh with the step."""
-        return data
+        """A batch goes to the mesh with the step; what is there already, and wanted for metrics, comes back whole."""
+        return data.full() if isinstance(data, DTensor) else data
 
 
 def _clips(chain: Any) -> bool:
