@@ -96,8 +96,10 @@ class Zero:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """What updates make of shards of tensors that the ranks do not divide."""
+        if not (call.ins and call.ins[0].shape and all(a in mesh for a in self.axes)):
+            return  # of microbatches, which are a mesh of their own
         stored = mesh.atoms(self.stored)
-        if prod(mesh.axis_size(a) for a in stored) > 1 and call.ins and call.ins[0].shape:
+        if prod(mesh.axis_size(a) for a in stored) > 1:
             want = places(call.ins[0].shape, (mesh.atoms(self.moments), stored), mesh, True)
             if _is_padded(want):
                 yield from strategies(call, mesh, want, stored)
