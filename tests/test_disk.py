@@ -258,6 +258,16 @@ def test_half_made_and_foreign_folders_are_not_taken_for_dead_stores(tmp_path: P
         assert folders(tmp_path) == sorted([unsigned.name, elsewhere.name, other.name, Path(tried.path).name])
 
 
+def test_what_is_kept_is_removed_by_nobody_else(tmp_path: Path) -> None:
+    with store(tmp_path, [3], keep=True) as first:
+        write(first, 0, b"one")
+        first.commit()
+    with store(tmp_path, [3]):
+        assert len(folders(tmp_path)) == 2
+    with DiskStore.open(tmp_path) as again:
+        assert again.path == first.path and read(again, 0) == b"one"
+
+
 # ---- damage ----
 
 
@@ -313,11 +323,11 @@ def test_a_damaged_or_incomplete_store_is_not_opened(tmp_path: Path, name: str) 
 
 
 def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
-    with store(tmp_path, [9000]) as tried:
-        write(tried, 0, bytes(9000))
+    with store(tmp_path, [8192]) as tried:
+        write(tried, 0, bytes(8192))
         os.truncate(Path(tried.path) / "version-0", 4096)
         with pytest.raises(DiskError, match=r"chunk 0, bytes 4096 to 8192 of it.*the file ends at byte 4096"):
-            tried.read(0, torch.zeros(9000, dtype=torch.uint8)).wait(60)
+            tried.read(0, torch.zeros(8192, dtype=torch.uint8)).wait(60)
 
 
 # ---- no directory, no room ----
@@ -457,6 +467,25 @@ def test_calls_that_move_less_than_asked_go_on(tmp_path: Path, monkeypatch: pyte
     with store(tmp_path, [9000]) as tried:
         tried.write(0, data).wait(60)
         assert read(tried, 0) == content(data)
+
+
+@pytest.mark.parametrize(("size", "shift", "in_place"), [(2 * PAGE, 0, 2), (2 * PAGE, 64, 0), (2 * PAGE + 8, 0, 2)])
+def test_aligned_memory_is_moved_from_and_to_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, shift: int, in_place: int
+) -> None:
+    addresses: list[int] = []
+    for name in ("pwritev", "preadv"):
+        real = getattr(os, name)
+        noted = lambda fd, buffers, at, real=real: (addresses.append(buffers[0].ctypes.data), real(fd, buffers, at))[1]  # noqa: E731
+        monkeypatch.setattr(os, name, noted)
+    data, into = random_bytes(1, size, shift), random_bytes(2, size, shift)
+    with store(tmp_path, [size]) as tried:
+        tried.write(0, data).wait(60)
+        tried.read(0, into).wait(60)
+    assert content(into) == content(data) and all(address % PAGE == 0 for address in addresses)
+    for tensor in (data, into):
+        lies = range(tensor.data_ptr(), tensor.data_ptr() + size)
+        assert sum(address in lies for address in addresses) == in_place
 
 
 # ---- threads, order, memory ----
@@ -617,6 +646,12 @@ def test_a_folder_swept_while_it_is_made_is_made_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "open", open_after_sweep)
     with store(tmp_path) as tried:
         assert len(swept) == 1 and folders(tmp_path) == [Path(tried.path).name]
+
+
+def test_a_lock_whose_owner_has_just_removed_it_is_not_taken(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    (tmp_path / "lock").unlink()
+    assert not disk_files._lock(fd)
 
 
 # ---- what is refused ----

@@ -118,7 +118,7 @@ class Records:
 class DiskStore:
     """Chunks of fixed sizes on disk, in a folder of its own within `directory`; see the module's docstring.
 
-    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_files.disk_bytes`).
+    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_layout.disk_bytes`).
     threads: how many move blocks; 4 fill a drive. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
     keep: whether the files outlive the process; otherwise `close` or the end of the process removes them, and after a

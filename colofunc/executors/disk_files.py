@@ -132,9 +132,7 @@ class Files:
             os.fsync(self._folder_fd)
 
     def shut(self) -> None:
-        """Close everything, remove the files unless they are kept, give the lock back. A forked process leaves all as it is."""
-        if os.getpid() != self.owner:
-            return
+        """Close everything, remove the files unless they are kept, give the lock back. Not for a forked process."""
         for fd in self._fds:
             os.close(fd)
         if not self.keep:

@@ -128,7 +128,7 @@ class Workers:
                 work.left -= 1
                 if work.left == 0:
                     self._end(work)
-            del work  # holds the caller's tensor
+            del work, error  # both hold the caller's tensor
 
     def _begin(self, work: Work) -> None:
         if work.left == 0:
