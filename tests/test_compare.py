@@ -15,8 +15,9 @@ from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
 from colofunc.program.loop import within
 from colofunc.program.trace import trace
+from colofunc.program.trace_record import run_node
 from colofunc.testing import models
-from colofunc.transforms.compare import Reference, bounds_of
+from colofunc.transforms.allowed import Allowed, Reference, bounds_of
 from colofunc.transforms.executed import looked_at
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
@@ -111,7 +112,49 @@ def test_what_went_through_bfloat16_is_compared_as_such() -> None:
     assert set(bounds_of(low.global_program, 0.5).values()) == {0.5}
 
 
+def adam_in_bf16(*plugins: Any, lr: float = 5e-2) -> tuple[Any, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    loss = lambda out, batch: (out**2).mean() * 1e-2  # noqa: E731
+    model, opt = cf.functional(models.Mlp()), cf.adapt(torch.optim.AdamW, lr=lr)
+    step_fn, state = cf.train_step(model, opt, loss=loss, inputs=lambda batch: ((batch,), {}))
+    return cf.precision(cf.shard(step_fn, MESH, plugins=plugins), "bf16"), state, torch.randn(8, 16)
+
+
+def test_where_only_rounding_is_left_of_a_gradient_adam_moves_by_its_rate() -> None:
+    """Such weights differ by 2 lr, which is no error; weights whose gradient is larger than its rounding may not."""
+    step, state, batch = adam_in_bf16()
+    low = step.lower(state, batch)
+    assert low.compare(state, batch).equal
+    assert {d.operator for d in low.compare(state, batch, tolerance=2e-2).differences} == {"colofunc.adamw"}
+
+
+def test_what_an_update_may_be_off_by() -> None:
+    """Adam's first step is lr, whatever the gradient's size: by no more than rounding where it is larger than its error."""
+    step, state, batch = adam_in_bf16()
+    program = step.lower(state, batch).global_program
+    node = next(n for n in program.nodes if n.target == "colofunc.adamw")
+    grad = torch.tensor([1.0, 0.5, 1e-3])
+    operands = [torch.ones(3), grad, torch.zeros(3), torch.zeros(3), torch.tensor(1.0), torch.tensor(5e-2)]
+    values = dict(zip(node.refs, operands, strict=True))
+    inputs = [torch.zeros(program.values[i].shape, dtype=program.values[i].dtype) for i in program.inputs if i not in program.constants]
+    allowed = Allowed(program, inputs, (), None)
+    allowed.ran(node, values, run_node(node, values))
+    new, first, second, _ = (allowed.elements[o] for o in node.outs)
+    assert new[:2].max() < 1e-4 and float(new[2]) == pytest.approx(2 * 5e-2, rel=1e-3)
+    assert first.tolist() == pytest.approx([0.1 * 2e-2] * 3, rel=1e-3)
+    assert second.tolist() == pytest.approx([1e-3 * (1.02**2 - 1), 1e-3 * (0.52**2 - 0.25), 1e-5], rel=1e-2)  # the last is float32's own
+
+
 # ---- injected faults ----
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_dropped_reduction_in_bf16(phase: str) -> None:
+    """Gradients of 1e-4, of which a share is missing: nothing beside 1, and Adam's step would not show it."""
+    fault = Fault(lambda node, program: drop_reductions(node, program) if node.phase == phase else None)
+    step, state, batch = adam_in_bf16(fault)
+    first = step.lower(state, batch).compare(state, batch).first
+    assert fault.hit and first.phase == phase and first.line
 
 
 def drop_reductions(node: Node, program: Program) -> Node | None:

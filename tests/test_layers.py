@@ -28,16 +28,18 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("executors", ["colofunc.executors"]),
     ("DTensor", [f"colofunc.dtensor{name}" for name in ("", ".tensor", ".eager", ".eager_dispatch", ".eager_functions", ".placed")]),
     ("transforms", ["colofunc.transforms"]),
+    ("pictures", ["colofunc.pictures"]),
     ("functional", ["colofunc.functional"]),
     ("config", ["colofunc.config"]),
     ("integrations", ["colofunc.integrations"]),
     ("testing", ["colofunc.testing"]),
+    ("command line", ["colofunc.cli"]),
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
 
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
-    "agree", "compare", "compile", "decide", "differing", "executed", "finite", "lowered", "observe",
+    "agree", "allowed", "compare", "compile", "decide", "differing", "executed", "finite", "lowered", "observe",
     "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ really runs is compared too, in whatever of it still is a value of the step (see
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,11 +25,10 @@ import torch
 from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
-from colofunc.program.closeness import TOLERANCE
-from colofunc.program.ir import Node, Program
-from colofunc.program.trace_record import run_node
+from colofunc.program.ir import Node
 from colofunc.program.trace_tree import flatten, unflatten
-from colofunc.transforms.differing import differing, distance
+from colofunc.transforms.allowed import Allowed, Reference
+from colofunc.transforms.differing import differing, judged
 from colofunc.transforms.executed import Seen, looked_at, program_tap
 from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, table_text, whole
 
@@ -106,8 +105,9 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     arguments = arguments_of(low, args)
     plain = plain_program(low, arguments.backend)
     inputs = arguments.whole()
-    reference = Reference(low.global_program, inputs, Counter(plain.owners.values()))
-    look = _Look(low, plain, reference, tolerance)
+    allowed = Allowed(low.global_program, inputs, tuple(plain.owners.values()), tolerance)
+    reference = Reference(low.global_program, inputs, Counter(plain.owners.values()), allowed.ran)
+    look = _Look(low, plain, reference, allowed)
     with torch.no_grad(), quiet():
         look.inputs(arguments)
         run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
@@ -121,46 +121,12 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     return Compared(look.values, look.ran, look.worst, tuple(look.found))
 
 
-class Reference:
-    """The global program on one device, run as far as it is asked for; values die when nobody will ask again."""
-
-    def __init__(self, program: Program, inputs: Sequence[torch.Tensor], asked: Mapping[int, int]) -> None:
-        self.program = program
-        ids = [i for i in program.inputs if i not in program.constants]
-        self.env: dict[int, torch.Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
-        self.asked = Counter(asked)
-        self.last = program.last_uses()
-        self.at = 0
-
-    def value(self, id: int) -> torch.Tensor:
-        """The value, computed now if it was not."""
-        while id not in self.env:
-            node = self.program.nodes[self.at]
-            results = run_node(node, self.env)
-            self.env.update({o: x for o, x in zip(node.outs, results, strict=True) if o is not None})
-            self.at += 1
-            for ref in {*node.refs, *(o for o in node.outs if o is not None)}:
-                self._drop(ref)
-        return self.env[id]
-
-    def take(self, id: int) -> torch.Tensor:
-        """`value`, asked for one time less from now on."""
-        found = self.value(id)
-        self.asked[id] -= 1
-        self._drop(id)
-        return found
-
-    def _drop(self, id: int) -> None:
-        if self.asked[id] <= 0 and self.last.get(id, -1) < self.at:
-            self.env.pop(id, None)
-
-
 class _Look:
     """Called behind every node of the local program; collects what differs."""
 
-    def __init__(self, low: Lowered, plain: Plain, reference: Reference, tolerance: float | None) -> None:
+    def __init__(self, low: Lowered, plain: Plain, reference: Reference, allowed: Allowed) -> None:
         self.low, self.plain, self.reference = low, plain, reference
-        self.bounds = bounds_of(low.global_program, tolerance)
+        self.allowed = allowed
         self.makers = low.global_program.producers()
         self.local_makers = plain.program.producers()
         self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
@@ -185,7 +151,7 @@ class _Look:
         owner = self.plain.owners[mine]
         assert layout is not None, "a copy of a global value has a layout"
         expected = self.reference.take(owner)
-        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.bounds[owner])
+        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.allowed.of(owner, expected))
         self.values += 1
         if not ranks:
             self.worst = max(self.worst, worst)
@@ -209,7 +175,7 @@ class _Look:
     def executed(self, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:
         """All values agree: so must those of the program that really runs."""
         low = self.low
-        self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program))
+        self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program), self.allowed.ran)
         tap = program_tap(low.program, low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
@@ -217,8 +183,11 @@ class _Look:
         """Compare one value of the program that runs, in one trip if it stands in a loop."""
         value, mesh = seen.value, self.low.mesh
         assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
-        expected, layout = seen.part(self.reference.take(value.of), mesh)
-        worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, self.bounds[value.of])
+        whole = self.reference.take(value.of)
+        (expected, layout), allowed = seen.part(whole, mesh), self.allowed.of(value.of, whole)
+        if isinstance(allowed, torch.Tensor):
+            allowed, _ = seen.part(allowed, mesh)
+        worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, allowed)
         self.values, self.ran = self.values + 1, self.ran + 1
         if not ranks:
             self.worst = max(self.worst, worst)
@@ -234,7 +203,7 @@ class _Look:
         low = self.low
         outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
         for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
-            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.bounds[owner])
+            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.allowed.of(owner, want))
             self.values, self.ran = self.values + 1, self.ran + 1
             if ranks and owner not in self.wrong:
                 why = f"{PASSES}: the program before them gives the right value"
@@ -248,23 +217,10 @@ class _Look:
         order = {id(node): k for k, node in enumerate(self.low.global_program.nodes)}
         made: list[int] = []
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
-            worst = distance(want, got.detach())
-            if not worst <= self.bounds[owner]:
+            worst, fine = judged(want, got.detach(), self.allowed.of(owner, want))
+            if not fine:
                 why = "tracing or simplifying, unless what it reads from outside (a global, an attribute) has changed since its trace"
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
                 made.append(order.get(id(self.makers.get(owner)), -1))
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
-
-def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
-    """How far each value may be off: as its dtype allows, or the coarsest dtype that it was computed through."""
-    bounds = {i: TOLERANCE.get(program.values[i].dtype, 0.0) for i in program.inputs}
-    through = dict.fromkeys(program.inputs, 0.0)  # inputs are exact
-    for node in program.nodes:
-        coarsest = max((through[r] for r in node.refs), default=0.0)
-        for o in node.outs:
-            if o is not None:
-                exact = not (program.values[o].dtype.is_floating_point or program.values[o].dtype.is_complex)
-                through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
-                bounds[o] = 0.0 if exact else through[o]
-    return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)

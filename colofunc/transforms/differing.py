@@ -4,10 +4,13 @@ Problem: a value lies in parts, some of them several times, and one wrong copy i
 that hold one whole tensor between them are joined and compared; what is pending is reduced first.
 
     worst, ranks = differing(shards, layout, mesh, expected, 1e-10)      # ranks: those of the copies that are off
+
+What a copy may be off by is a share of max(1, max|expected|), or an absolute difference for each element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
@@ -21,21 +24,29 @@ from colofunc.program.closeness import scaled_difference
 
 
 def differing(
-    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, bound: float
+    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, allowed: float | torch.Tensor
 ) -> tuple[float, tuple[int, ...]]:
-    """(largest scaled difference, ranks of the copies that are beyond `bound`; () if all are within)."""
+    """(largest scaled difference, ranks of the copies that are further off than `allowed`; () if all are within)."""
     worst = 0.0
     wrong: list[int] = []
-    seen: dict[tuple[int, ...], float] = {}
+    seen: dict[tuple[int, ...], tuple[float, bool]] = {}
     for ranks, order in copies_of(layout, mesh):
         mine = [shards[r] for r in order]
         key = tuple(id(x) for x in mine)
         if key not in seen:
-            seen[key] = distance(join(mine, layout, mesh).cpu(), expected)
-        worst = max(worst, seen[key])
-        if not seen[key] <= bound:
+            seen[key] = judged(join(mine, layout, mesh).cpu(), expected, allowed)
+        worst = max(worst, seen[key][0])
+        if not seen[key][1]:
             wrong += ranks
     return worst, tuple(sorted(wrong))
+
+
+def judged(a: torch.Tensor, b: torch.Tensor, allowed: float | torch.Tensor) -> tuple[float, bool]:
+    """(scaled difference, whether it is allowed)."""
+    far = distance(a, b)
+    if isinstance(allowed, float | int):
+        return far, far <= allowed
+    return far, math.isfinite(far) and bool(((a.to(b.dtype) - b).abs() <= allowed)[torch.isfinite(b)].all())
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

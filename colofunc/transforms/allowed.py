@@ -1,0 +1,184 @@
+"""How far each value of the mesh may be from one device's: by its dtype, by what rounding does here, by what an update makes of it.
+
+Problem: one bound for all is false in both directions. Gradients are far below 1, so that half of one may be missing within
+0.02, and Adam divides each element of a gradient by its own size, so that where only rounding is left of it a weight moves by lr,
+this way or that. Idea: three derivations.
+
+    by dtype          the design's tolerance, of the coarsest dtype that the value was computed through: bound * max(1, max|b|)
+    half precisions   what one last place of every input does to this value, times PLACES, but not below bound * max|b|
+    an update         what its operator makes of a gradient that is off by as much as gradients may be, element by element:
+                      |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not
+
+The second is never above the first. Values that are made of updated ones are allowed what updates are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colofunc.ops.targets import resolve
+from colofunc.program.closeness import TOLERANCE
+from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.trace_record import flat_results, run_node
+
+HALVES = (torch.bfloat16, torch.float16)
+PLACES = 4.0  # a sum over k ranks rounds k terms and their sum, about sqrt(k + 1) / 2 last places: 2 for 16 ranks
+TRIES = 2
+STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)
+UPDATES = {"colofunc.adamw": 1, "colofunc.sgd": 1, "colofunc.update": 2}  # elementwise over a parameter; which argument is the gradient
+Ran = Callable[[Node, Mapping[int, Tensor], Sequence[Any]], None]
+
+
+class Reference:
+    """The global program on one device, run as far as it is asked for; values die when nobody will ask again.
+
+    `ran(node, values, results)` is called behind each node.
+    """
+
+    def __init__(self, program: Program, inputs: Sequence[Tensor], asked: Mapping[int, int], ran: Ran | None = None) -> None:
+        self.program = program
+        ids = [i for i in program.inputs if i not in program.constants]
+        self.env: dict[int, Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
+        self.asked = Counter(asked)
+        self.last = program.last_uses()
+        self.ran = ran
+        self.at = 0
+
+    def value(self, id: int) -> Tensor:
+        """The value, computed now if it was not."""
+        while id not in self.env:
+            node = self.program.nodes[self.at]
+            results = run_node(node, self.env)
+            if self.ran is not None:
+                self.ran(node, self.env, results)
+            self.env.update({o: x for o, x in zip(node.outs, results, strict=True) if o is not None})
+            self.at += 1
+            for ref in {*node.refs, *(o for o in node.outs if o is not None)}:
+                self._drop(ref)
+        return self.env[id]
+
+    def take(self, id: int) -> Tensor:
+        """`value`, asked for one time less from now on."""
+        found = self.value(id)
+        self.asked[id] -= 1
+        self._drop(id)
+        return found
+
+    def _drop(self, id: int) -> None:
+        if self.asked[id] <= 0 and self.last.get(id, -1) < self.at:
+            self.env.pop(id, None)
+
+
+class Allowed:
+    """What `compare` lets pass. `tolerance`: one bound for all instead."""
+
+    def __init__(self, program: Program, inputs: Sequence[Tensor], owners: Sequence[int], tolerance: float | None) -> None:
+        self.bounds = bounds_of(program, tolerance)
+        halves = [program.values[i].dtype for i in program.values if program.values[i].dtype in HALVES]
+        self.near: list[Reference] = []
+        if halves and tolerance is None:
+            place = max(torch.finfo(dtype).eps for dtype in halves)
+            self.near = [Reference(program, moved(inputs, place, n), Counter(set(owners))) for n in range(TRIES)]
+        self.updates = tolerance is None
+        self.after = _after(program)
+        self.known: dict[int, float] = {}
+        self.elements: dict[int, Tensor] = {}  # of results of updates, absolute
+        self.spread = 0.0  # the largest of these
+
+    def of(self, id: int, expected: Tensor) -> float | Tensor:
+        """As a share of max(1, max|expected|), or for every element."""
+        if id in self.elements:
+            return self.elements[id]
+        bound = self.bounds[id]
+        if id in self.after and bound:
+            return max(bound, self.spread / _scale(expected))
+        if not self.near or bound not in _OF_HALVES:
+            return bound
+        if id not in self.known:
+            self.known[id] = self._measured(id, expected)
+        return self.known[id]
+
+    def _measured(self, id: int, expected: Tensor) -> float:
+        """What rounding does to this value: at most the bound of its dtype, at least that of its own size."""
+        bound, finite = self.bounds[id], expected[torch.isfinite(expected)].double()
+        noise = 0.0
+        for near in self.near:
+            x = near.take(id)
+            noise = max(noise, float((x.double() - expected.double()).abs().max()) if finite.numel() else 0.0)
+        if not finite.numel() or not noise < float("inf"):
+            return bound
+        return min(bound, max(PLACES * noise, bound * float(finite.abs().max())) / _scale(expected))
+
+    def ran(self, node: Node, values: Mapping[int, Tensor], results: Sequence[Any]) -> None:
+        """Behind a node of the reference: how far its results may be off, if it is an update."""
+        place = UPDATES.get(node.target) if self.updates else None
+        grad = None if place is None else node.args[place]
+        if place is None or not isinstance(grad, Ref):
+            return
+        args = list(map_refs(node.args, lambda i: values[i]))
+        kwargs = {k: map_refs(v, lambda i: values[i]) for k, v in node.kwargs}
+        g = args[place]
+        bound = self.known.get(grad.id, self.bounds[grad.id])
+        off, func = bound * _scale(g), resolve(node.target)
+        least = max(self.bounds[r] for r in node.refs if r != grad.id)  # what it does in its own precision
+        most = [least * _scale(x) * torch.ones_like(x) if o is not None else None for o, x in zip(node.outs, results)]
+        for step in STEPS:
+            args[place] = g + step * off
+            for k, (allowed, x, y) in enumerate(zip(most, results, flat_results(func(*args, **kwargs)), strict=True)):
+                if allowed is not None:
+                    most[k] = torch.maximum(allowed, (y - x).abs())
+        self.elements.update({o: x for o, x in zip(node.outs, most) if o is not None and x is not None})
+        self.spread = max(self.spread, *(float(x.max()) for x in most if x is not None and x.numel()), 0.0)
+
+
+def moved(inputs: Sequence[Tensor], place: float, seed: int) -> list[Tensor]:
+    """Every floating element one last place of a half precision up or down, at random; numbers (rates, counts) stay."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def one(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or not x.dim():
+            return x
+        sign = (torch.rand(x.shape, generator=gen) < 0.5).to(x.dtype) * 2 - 1
+        return x * (1 + sign * place)
+
+    return [one(x) for x in inputs]
+
+
+def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
+    """How far each value may be off: as its dtype allows, or the coarsest dtype that it was computed through."""
+    bounds = {i: TOLERANCE.get(program.values[i].dtype, 0.0) for i in program.inputs}
+    through = dict.fromkeys(program.inputs, 0.0)  # inputs are exact
+    for node in program.nodes:
+        coarsest = max((through[r] for r in node.refs), default=0.0)
+        for o in node.outs:
+            if o is not None:
+                exact = not (program.values[o].dtype.is_floating_point or program.values[o].dtype.is_complex)
+                through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
+                bounds[o] = 0.0 if exact else through[o]
+    return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
+
+
+_OF_HALVES = {TOLERANCE[dtype] for dtype in HALVES}
+
+
+def _scale(x: Tensor) -> float:
+    finite = x[torch.isfinite(x)]
+    return max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+
+
+def _after(program: Program) -> set[int]:
+    """Values that are made of results of updates."""
+    found: set[int] = set()
+    made: set[int] = set()
+    for node in program.nodes:
+        outs = {o for o in node.outs if o is not None}
+        if any(r in found or r in made for r in node.refs):
+            found |= outs
+        if node.target in UPDATES:
+            made |= outs
+    return found
