@@ -19,6 +19,7 @@ step the same way to count moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 import attrs
 import numpy as np
@@ -41,7 +42,8 @@ from colofunc.planner.timeline import (
 
 __all__ = ["Item", "Links", "Move", "Residency", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
-WORK = 500_000  # positions and uses that one call may walk through, over all candidates
+WORK = 400_000  # positions and uses that one call may walk through, over all candidates
+STARTS = ((0, 0.0, 1.0), (0, 1.0, 1.0), (0, 0.0, 0.9), (0, 0.5, 0.8), (0, 0.9, 0.9), (0, 0.25, 0.5))
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -108,17 +110,18 @@ class _Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[tuple[int, ...], int], _Found] = {}
+        self.known: dict[tuple[tuple[int, ...], int], tuple[float, int]] = {}
+        self.best: _Found | None = None
         uses = sum(len(u) for u in self.facts.uses)
-        self.left = max(10, WORK // (len(trace.seconds) + 2 * uses + 10))
+        self.left = min(150, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
 
     def run(self) -> Residency:
         everything = self._everything()
         if everything is not None:
             return everything
-        best = self._residents()
-        best = self._polish(best)
-        return self._result(best)
+        self._search()
+        assert self.best is not None
+        return self._result(self.best)
 
     def _everything(self) -> Residency | None:
         """No moves where every item fits as it is and none is needed on the host."""
@@ -134,17 +137,17 @@ class _Search:
 
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int) -> _Found:
+    def score(self, residents: Sequence[int], room: int) -> tuple[float, int]:
+        """(seconds, bytes moved) with these residents, where Belady fills `room` bytes. Keeps the best copies."""
         key = (tuple(sorted(residents)), min(room, self.budget))
         if key not in self.known:
             self.left -= 1
-            self.known[key] = self._try(key[0], key[1])
+            stays = evict(self.facts, key[1], key[0])
+            seconds, copies = spread(self.facts, stays, key[0], self.budget, self.links)
+            rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
+            if self.best is None or rank < self.best.rank:
+                self.best = _Found(*rank, copies, key[0])
         return self.known[key]
-
-    def _try(self, residents: tuple[int, ...], room: int) -> _Found:
-        stays = evict(self.facts, room, residents)
-        seconds, copies = spread(self.facts, stays, residents, self.budget, self.links)
-        return _Found(seconds, sum(self.facts.nbytes[c.item] for c in copies), copies, residents)
 
     def _result(self, best: _Found) -> Residency:
         nbytes = self.facts.nbytes
@@ -192,40 +195,34 @@ class _Search:
                 held[uses] -= item.nbytes
         return held
 
-    def _residents(self) -> _Found:
-        best = self.score(self.fixed, self.budget)
-        for order in self._orders():
-            fitting = self._fitting(order)
-            found = self._how_many(fitting)
-            best = min(best, found, key=lambda f: f.rank)
-        return best
+    # ---- which of them ----
 
-    def _how_many(self, order: list[int]) -> _Found:
-        """Bisect over how many of the order stay, by bytes."""
-        total = np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order]))) if order else np.zeros(1)
+    def _search(self) -> None:
+        """Pattern search over (order, part of it that stays, part of the rest of the budget that Belady may fill)."""
+        orders = list(dict.fromkeys(tuple(self._fitting(order)) for order in self._orders()))
+        held = [np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order], dtype=np.int64))) for order in orders]
 
-        def at(part: float) -> _Found:
-            count = int(np.searchsorted(total, part * float(total[-1]), side="right")) - 1
-            return self.score([*self.fixed, *order[:count]], self.budget)
+        def at(point: tuple[int, float, float]) -> tuple[float, int]:
+            which, part, filled = point
+            count = int(np.searchsorted(held[which], part * float(held[which][-1]), side="right")) - 1
+            taken = int(held[which][count])
+            return self.score([*self.fixed, *orders[which][:count]], taken + int((self.budget - taken) * filled))
 
-        low, high = 0.0, 1.0
-        best = min(at(low), at(high), at(0.5), key=lambda f: f.rank)
-        for _ in range(4):
-            if self.left < 4:
-                break
-            quarter, half, three = ((high - low) * k / 4 + low for k in (1, 2, 3))
-            found = [at(quarter), at(half), at(three)]
-            good = min(found, key=lambda f: f.rank)
-            best = min(best, good, key=lambda f: f.rank)
-            middle = (quarter, half, three)[found.index(good)]
-            low, high = middle - (high - low) / 4, middle + (high - low) / 4
-        return best
+        points = [p for p in STARTS if p[0] < len(orders)]
+        best, where = min(((at(p), p) for p in points), key=itemgetter(0))
+        step = 0.2
+        while self.left > 0 and step > 0.005:
+            before = best
+            for point in _around(where, step, len(orders)):
+                if self.left > 0 and (found := at(point)) < best:
+                    best, where = found, point
+            if best == before:
+                step /= 2
 
-    # ---- improving the best ----
 
-    def _polish(self, best: _Found) -> _Found:
-        largest = max(self.facts.nbytes, default=0)
-        for room in (self.budget, self.budget - largest, self.budget - 2 * largest, self.budget * 3 // 4, self.budget // 2, 0):
-            if self.left > 0:
-                best = min(best, self.score(best.residents, room), key=lambda f: f.rank)
-        return best
+def _around(point: tuple[int, float, float], step: float, orders: int) -> Iterator[tuple[int, float, float]]:
+    which, part, filled = point
+    for change in (step, -step):
+        yield which, part, min(1.0, max(0.0, filled + change))
+        yield which, min(1.0, max(0.0, part + change)), filled
+    yield from ((other, part, filled) for other in range(orders) if other != which)
