@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -43,7 +44,24 @@ from colofunc.planner.timeline import (
 __all__ = ["Item", "Links", "Move", "Residency", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
 WORK = 400_000  # positions and uses that one call may walk through, over all candidates
-STARTS = ((0, 0.0, 1.0), (0, 1.0, 1.0), (0, 0.0, 0.9), (0, 0.5, 0.8), (0, 0.9, 0.9), (0, 0.25, 0.5))
+
+
+class Point(NamedTuple):
+    """What one candidate does with the budget. Parts are of what is left when the one before has its own."""
+
+    order: int  # of those in which home items may stay
+    stay: float  # part of that order's bytes that stays
+    filled: float  # part of the rest that Belady fills; copies in flight may have all
+    spent: float = 1.0  # part of the budget that is used at all
+
+    def around(self, step: float, orders: int) -> Iterator[Point]:
+        for field in ("filled", "stay", "spent"):
+            for change in (step, -step):
+                yield self._replace(**{field: min(1.0, max(0.0, getattr(self, field) + change))})
+        yield from (self._replace(order=other) for other in range(orders) if other != self.order)
+
+
+STARTS = (Point(0, 0.0, 1.0), Point(0, 1.0, 1.0), Point(0, 0.0, 0.9), Point(0, 0.5, 0.8), Point(0, 0.9, 0.9), Point(0, 0.25, 0.5))
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -96,6 +114,8 @@ class _Found:
     moved: int
     copies: list[Copy]
     residents: tuple[int, ...]
+    room: int
+    spent: int
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -110,10 +130,10 @@ class _Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[tuple[int, ...], int], tuple[float, int]] = {}
+        self.known: dict[tuple[tuple[int, ...], int, int], tuple[float, int]] = {}
         self.best: _Found | None = None
         uses = sum(len(u) for u in self.facts.uses)
-        self.left = min(150, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.left = min(200, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
 
     def run(self) -> Residency:
         everything = self._everything()
@@ -137,16 +157,16 @@ class _Search:
 
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int) -> tuple[float, int]:
-        """(seconds, bytes moved) with these residents, where Belady fills `room` bytes. Keeps the best copies."""
-        key = (tuple(sorted(residents)), min(room, self.budget))
+    def score(self, residents: Sequence[int], room: int, spent: int) -> tuple[float, int]:
+        """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes. Keeps the best."""
+        key = (tuple(sorted(residents)), room, spent)
         if key not in self.known:
             self.left -= 1
             stays = evict(self.facts, key[1], key[0])
-            seconds, copies = spread(self.facts, stays, key[0], self.budget, self.links)
+            seconds, copies = spread(self.facts, stays, key[0], spent, self.links)
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
             if self.best is None or rank < self.best.rank:
-                self.best = _Found(*rank, copies, key[0])
+                self.best = _Found(*rank, copies, *key)
         return self.known[key]
 
     def _result(self, best: _Found) -> Residency:
@@ -173,18 +193,19 @@ class _Search:
         for key in keys:
             yield sorted(able, key=key)
 
-    def _fitting(self, order: list[int]) -> list[int]:
-        """Those of the order that may stay together so that every position still has what it needs."""
-        held = self.facts.base + self.facts.needed
-        held = held + self._fixed_bytes()
+    def _fitting(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those of the order that may stay together, and the least budget with the first 0, 1, 2, ... of them."""
+        held = self.facts.base + self.facts.needed + self._fixed_bytes()
         out: list[int] = []
+        least = [int(held.max())]
         for i in order:
             more = held + self.facts.nbytes[i]
             more[self.facts.uses[i]] -= self.facts.nbytes[i]
             if int(more.max()) <= self.budget:
                 held = more
                 out.append(i)
-        return out
+                least.append(int(more.max()))
+        return out, least
 
     def _fixed_bytes(self) -> np.ndarray:
         held = np.zeros(self.facts.size, dtype=np.int64)
@@ -198,31 +219,46 @@ class _Search:
     # ---- which of them ----
 
     def _search(self) -> None:
-        """Pattern search over (order, part of it that stays, part of the rest of the budget that Belady may fill)."""
-        orders = list(dict.fromkeys(tuple(self._fitting(order)) for order in self._orders()))
+        """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
+        orders, floors, seen = [], [], set[tuple[int, ...]]()
+        for order in self._orders():
+            fitting, least = self._fitting(order)
+            if tuple(fitting) not in seen:
+                seen.add(tuple(fitting))
+                orders.append(fitting)
+                floors.append(least)
         held = [np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order], dtype=np.int64))) for order in orders]
 
-        def at(point: tuple[int, float, float]) -> tuple[float, int]:
-            which, part, filled = point
-            count = int(np.searchsorted(held[which], part * float(held[which][-1]), side="right")) - 1
-            taken = int(held[which][count])
-            return self.score([*self.fixed, *orders[which][:count]], taken + int((self.budget - taken) * filled))
+        def at(point: Point) -> tuple[float, int]:
+            bytes_ = held[point.order]
+            count = int(np.searchsorted(bytes_, point.stay * float(bytes_[-1]), side="right")) - 1
+            least, taken = floors[point.order][count], int(bytes_[count])
+            spent = least + int((self.budget - least) * point.spent)
+            return self.score([*self.fixed, *orders[point.order][:count]], taken + int((spent - taken) * point.filled), spent)
 
-        points = [p for p in STARTS if p[0] < len(orders)]
-        best, where = min(((at(p), p) for p in points), key=itemgetter(0))
+        best, where = min(((at(point), point) for point in STARTS), key=itemgetter(0))
         step = 0.2
-        while self.left > 0 and step > 0.005:
+        while self.left > 0 and step > 0.01:
             before = best
-            for point in _around(where, step, len(orders)):
+            for point in where.around(step, len(orders)):
                 if self.left > 0 and (found := at(point)) < best:
                     best, where = found, point
             if best == before:
                 step /= 2
+        if self.left > 0:
+            self._flip()
 
-
-def _around(point: tuple[int, float, float], step: float, orders: int) -> Iterator[tuple[int, float, float]]:
-    which, part, filled = point
-    for change in (step, -step):
-        yield which, part, min(1.0, max(0.0, filled + change))
-        yield which, min(1.0, max(0.0, part + change)), filled
-    yield from ((other, part, filled) for other in range(orders) if other != which)
+    def _flip(self) -> None:
+        """One resident more or less, as long as that helps."""
+        able, found = next(self._orders()), True
+        while found and self.best:
+            found = False
+            for item in able:
+                now = self.best
+                if self.left <= 0:
+                    return
+                residents = set(now.residents) ^ {item}
+                order = [i for i in able if i in residents]
+                if self._fitting(order)[0] == order:
+                    self.score(sorted(residents), now.room, now.spent)
+                    found = found or self.best is not now
