@@ -184,9 +184,10 @@ def test_a_chunk_of_gradients_is_reduced_under_the_backward_of_the_next() -> Non
         assert "colofunc.linear_dw" in work
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("executor", ["simulated", "distributed"])
-def test_the_accountant_counts_chunks_to_the_byte(executor: str) -> None:
-    step, state, batch = deep(clip=1.0)
+def test_the_accountant_counts_chunks_to_the_byte(executor: str, stage: int) -> None:
+    step, state, batch = deep(plan=zero(stage, "dp", chunk=WIDTH * (WIDTH + 1)), clip=1.0)
     low = step.on(executor).lower(state, batch)
     p = overlapped(low.program) if executor == "distributed" else low.program
     inputs = [leaf.parts for leaf in pytree.tree_leaves(step.on("simulated").init(state, batch))]
@@ -221,19 +222,23 @@ def test_chunks_in_the_loop_of_microbatches() -> None:
     assert check(staged, state, batch).worst < 1e-10
 
 
-def two_steps(chunk: Any) -> tuple[dict[str, torch.Tensor], bool]:
-    step, state, batch = deep(plan=zero(3, "dp", chunk=chunk, regather=True), clip=1.0)
+def two_steps(stage: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
+    """Parameters after two steps, whether those of a chunk lie side by side, and whether all stayed where they were."""
+    step, state, batch = deep(plan=zero(stage, "dp", chunk=WIDTH * (WIDTH + 1)), clip=1.0)
     state = step.init(state, batch)
+    before = [x.data_ptr() for x in parts(state)]
     for _ in range(2):
         state, _ = step(state, batch)
-    return {k: v.full() for k, v in state["params"].items()}, are_adjacent(parts(state)[:2])
+    stayed = before == [x.data_ptr() for x in parts(state)]
+    return {k: v.full() for k, v in state["params"].items()}, are_adjacent(parts(state)[:2]), stayed
 
 
 @pytest.mark.dist
-def test_two_real_ranks() -> None:
-    want, beside = two_steps(WIDTH * (WIDTH + 1))
-    for got, there in launch(two_steps, 2, WIDTH * (WIDTH + 1), timeout_s=200):
-        assert there and beside
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_real_ranks(stage: int) -> None:
+    want, beside, _ = two_steps(stage)
+    for got, there, stayed in launch(two_steps, 2, stage, timeout_s=200):
+        assert there is beside is (stage == 3) and stayed
         for name, p in want.items():
             torch.testing.assert_close(got[name], p, rtol=1e-10, atol=1e-10)
 

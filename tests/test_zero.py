@@ -108,6 +108,21 @@ def test_memory_falls_with_every_stage() -> None:
     assert kept[3, "peak"] < kept[1, "peak"] < cf.shard(step, cf.Mesh()).lower(state, batch).memory().peak_bytes["device"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [None, "auto"])
+def test_everything_is_updated_where_it_lies(stage: int, chunk: Any) -> None:
+    """Whole parameters too: what is gathered of their new shards is written over the old ones."""
+    step, state, batch = mlp(32, 129)
+    staged = cf.shard(step, DP4, zero(stage, "dp", chunk=chunk))
+    placed = staged.init(state, batch)
+    leaves = [x for kind in ("exp_avg", "exp_avg_sq") for x in placed["opt"][kind].values()] + list(placed["params"].values())
+    before = [[part.data_ptr() for part in x.parts] for x in leaves]
+    out, _ = staged(placed, batch)
+    after = [x for kind in ("exp_avg", "exp_avg_sq") for x in out["opt"][kind].values()] + list(out["params"].values())
+    assert [[part.data_ptr() for part in x.parts] for x in after] == before
+    assert check(staged, state, batch).worst < 1e-10
+
+
 def test_bf16_halves_the_bytes_of_gathers() -> None:
     step, state, batch = *_single(), {k: torch.randn(8, 32) for k in "xy"}
     plain = cf.shard(step, DP2, zero(3, "dp"))
@@ -162,6 +177,7 @@ def test_shapes_that_nothing_divides(stage: int, clip: float | None) -> None:
     moved = wires(low)
     assert moved["reduce_scatter"] == moved["all_gather"] == each and moved["all_reduce"] < 2 * (13 + 337 + 4) * 8
     assert check(staged, state, batch).worst < 1e-10
+    assert check(cf.accumulate(staged, 2), state, batch).worst < 1e-10
 
 
 @pytest.mark.parametrize(("opt", "on_shards"), [(torch.optim.SGD, True), (torch.optim.Adagrad, False)])

@@ -3,6 +3,7 @@
     pack((x, y), 0, dtype)               (x.numel() + y.numel(),)       both flattened, one behind the other, in `dtype`
     pack((x, y), 1, dtype)               (n, ...): dim 0 stays, the others are flattened; x and y are (n, ...)
     all_gather_flat((x, y), axes, n)     (n, total): row i is member i's pack((x, y), 0)
+    write_(into, x)                      into <- the elements of x in their order, whatever shape they lie in
 
 Tensors that lie one behind the other in one buffer already (`together` puts them there) are gathered from that buffer, and
 converted by one kernel: nothing is copied to be sent.
@@ -81,5 +82,18 @@ def _gather_fake(xs: Sequence[Tensor], axes: Sequence[str], n: int) -> Tensor:
     return xs[0].new_empty((n, sum(x.numel() for x in xs)))
 
 
+def _write_(into: Tensor, x: Tensor) -> None:
+    if into.is_contiguous():
+        into.view(x.shape).copy_(x)
+    else:
+        into.copy_(x.reshape(into.shape))
+
+
+def _write_fake(into: Tensor, x: Tensor) -> None:
+    if into.numel() != x.numel():
+        raise CollectiveError(f"colofunc.write_: {tuple(x.shape)} does not fill {tuple(into.shape)}")
+
+
 PACK = define("pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake)
 ALL_GATHER_FLAT = define("all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor", _gather_eager, _gather_fake)
+WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake)

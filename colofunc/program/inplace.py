@@ -7,6 +7,12 @@ the old value or anything that may share memory with it.
 
     %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)          ->        adamw_(%p, %g, %m, %v, ...)      outputs: %p, %m, %v
 
+Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter alone, and
+what is gathered of them is written over the old parameter (`_gathered`):
+
+    adamw(take_shard(%p), %g, %m, %v, ...)          ->        %c = clone(take_shard(%p))  adamw_(%c, %g, %m, %v, ...)
+    %n = all_gather(...)                                      write_(%p, all_gather(%c))                outputs: %p, %m, %v
+
 Temporaries are the other case: an elementwise operator writes over an operand that dies with it (see `reuse`).
 
 Later readers of the new value read the input's id, which holds it from then on. Updates that come together at the end
@@ -19,11 +25,15 @@ from collections.abc import Mapping
 
 import attrs
 
+from colofunc.ops import flat as _operators  # noqa: F401  registers write_
 from colofunc.ops.update import IN_PLACE
+from colofunc.program.facts import is_wire, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.loop import within
 from colofunc.program.reuse import fuse, renamed_refs, reuse
 from colofunc.program.schedule import Memory, updates_early
+
+MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
 
 
 def in_place(program: Program, temporaries: bool = True) -> Program:
@@ -40,6 +50,7 @@ def in_place(program: Program, temporaries: bool = True) -> Program:
     for o in program.outputs:
         counts[o] = counts.get(o, 0) + 1
     renamed: dict[int, int] = {}
+    values = dict(program.values)
     nodes: list[Node] = []
     for index, original in enumerate(program.nodes):
         # Safety is judged by the original ids, whose memory groups are known; what is written down has the new ones.
@@ -48,11 +59,19 @@ def in_place(program: Program, temporaries: bool = True) -> Program:
         if twin is None:
             nodes.append(node)
             continue
-        target, pairs = twin
+        target, pairs, kept = twin
         renamed.update(pairs)
-        nodes.append(attrs.evolve(node, target=target, outs=()))
+        args = list(node.args)
+        for out, position in kept:  # the old value stays: what is written over is a copy
+            copy = max(values) + 1
+            values[copy] = attrs.evolve(values[out], id=copy)
+            nodes.append(attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,)))
+            args[position] = Ref(copy)
+            renamed[out] = copy
+        nodes.append(attrs.evolve(node, target=target, args=tuple(args), outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    written = updates_early(attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, stage="inplace"))
+    changed = attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, values=values, stage="inplace")
+    written = updates_early(_gathered(changed))
     return within(reuse(written), _body) if temporaries else within(written, _stage)
 
 
@@ -65,14 +84,21 @@ def _body(body: Program) -> Program:
     return _stage(reuse(fuse(body)))
 
 
+Pairs = list[tuple[int, int]]
+
+
 def _twin(
     program: Program, index: int, node: Node, memory: Memory, paired: Mapping[int, set[int]], counts: Mapping[int, int]
-) -> tuple[str, list[tuple[int, int]]] | None:
-    """(target, ((result, input it is written to), ...)) of the in-place form of `node`; None where it is not safe."""
+) -> tuple[str, Pairs, Pairs] | None:
+    """The in-place form of `node`: (target, (result, input it is written to), (result, argument it needs a copy of)).
+
+    None where nothing can be written over.
+    """
     if node.target not in IN_PLACE:
         return None
     target, pairs = IN_PLACE[node.target]
-    found: list[tuple[int, int]] = []
+    found: Pairs = []
+    kept: Pairs = []
     for result, position in pairs:
         arg = node.args[position] if position < len(node.args) else None
         out = node.outs[result] if result < len(node.outs) else None
@@ -80,13 +106,51 @@ def _twin(
             if out is not None and program.values[out].nbytes and _is_read(program, out):
                 return None  # a result that has no argument to live in
             continue
-        if out is None or not _may_overwrite(program, index, node, arg.id, out, memory, paired, counts):
+        if out is None:
             return None
-        found.append((out, arg.id))
+        if _may_overwrite(program, index, node, arg.id, out, memory, paired, counts):
+            found.append((out, arg.id))
+        else:
+            kept.append((out, position))
     written = [into for _, into in found]
-    if len({memory.group(into) for into in written}) != len(written):
+    if not found or len({memory.group(into) for into in written}) != len(written):
         return None  # two results would be written to the same memory
-    return target, found
+    return target, found, kept
+
+
+def _gathered(program: Program) -> Program:
+    """What is gathered of a donated input's new value is written over the old one, behind its last reader."""
+    memory, makers = Memory(program), program.producers()
+    read = {i for node in program.nodes for i in node.refs}
+    outputs, writes, gone = list(program.outputs), list[Node](), set[int]()
+    for out, position in program.aliases:
+        new, old = program.outputs[out], program.inputs[position]
+        a, b = program.values[new], program.values[old]
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype) and a.layout is b.layout and program.outputs.count(new) == 1
+        if new == old or not alike or memory.is_output(memory.group(old)) or not _from_wire(new, makers):
+            continue
+        maker, source = makers[new], new
+        if maker.target == "colofunc.rearrange" and new not in read and _only_reshapes(maker, program):
+            gone.add(new)  # writing is copying, in any shape
+            source = maker.refs[0]
+        writes.append(attrs.evolve(maker, target="colofunc.write_", args=(Ref(old), Ref(source)), kwargs=(), outs=(), phase="update"))
+        outputs[out] = old
+    nodes = [node for node in program.nodes if not (node.outs and node.outs[0] in gone)]
+    return attrs.evolve(program, nodes=(*nodes, *writes), outputs=tuple(outputs))
+
+
+def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:
+    """Whether moves alone make a value of what a collective delivers."""
+    while (node := makers.get(id)) is not None and not is_wire(node):
+        if node.target not in MOVES:
+            return False
+        id = node.refs[0]
+    return node is not None
+
+
+def _only_reshapes(node: Node, program: Program) -> bool:
+    ref, pattern, names, sizes = node.args
+    return rearrange_steps(pattern, tuple(names), tuple(sizes), program.values[ref.id].shape)[1] is None
 
 
 def _is_read(program: Program, id: int) -> bool:
