@@ -59,9 +59,10 @@ class MemoryPolicy:
     activations: bool = True
 
 
+SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
 DEVICE = MemoryPolicy("device", lambda states: ["device"] * len(states), "device", activations=False)
-HOST = MemoryPolicy("host", lambda states: ["host"] * len(states), activations=False)
+HOST = MemoryPolicy("host", lambda states: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 
 
 @attrs.frozen(eq=False)

@@ -26,6 +26,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
+from colofunc.program.facts import is_wire
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
 from colofunc.program.text import node_text, type_text
 from colofunc.program.trace_infer import Meta, check_dtypes, contiguous, infer, remembered, slots
@@ -128,6 +129,8 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
             return problem
     if node.loop is not None:
         return _loop_problem(program, node, node.loop, scope)
+    if is_wire(node):  # a started one gives what it gives when it is waited for
+        node = attrs.evolve(node, target=node.target.removesuffix("_start"))
     return _legal_problem(program, node) or _type_problem(program, node)
 
 

@@ -169,7 +169,11 @@ class Tiered:
 
     def finish(self) -> Program:
         """The program; outputs that are state of the host lie there."""
-        outputs = tuple(self.get("host" if self.lies.home[o] in self.home else "device", o) for o in self.program.outputs)
+        paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
+        homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
+        outputs = tuple(
+            self.get("host" if lies & self.home else "device", o) for o, lies in zip(self.program.outputs, homes, strict=True)
+        )
         used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
         values = {id: v for id, v in self.values.items() if id in used}
         return attrs.evolve(self.program, nodes=tuple(self.nodes), values=values, outputs=outputs)

@@ -122,7 +122,8 @@ def within(
     least: Fitted | None = None
     fits: list[tuple[float, Decided, Fitted]] = []
     aims = [None] if ending.gives_way and budget_bytes is not None else []
-    for k in range(tries + parts.bit_length() - 1 + len(aims)):
+    alone = ending.gives_way and ending.mesh.size == 1  # then there is one plan, whatever it may hold
+    for k in range(1 if alone else tries + parts.bit_length() - 1 + len(aims)):
         try:
             decided = make(budget_bytes=aims[k] if k < len(aims) else aim)
         except PlanError:

@@ -1,0 +1,203 @@
+"""cf.offload: the device's peak is within the budget at every moment, the numbers are the same, state lies where its spec says."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from colofunc_plugins import tensor, zero
+from torch import nn
+
+import colofunc as cf
+from colofunc.executors.launch import launch
+from colofunc.executors.measure import measure
+from colofunc.executors.simulated import run_simulated
+from colofunc.program.facts import is_copy
+from colofunc.program.ir import Ref, map_refs
+from colofunc.program.serialize import from_dict, to_dict
+from colofunc.testing import check
+
+
+def training(layers: int = 4, d: int = 32, rows: int = 64, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d), nn.GELU()) for _ in range(layers)]
+    net = nn.Sequential(*blocks, *([blocks[0]] if tied else []), nn.Linear(d, d)).double()
+    batch = {k: torch.randn(rows, d, dtype=torch.float64) for k in "xy"}
+    fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}))
+    return step, state, batch
+
+
+def one() -> cf.Mesh:
+    return cf.Mesh(topology="a100-40g")
+
+
+def peak(staged: Any, *args: Any, tier: str = "device") -> int:
+    return int(staged.lower(*args).memory().peak_bytes.get(tier, 0))
+
+
+def copies(low: Any) -> int:
+    return sum(is_copy(node) for node in low.program.nodes)
+
+
+def test_within_every_budget_down_to_the_least_and_what_runs_is_what_was_counted() -> None:
+    step, *args = training()
+    whole = peak(cf.shard(step, one()), *args)
+    held = []
+    for share in (1.0, 0.8, 0.6, 0.4, 0.25):
+        staged = cf.offload(cf.shard(step, one()), budget=int(whole * share))
+        low = staged.lower(*args)
+        held.append(low.memory().peak_bytes["device"])
+        assert held[-1] <= whole * share and (share == 1.0 or copies(low))
+        check(staged, *args, steps=2)
+    assert held[-1] < held[0] / 3
+    with pytest.raises(cf.PlanError, match="the least found has a peak of"):
+        cf.offload(cf.shard(step, one()), budget=whole // 20).lower(*args)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.3])
+def test_the_simulated_mesh_measures_the_same_bytes_in_both_tiers(share: float) -> None:
+    step, *args = training(tied=True)
+    mesh = one()
+    whole = peak(cf.shard(step, mesh), *args)
+    staged = cf.offload(cf.shard(step, mesh), budget=int(whole * share))
+    low = staged.lower(*args)
+    state = staged.init(*args)
+    leaves = [leaf for part in (state, args[1]) for leaf in _tensors(part)]
+    shards = [list(x.parts) if isinstance(x, cf.DTensor) else [x.clone()] for x in leaves]
+    found = measure(low.program, mesh, shards)
+    told = low.memory()
+    assert {t: list(line) for t, line in found.timeline.items()} == {t: list(line) for t, line in told.timeline.items()}
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, dict):
+        return [x for v in tree.values() for x in _tensors(v)]
+    return [tree]
+
+
+def test_state_lies_on_the_host_from_init_on_and_every_function_finds_it_there() -> None:
+    step, *args = training()
+    staged = cf.offload(cf.shard(step, one()), policy="host")
+    state = staged.init(*args)
+    assert all(p.sharding.tier == "host" for p in state["params"].values())
+    assert torch.equal(state["params"]["4.weight"].full(), args[0]["params"]["4.weight"])
+    score = cf.shard(lambda state, batch: sum(p.sum() for p in state["params"].values()) + batch["x"].sum(), one())
+    before = state["params"]["4.weight"].parts[0].data_ptr()
+    want = sum(p.sum() for p in args[0]["params"].values()) + args[1]["x"].sum()
+    assert torch.allclose(torch.as_tensor(float(score(state, args[1]))), torch.as_tensor(float(want)))
+    state, _ = staged(state, args[1])
+    assert state["params"]["4.weight"].parts[0].data_ptr() == before  # updated where it lies, moved by nobody
+    state, _ = staged(state, args[1])
+
+
+def test_policies_say_where_state_lies_and_where_it_is_updated() -> None:
+    step, *args = training()
+    host, device = (cf.offload(cf.shard(step, one()), policy=p).lower(*args) for p in ("host", "device"))
+    assert {lay.tier for lay in host.input_layouts[: len(host.donated)] if lay.shape} == {"host"} and copies(host)
+    assert {lay.tier for lay in device.input_layouts} == {"device"} and not copies(device)
+    only = cf.MemoryPolicy("moments", lambda states: ["host" if s.role == "state" else "device" for s in states], "device")
+    low = cf.offload(cf.shard(step, one()), policy=only).lower(*args)
+    tiers = {name: lay.tier for name, lay in zip(low.traced.names, low.input_layouts, strict=False)}
+    assert tiers["state.opt.exp_avg.4.weight"] == "host" and tiers["state.params.4.weight"] == "device"
+
+
+CHAINS = {
+    "zero3": (cf.Mesh(dp=2, topology="8xa100-40g"), (zero(3, "dp"),), 0.5),
+    "tensor": (cf.Mesh(tp=2, topology="8xa100-40g"), (tensor("1d", "tp"),), 0.5),
+    "both": (cf.Mesh(dp=2, tp=2, topology="8xa100-40g"), (zero(1, "dp"), tensor("1d", "tp")), 0.6),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_beside_other_modes_the_budget_holds_and_the_numbers_are_equal(name: str) -> None:
+    step, *args = training()
+    mesh, plans, share = CHAINS[name]
+    budget = int(peak(cf.shard(step, mesh, *plans), *args) * share)
+    staged = cf.offload(cf.shard(step, mesh, *plans), budget=budget)
+    assert peak(staged, *args) <= budget
+    check(staged, *args, steps=2)
+
+
+@pytest.mark.parametrize("wrap", [lambda s: cf.accumulate(s, microbatches=4), lambda s: cf.checkpoint(s)], ids=["accumulate", "checkpoint"])
+def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> None:
+    step, *args = training()
+    base = cf.shard(step, one())
+    budget = int(peak(wrap(base), *args) * 0.75)
+    inside, outside = cf.offload(wrap(base), budget=budget), wrap(cf.offload(base, budget=budget))
+    a, b = inside.lower(*args), outside.lower(*args)
+    assert a.text() == b.text() and a.memory().peak_bytes["device"] <= budget and copies(a)
+    check(inside, *args, steps=2)
+
+
+def test_a_part_of_the_device_and_all_of_it() -> None:
+    step, *args = training()
+    low = cf.offload(cf.shard(step, one()), budget=0.5).lower(*args)
+    assert not copies(low) and low.plan.memory == ("everything stays on the device",)
+    with pytest.raises(cf.PlanError, match="does not limit"):
+        cf.offload(cf.shard(step, cf.Mesh(topology="ideal")), budget=0.5).lower(*args)
+
+
+@pytest.mark.parametrize("bad", ["6GiBs", 0, -3, 0.0, 1.5, "lots"])
+def test_a_budget_that_is_none_is_named(bad: Any) -> None:
+    with pytest.raises(cf.ColofuncError, match=r"cf\.offload\(budget"):
+        cf.offload(lambda x: x, budget=bad)
+
+
+def test_a_policy_that_is_none_is_named_with_those_near_it() -> None:
+    step, *args = training()
+    with pytest.raises(cf.PlanError, match=r"'hots'.*host"):
+        cf.offload(cf.shard(step, one()), policy="hots").lower(*args)
+
+
+def test_a_missing_wait_shows_as_nan() -> None:
+    step, *args = training()
+    mesh = one()
+    low = cf.offload(cf.shard(step, mesh), budget=int(peak(cf.shard(step, mesh), *args) * 0.5)).lower(*args)
+    assert any(node.target == "colofunc.to_device_start" for node in low.program.nodes)
+    waits = {node.outs[0]: node.refs[0] for node in low.program.nodes if node.target == "colofunc.wait"}
+    early = lambda tree: map_refs(tree, lambda i: Ref(waits.get(i, i)))  # noqa: E731 - what was started, before it is there
+    nodes = [attrs.evolve(n, args=early(n.args), kwargs=early(n.kwargs)) for n in low.program.nodes if n.target != "colofunc.wait"]
+    outputs = tuple(waits.get(o, o) for o in low.program.outputs)
+    broken = attrs.evolve(low.program, nodes=tuple(nodes), outputs=outputs)
+    inputs = [[x.clone()] for part in args for x in _tensors(part)]
+    outs = run_simulated(broken, mesh, inputs)
+    assert any(torch.isnan(out[0]).any() for out in outs if out[0].is_floating_point())
+
+
+def test_the_program_is_saved_with_its_tiers() -> None:
+    step, *args = training()
+    low = cf.offload(cf.shard(step, one()), policy="host").lower(*args)
+    again = from_dict(to_dict(low.program), dict(low.program.constants))
+    assert again == low.program and [v.tier for v in again.values.values()] == [v.tier for v in low.program.values.values()]
+
+
+def test_saved_and_loaded_state_goes_on(tmp_path: Any) -> None:
+    step, *args = training()
+    staged = cf.offload(cf.shard(step, one()), policy="host")
+    state, _ = staged(staged.init(*args), args[1])
+    cf.save(tmp_path / "s", state)
+    want, _ = staged(state, args[1])
+    found, _ = staged(cf.load(tmp_path / "s", mesh=one()), args[1])
+    assert torch.equal(found["params"]["4.weight"].full(), want["params"]["4.weight"].full())
+
+
+def trained() -> Any:
+    torch.set_num_threads(1)
+    step, *args = training()
+    staged = cf.offload(cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g"), zero(3, "dp")), budget=125_000)
+    state = staged.init(*args)
+    for _ in range(2):
+        state, _ = staged(state, args[1])
+    return {name: p.full() for name, p in state["params"].items()}, staged.lower(*args).memory().peak_bytes, copies(staged.lower(*args))
+
+
+@pytest.mark.dist
+def test_on_real_ranks() -> None:
+    step, state, batch = training()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    for params, held, moved in launch(trained, 2, timeout_s=300):
+        assert held["device"] <= 125_000 and moved
+        for name, p in params.items():
+            assert (p - state["params"][name]).abs().max() <= 1e-10
