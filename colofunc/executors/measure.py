@@ -107,11 +107,13 @@ class Holders:
 
 
 def _holders(writer: Writer, ids: Collection[int]) -> dict[str, Holder]:
-    found: dict[str, tuple[set[int], str]] = {}
+    who: dict[str, set[int]] = {}
+    tiers: dict[str, str] = {}
     for id in ids:
         for rank, name in enumerate(writer.where[id]):
-            found.setdefault(name, (set(), writer.program.values[id].tier))[0].add(rank)
-    return found
+            who.setdefault(name, set()).add(rank)
+            tiers[name] = writer.program.values[id].tier
+    return {name: (ranks, tiers[name]) for name, ranks in who.items()}
 
 
 def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None:

@@ -118,7 +118,7 @@ _BOXES: dict[str, Box] = {
 
 # One device of these is one desktop: a mesh of several uses several slots of the same one.
 _SLOTS = {"rtx3090": 8, "rtx2060": 8}
-_ALIASES = {"v100-32g": "v100", "h100-80g": "h100", "h200-141g": "h200"}
+_ALIASES = {"v100-32g": "v100", "h100-80g": "h100", "h200-141g": "h200", "rtx-3090": "rtx3090", "rtx-2060": "rtx2060"}
 
 
 def node(name: str, device_name: str, devices: int) -> Topology:

@@ -32,11 +32,11 @@ constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _ADVICE = {
-    "parameters": "shard them: cf.shard(..., zero(3, axis)) or tensor('1d', axis)",
+    "parameters": "keep them on the host: cf.offload(step, budget=...); shard them: zero(3, axis), tensor('1d', axis)",
     "parameter copies": "fewer at once: a finer zero(3, axis, chunk=...); tensor('1d', axis) gathers none",
-    "optimizer state": "shard it: cf.shard(..., zero(1, axis))",
+    "optimizer state": "keep it on the host: cf.offload(step, budget=...); shard it: cf.shard(..., zero(1, axis))",
     "gradients": "shard them: cf.shard(..., zero(2, axis))",
-    "activations": "make them again: cf.checkpoint(step, budget=...); fewer: cf.accumulate(step, microbatches=...), a smaller batch",
+    "activations": "make them again: cf.checkpoint(step, budget=...); on the host: cf.offload; fewer: cf.accumulate(step, microbatches=...)",
     "temporaries": "fewer: cf.accumulate(step, microbatches=...), a smaller batch",
     "collective buffers": "smaller pieces: zero(..., chunk=...)",
 }

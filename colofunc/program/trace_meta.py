@@ -27,6 +27,7 @@ from colofunc.errors import TraceError
 from colofunc.program.ir import PHASES
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMMAND_LINE = os.path.join(_HERE, "cli.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _GENERATED = ("<string>", "<frozen", "<attrs", "<eval_with_key>", "<__array_function__")
@@ -161,6 +162,8 @@ def user_line() -> str:
         code = frame.f_code
         if _is_user(code):
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        if code.co_filename == _COMMAND_LINE:
+            return ""  # further out is what started the command
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

@@ -15,12 +15,13 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF
-from colofunc.executors.backend import Backend, held
+from colofunc.executors.backend import Backend, held, ordered
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_work, program_cost
 from colofunc.program.ir import Program
+from colofunc.program.lanes import Lanes, lanes
 from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport
 from colofunc.program.text import text
@@ -94,6 +95,14 @@ class Lowered:
         that order.
         """
         return held(self.program, self.mesh, self.executor)
+
+    def ordered(self) -> Program:
+        """The local program in the order in which the executor runs it."""
+        return ordered(self.program, self.mesh, self.executor)
+
+    def lanes(self) -> Lanes:
+        """When each operator runs, on the device, the links and the host; positions are those of `memory()`."""
+        return lanes(self.ordered(), self.mesh, self.registry.rule)
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""

@@ -1,0 +1,254 @@
+"""The command line: `colofunc plan script.py:step --device a100-40g --budget 40GiB`.
+
+Problem: whether a model fits, and what it costs, is asked before there is a machine. Idea: the script that trains names its
+step and what it is called with; the step is traced and planned here, on any laptop, and nothing of it is run.
+
+    # script.py
+    def step(state, batch): ...                                          # or a staged one: cf.shard(step_fn, mesh, ...)
+    def example(): return cf.train_state(...), {"ids": cf.abstract((8, 1024), torch.int64)}     # (state, batch)
+
+    $ colofunc plan script.py:step --device a100-40g --budget 40GiB --picture plan.png --trace plan.json
+
+The name may also be a function without arguments that returns all three: `def plan_me(): return step, state, batch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import attrs
+import typer
+from rich.console import Console
+
+from colofunc.errors import ColofuncError, InputError, MeshError, near
+from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
+from colofunc.mesh.sizes import parse_bytes, size_text
+from colofunc.planner.plan_table import time_text
+from colofunc.program.lanes import chrome_trace
+from colofunc.transforms.checkpoint import checkpoint
+from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.offload import offload
+from colofunc.transforms.shard import shard
+from colofunc.transforms.staged import Staged, fresh
+
+EXAMPLES = ("example", "inputs")
+MOVES: dict[str, Callable[..., Any]] = {
+    "checkpoint": lambda step, budget: checkpoint(step, budget=budget),
+    "offload": lambda step, budget: offload(step, budget=budget),
+}
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of training and inference steps, without the machine.")
+
+
+@app.command()
+def plan(
+    target: Annotated[str, typer.Argument(help="script.py:NAME, the step or a function that returns (step, state, batch)")],
+    device: Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")] = "",
+    topology: Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")] = "",
+    mesh: Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")] = "",
+    budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB; default: all of the device")] = "",
+    host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB; default: that of the usual machine")] = "",
+    within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
+    example: Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")] = "",
+    picture: Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")] = "",
+    trace: Annotated[str, typer.Option(help="write a Chrome trace to this .json file")] = "",
+    save: Annotated[str, typer.Option(help="write the plan to this .json file, for step.with_plan")] = "",
+    rows: Annotated[int, typer.Option(help="how many of the dearest decisions to show")] = 12,
+) -> None:
+    """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds."""
+    console = Console() if sys.stdout.isatty() else Console(width=180)
+    try:
+        step, args = found(target, example)
+        staged = placed(step, axes_of(mesh), machine(device, topology, host), budget, [w for w in within.split(",") if w])
+        low: Lowered = staged.lower(*args)
+        report(console, low, target, budget, rows)
+        written(console, low, target, budget, picture, trace, save)
+    except ColofuncError as error:
+        Console(stderr=True).print(f"colofunc: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def devices() -> None:
+    """Devices and machines that are known by name."""
+    console = Console()
+    for name, known in PRESETS.items():
+        held = ", ".join(f"{t.name} {size_text(t.capacity_bytes)}" for t in known.tiers if t.capacity_bytes is not None)
+        console.print(f"{name:<14} {held or 'no limits'}", highlight=False)
+
+
+# ---- what is planned ----
+
+
+def found(target: str, example: str = "") -> tuple[Any, tuple[Any, ...]]:
+    """The step that `target` names, and what to call it with."""
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise InputError(f"{target!r} names no step; write script.py:NAME, such as train.py:step")
+    module = _module(where)
+    if not hasattr(module, name):
+        raise InputError(f"{where} has no {name!r}{near(name, _public(module), 'names')}")
+    step = getattr(module, name)
+    if not callable(step):
+        raise InputError(f"{target} is of type {type(step).__name__}; name a step function, or one that returns (step, state, batch)")
+    if not isinstance(step, Staged) and not _needs(step):
+        made = step()
+        if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
+            raise InputError(f"{target} takes no arguments, so it has to return (step, state, batch); it returned {type(made).__name__}")
+        return made[0], made[1:]
+    return step, _example(module, where, target, example)
+
+
+def _example(module: ModuleType, where: str, target: str, example: str) -> tuple[Any, ...]:
+    name = example or next((n for n in EXAMPLES if hasattr(module, n)), "")
+    if not name or not callable(getattr(module, name, None)):
+        wanted = f"no function {example!r}" if example else f"neither {EXAMPLES[0]}() nor {EXAMPLES[1]}()"
+        raise InputError(
+            f"{where} has {wanted} that returns what {target} is called with; add `def example(): return state, batch` "
+            "(cf.abstract and lazy tensors will do), or name one with --example"
+        )
+    made = getattr(module, name)()
+    if not isinstance(made, tuple):
+        raise InputError(f"{name}() of {where} returned {type(made).__name__}; return what the step is called with as a tuple: (state, batch)")
+    return made
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise InputError(f"there is no module {where!r} ({error}); write the path of a file, such as train.py:step") from error
+    path = Path(where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"there is no file {where!r}; write its path from here, such as examples/train.py:step")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name, thing in vars(module).items() if not name.startswith("_") and callable(thing)]
+
+
+def _needs(fn: Callable[..., Any]) -> bool:
+    """Whether a function has arguments that must be given."""
+    parameters = inspect.signature(fn).parameters.values()
+    return any(p.default is p.empty or p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+# ---- where ----
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """`dp=2,tp=4` as axes of a mesh."""
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        name, equals, size = part.partition("=")
+        if part and (not equals or not size.lstrip("-").isdigit()):
+            raise MeshError(f"--mesh {text!r}: {part!r} is no axis with a size; write dp=2,tp=4")
+        if part:
+            axes[name] = int(size)
+    return axes
+
+
+def machine(device: str, topology: str, host: str) -> Callable[[Mesh], Mesh]:
+    """The mesh on what the options name: as many devices as it has ranks, at most eight in a node."""
+    if device and topology:
+        raise InputError(f"--device {device} and --topology {topology} both name a machine; give one of them")
+
+    def on(mesh: Mesh) -> Mesh:
+        name = topology or (f"{min(8, mesh.size)}x{device}" if device and mesh.size > 1 else device)
+        found: Topology = resolve_topology(name) if name else mesh.topology
+        if host:
+            room = parse_bytes(host, "--host")
+            tiers = (attrs.evolve(tier, capacity_bytes=room) if tier.name == "host" else tier for tier in found.tiers)
+            found = attrs.evolve(found, tiers=tuple(tiers))
+        return mesh.with_topology(found)
+
+    return on
+
+
+def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], budget: str, within: list[str]) -> Staged:
+    """The step on the machine, with what may be done to meet the budget, where it does not say so itself."""
+    for name in within:
+        if name not in MOVES:
+            raise InputError(f"--within {name!r}{near(name, MOVES, 'transforms')}")
+    intent = step.intent("shard") if isinstance(step, Staged) else None
+    mesh = on(Mesh(**axes) if axes or intent is None else intent.options["mesh"])  # type: ignore[arg-type]
+    if intent is None:
+        step = shard(step, mesh)
+    else:
+        other = attrs.evolve(intent, options={**intent.options, "mesh": mesh})
+        step = attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
+    limit = parse_bytes(budget, "--budget") if budget else mesh.capacity_bytes("device")
+    for name in within if limit is not None else ():
+        if step.intent(name) is None:
+            step = MOVES[name](step, limit)
+    staged: Staged = step.on("distributed") if mesh.size > 1 else step  # as real ranks run it: what is in flight counts
+    return staged
+
+
+# ---- what is said ----
+
+
+def budget_of(low: Lowered, budget: str) -> int | None:
+    """The budget, or what the device has where that is less."""
+    limits = [low.mesh.capacity_bytes("device"), parse_bytes(budget, "--budget") if budget else None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def report(console: Console, low: Lowered, target: str, budget: str, rows: int) -> None:
+    """What was decided and why, what is held, and how long it takes."""
+    limit, host = budget_of(low, budget), low.mesh.capacity_bytes("host")
+    mesh = " ".join(f"{name}={n}" for name, n in low.plan.mesh) or "one device"
+    words = [f"{target} on {low.mesh.topology.name}, {mesh}"]
+    words += [f"{tier} {size_text(room)} a rank" for tier, room in (("device", limit), ("host", host)) if room is not None]
+    console.print(" · ".join(words), style="bold", highlight=False, soft_wrap=True)
+    for said in (*map(str, low.plan.axes), *low.plan.memory):
+        console.print(f"  {said}", highlight=False, markup=False)
+    if rows and low.mesh.size > 1:  # one device leaves nothing to decide but what lies where
+        console.print(low.plan.table(costly=rows))
+    console.print(low.memory().table(), markup=False, highlight=False, soft_wrap=True)
+    played = low.lanes()
+    busy = ", ".join(f"{lane} {time_text(seconds)}" for lane, seconds in played.busy_s().items())
+    console.print(f"a step takes {time_text(played.end_s)}: {busy}; {low.cost().flops:.3g} operations a rank", highlight=False)
+
+
+def written(console: Console, low: Lowered, target: str, budget: str, picture: str, trace: str, save: str) -> None:
+    """The files that were asked for."""
+    if picture:
+        pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
+        words = [f"{target} on {low.mesh.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
+        pictures.memory_picture(low, picture, budget_of(low, budget), " · ".join(words))
+    if trace:
+        data = chrome_trace(low.lanes(), low.ordered(), low.memory(), f"{target} on {low.mesh.topology.name}, as planned")
+        try:
+            Path(trace).write_text(json.dumps(data))
+        except OSError as error:
+            raise InputError(f"--trace: {trace} cannot be written: {error.strerror or error}") from error
+    if save:
+        low.plan.save(save)
+    for path in (picture, trace, save):
+        if path:
+            console.print(f"wrote {path}", highlight=False)
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

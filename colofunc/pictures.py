@@ -1,0 +1,123 @@
+"""Pictures of a plan: memory over the step by kind, under its budget, and below it what works when.
+
+Problem: a peak in bytes does not say whether it is a spike or a plain, nor what stands beside it. Idea: one axis of
+seconds; above it the bytes of each kind stacked, with the budget as a red line; below it a lane for each thing that
+works: the device, the links, the host.
+
+    low = step.lower(state, batch)
+    memory_picture(low, "plan.png", budget_bytes=40 * 2**30)
+
+Needs matplotlib: `pip install "colofunc[pictures]"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, log2
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from colofunc.errors import InputError
+from colofunc.mesh.sizes import size_text
+from colofunc.program.ir import Program
+from colofunc.program.lanes import LANES, Busy, Lanes
+from colofunc.program.memory_report import KINDS, MemoryReport
+from colofunc.transforms.lowered import Lowered
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+except ImportError as error:
+    raise InputError('colofunc.pictures needs matplotlib, which is not installed. Try: pip install "colofunc[pictures]"') from error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {
+    "parameters": "#3b6fb6", "parameter copies": "#9dbfe8", "optimizer state": "#7b5aa6", "gradients": "#e08a3c",
+    "activations": "#58a55c", "temporaries": "#b9d8a7", "collective buffers": "#e7c94f", "other": "#b8b8b8",
+}  # fmt: skip
+PHASES = {"forward": "#58a55c", "backward": "#e08a3c", "update": "#7b5aa6"}
+_BUDGET = "#d62728"
+FAR = 4
+"""A limit of more than so many times the peak is said and not drawn."""
+_COLUMNS = 2400  # a lane is drawn with so many steps at most
+
+
+def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | None = None, title: str = "") -> None:
+    """Draw the memory and the lanes of one rank to a file whose ending says the format (.png, .svg, .pdf)."""
+    program, report, played = low.ordered(), low.memory(), low.lanes()
+    tiers = [tier for tier in ("device", "host", "disk") if report.peak_bytes.get(tier)]
+    rows = [lane for lane in LANES if lane in played.busy_s()]
+    heights = [4.0 if tier == "device" else 2.2 for tier in tiers] + [0.45 * (len(rows) + 1)]
+    figure = Figure(figsize=(12, sum(heights) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    plots: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    for plot, tier in zip(plots, tiers, strict=False):
+        limit = budget_bytes if tier == "device" else low.mesh.capacity_bytes(tier)
+        draw_memory(plot, report, played, tier, limit)
+    draw_lanes(plots[-1], played.busy, rows, program)
+    plots[-1].set_xlim(0, played.end_s or 1)
+    plots[-1].set_xlabel("seconds of one step, as planned")
+    figure.suptitle(title or str(low.plan), fontsize=10, wrap=True)
+    try:
+        figure.savefig(path, dpi=140)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as plan.png") from error
+
+
+def draw_memory(plot: Axes, report: MemoryReport, played: Lanes, tier: str, limit_bytes: int | None) -> None:
+    """Bytes of each kind over the seconds of a step, stacked; the limit is a red line where it is near."""
+    times = [*played.starts_s, played.end_s] if played.starts_s else [0.0, played.end_s]
+    kinds = [kind for kind in KINDS if any(report.by_kind[tier][kind])]
+    lines = [report.by_kind[tier][kind] for kind in kinds]
+    plot.stackplot(
+        times, [[*line, line[-1]] for line in lines], step="post", labels=kinds, colors=[COLOURS[k] for k in kinds], linewidth=0,
+    )  # fmt: skip
+    peak, at = report.peak_bytes[tier], report.peak_at[tier]
+    plot.plot([times[at]], [peak], "v", color="black", markersize=5)
+    plot.annotate(f"peak {size_text(peak)}", (times[at], peak), textcoords="offset points", xytext=(6, 5), fontsize=9)
+    top = peak
+    if limit_bytes is not None and limit_bytes < FAR * peak:
+        top = max(peak, limit_bytes)
+        plot.axhline(limit_bytes, color=_BUDGET, linewidth=1.5)
+    if limit_bytes is not None:
+        said, near = f"{'budget' if tier == 'device' else 'capacity'} {size_text(limit_bytes)}", top == limit_bytes
+        plot.annotate(
+            said if near else f"{said}, far above", (1, limit_bytes if near else 1.12 * top), xycoords=("axes fraction", "data"),
+            textcoords="offset points", xytext=(-4, 4 if near else -12), ha="right", color=_BUDGET, fontsize=9,
+        )  # fmt: skip
+    plot.set_ylim(0, 1.12 * top)
+    plot.yaxis.set_major_locator(MultipleLocator(2 ** floor(log2(max(top, 8) / 4))))
+    plot.set_ylabel(f"{tier} memory of a rank")
+    plot.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size_text(nbytes)))
+    plot.grid(axis="y", alpha=0.25)
+    handles, names = plot.get_legend_handles_labels()
+    plot.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+
+
+def draw_lanes(plot: Axes, busy: Sequence[Busy], rows: Sequence[str], program: Program) -> None:
+    """One row per lane, coloured by phase, the first on top. `busy` may come from anywhere: (lane, start, end, label, position)."""
+    end_s = max((b.end_s for b in busy), default=1.0)
+    for row, lane in enumerate(rows):
+        for phase, colour in PHASES.items():
+            mine = [(b.start_s, b.end_s) for b in busy if b.lane == lane and program.nodes[b.index].phase == phase]
+            spans = [(a, b - a) for a, b in _merged(mine, end_s / _COLUMNS)]
+            plot.broken_barh(spans, (len(rows) - 1 - row + 0.1, 0.8), facecolors=colour, linewidth=0)
+    for phase, colour in PHASES.items():
+        plot.plot([], [], color=colour, linewidth=6, label=phase)
+    plot.set_yticks([len(rows) - 1 - row + 0.5 for row in range(len(rows))], rows)
+    plot.set_ylim(0, len(rows))
+    plot.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+
+
+def _merged(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Spans with gaps that nobody could see closed."""
+    out: list[tuple[float, float]] = []
+    for a, b in sorted(spans):
+        if out and a - out[-1][1] <= gap:
+            out[-1] = out[-1][0], max(out[-1][1], b)
+        else:
+            out.append((a, b))
+    return out

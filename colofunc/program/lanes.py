@@ -1,0 +1,137 @@
+"""Lanes: when each operator of one rank runs, on which of the things that work side by side.
+
+Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
+order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
+out; what lies on the host is computed there. A plain collective or copy holds the device up, a started one only at its wait.
+
+    device     |linear|linear|        |linear|
+    wires      |all_gather   |reduce_scatter|
+    to device         |copy  |
+
+A loop is one operator. Seconds are those of the planner: roofline compute, alpha-beta links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.facts import is_copy, is_wire, kind_of, written
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.memory_report import MemoryReport, operator
+
+LANES = ("compute", "collectives", "to device", "to host", "host")
+
+
+@attrs.frozen
+class Busy:
+    """One operator on one lane; `index`: its position in the program."""
+
+    lane: str
+    start_s: float
+    end_s: float
+    label: str
+    index: int
+
+
+@attrs.frozen
+class Lanes:
+    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle."""
+
+    busy: tuple[Busy, ...]
+    starts_s: tuple[float, ...]
+    end_s: float
+
+    def busy_s(self) -> dict[str, float]:
+        """Lane -> seconds that it works; lanes that never do are left out."""
+        found = {lane: sum(b.end_s - b.start_s for b in self.busy if b.lane == lane) for lane in LANES}
+        return {lane: seconds for lane, seconds in found.items() if seconds}
+
+
+def lanes(program: Program, mesh: Mesh, rule_of: RuleOf) -> Lanes:
+    """Play a local program as it stands: what real ranks run is `overlapped` first."""
+    return _Player(program, mesh, rule_of).play()
+
+
+class _Player:
+    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf) -> None:
+        self.program, self.mesh, self.rule_of = program, mesh, rule_of
+        self.free = dict.fromkeys(LANES, 0.0)
+        self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
+        self.busy: list[Busy] = []
+
+    def play(self) -> Lanes:
+        clock, starts = 0.0, []
+        for index, node in enumerate(self.program.nodes):
+            starts.append(clock)
+            clock = max(clock, self._node(index, node, clock))
+        return Lanes(tuple(self.busy), tuple(starts), max(self.free.values(), default=0.0))
+
+    def _node(self, index: int, node: Node, clock: float) -> float:
+        """When the device may go on."""
+        kind, needs = kind_of(node), max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
+        if kind == ("wait", False):
+            return needs
+        lane, seconds = self._lane(node), self._seconds(node)
+        begin = max(clock, self.free[lane], needs)
+        if seconds:
+            self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index))
+            self.free[lane] = begin + seconds
+        apart = lane == "host" or (kind is not None and kind[1])
+        if apart:
+            for i in (*written(node), *(o for o in node.outs if o is not None)):
+                self.ready[i] = begin + seconds
+        return clock if apart else begin + seconds
+
+    def _lane(self, node: Node) -> str:
+        if is_wire(node):
+            return "collectives"
+        if is_copy(node):
+            return "to device" if node.target.startswith("colofunc.to_device") else "to host"
+        lies = [self.program.values[i].tier for i in (*node.refs, *(o for o in node.outs if o is not None))]
+        return "host" if lies and all(tier == "host" for tier in lies) else "compute"
+
+    def _seconds(self, node: Node) -> float:
+        values = self.program.values
+        if is_copy(node):
+            source, target = ("host", "device") if node.target.startswith("colofunc.to_device") else ("device", "host")
+            return self.mesh.copy_s(values[node.refs[-1]].nbytes, source, target)
+        if self._lane(node) == "host":
+            return self.mesh.host_s(_touched(node, values))
+        return node_s(node, values, self.mesh, self.rule_of)
+
+
+def _touched(node: Node, values: Mapping[int, Value]) -> int:
+    """Bytes that an elementwise operator reads and writes."""
+    return sum(values[i].nbytes for i in (*node.refs, *written(node), *(o for o in node.outs if o is not None)))
+
+
+# ---- Chrome traces (chrome://tracing, ui.perfetto.dev) ----
+
+
+def chrome_trace(played: Lanes, program: Program, report: MemoryReport, words: str) -> dict[str, Any]:
+    """Events of every lane, and the bytes of each kind as counters."""
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": words}}]
+    for tid, lane in enumerate(LANES):
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}})
+    for busy in played.busy:
+        node = program.nodes[busy.index]
+        where = {"module": node.path, "phase": node.phase, "line": node.line, "note": node.note, "position": busy.index}
+        events.append(
+            {"ph": "X", "pid": 0, "tid": LANES.index(busy.lane), "name": busy.label, "cat": node.phase, "args": where}
+            | {"ts": 1e6 * busy.start_s, "dur": 1e6 * (busy.end_s - busy.start_s)}
+        )
+    for tier, kinds in report.by_kind.items():
+        held = [(kind, line) for kind, line in kinds.items() if any(line)]
+        before: tuple[int, ...] = ()
+        for k, start_s in enumerate(played.starts_s):
+            now = tuple(line[k] for _, line in held)
+            if now != before:
+                args = {kind: nbytes for (kind, _), nbytes in zip(held, now, strict=True)}
+                events.append({"ph": "C", "pid": 0, "name": f"{tier} bytes", "ts": 1e6 * start_s, "args": args})
+            before = now
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": words}}

@@ -1,0 +1,123 @@
+"""When what runs: hand-made programs whose times are known, and that pictures show them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from colofunc_plugins import zero
+from test_executors import R, program
+
+import colofunc as cf
+from colofunc.pictures import memory_picture
+from colofunc.program.lanes import chrome_trace, lanes
+from colofunc.testing import programs
+
+MESH = cf.Mesh(dp=2, topology="2xa100-40g")
+N = 1 << 20
+COPY_S = MESH.copy_s(8 * N, "host", "device")
+
+
+def no_rule(call):
+    return None
+
+
+def played(nodes, shapes, places=None):
+    made = program([0], nodes, [], shapes)
+    for id, tier in (places or {}).items():
+        made.values[id] = made.values[id].in_tier(tier)
+    return lanes(made, MESH, no_rule)
+
+
+def spans(found):
+    return [(b.lane, b.start_s, b.end_s) for b in found.busy]
+
+
+def test_compute_and_plain_collectives_follow_one_another():
+    found = played([("aten.neg.default", (R(0),), (1,)), ("colofunc.all_reduce", (R(1), ("dp",), 2, "sum"), (2,))], [(N,)] * 3)
+    neg, wire = MESH.compute_s(N, 16 * N, "float64"), MESH.collective_s("all_reduce", 8 * N, ("dp",))
+    assert spans(found) == [("compute", 0.0, neg), ("collectives", neg, neg + wire)]
+    assert found.starts_s == (0.0, neg) and found.end_s == neg + wire
+    assert found.busy_s() == {"compute": pytest.approx(neg), "collectives": pytest.approx(wire)}
+
+
+def test_what_was_started_is_hidden_until_it_is_waited_for():
+    nodes = [
+        ("colofunc.all_reduce_start", (R(0), ("dp",), 2, "sum"), (1,)),
+        ("aten.neg.default", (R(0),), (2,)),
+        ("colofunc.wait", (R(1),), (3,)),
+        ("aten.neg.default", (R(3),), (4,)),
+    ]
+    found = played(nodes, [(N,)] * 5)
+    neg, wire = MESH.compute_s(N, 16 * N, "float64"), MESH.collective_s("all_reduce", 8 * N, ("dp",))
+    assert spans(found) == [("collectives", 0.0, wire), ("compute", 0.0, neg), ("compute", max(neg, wire), max(neg, wire) + neg)]
+
+
+def test_copies_have_an_engine_for_each_direction_and_queue_on_it():
+    nodes = [
+        ("colofunc.to_device_start", (R(0),), (1,)),
+        ("colofunc.to_device_start", (R(0),), (2,)),
+        ("colofunc.wait", (R(1),), (3,)),
+        ("colofunc.to_host_start", (R(3),), (4,)),
+        ("colofunc.wait", (R(2),), (5,)),
+    ]
+    found = played(nodes, [(N,)] * 6, dict.fromkeys([0, 4], "host"))
+    assert spans(found) == [
+        ("to device", 0.0, COPY_S), ("to device", COPY_S, 2 * COPY_S), ("to host", COPY_S, COPY_S + MESH.copy_s(8 * N, "device", "host")),
+    ]  # fmt: skip
+    assert found.starts_s[-1] == COPY_S and found.end_s == 2 * COPY_S
+
+
+def test_the_host_works_beside_the_device():
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        ("aten.neg.default", (R(1),), (2,)),
+        ("colofunc.to_device", (R(2),), (3,)),
+        ("aten.neg.default", (R(3),), (4,)),
+    ]
+    found = played(nodes, [(N,)] * 5, dict.fromkeys([0, 1, 2], "host"))
+    one = MESH.host_s(16 * N)
+    assert spans(found)[:3] == [("host", 0.0, one), ("host", one, 2 * one), ("to device", 2 * one, 2 * one + COPY_S)]
+    assert found.busy[3].start_s == 2 * one + COPY_S and found.starts_s[:3] == (0.0, 0.0, 0.0)
+
+
+def lowered():
+    step = programs.mlp(64)
+    return cf.shard(step.fn, cf.Mesh(dp=2, topology="2xa100-40g"), zero(3, "dp")).on("distributed").lower(step.state, step.batch)
+
+
+def test_lanes_of_a_step_are_those_of_its_memory():
+    low = lowered()
+    found, report = low.lanes(), low.memory()
+    assert len(found.starts_s) == len(report.timeline["device"]) == len(low.ordered().nodes)
+    assert list(found.starts_s) == sorted(found.starts_s)
+    assert found.end_s <= low.cost().seconds * (1 + 1e-9), "what is hidden costs nothing"
+    for lane in ("compute", "collectives"):
+        mine = [b for b in found.busy if b.lane == lane]
+        assert mine and all(a.end_s <= b.start_s for a, b in pairwise(mine))
+
+
+def test_a_trace_has_every_operator_and_the_peak():
+    low = lowered()
+    found, report = low.lanes(), low.memory()
+    events = chrome_trace(found, low.ordered(), report, "here")["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(found.busy)
+    assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == report.peak_bytes["device"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} > {"compute", "collectives", "to device", "to host", "host"}
+
+
+def test_pictures_are_drawn_and_say_the_budget(tmp_path):
+    low = lowered()
+    memory_picture(low, tmp_path / "plan.svg", budget_bytes=low.memory().peak_bytes["device"] + 1, title="my title")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml") and "#d62728" in drawn and "#9dbfe8" in drawn  # the budget's red, parameter copies
+    with pytest.raises(cf.InputError, match="the picture cannot be written"):
+        memory_picture(low, tmp_path / "plan.nothing")
+
+
+def test_a_picture_of_copies_has_their_lanes(tmp_path):
+    step = programs.mlp(64, width=64, dtype=torch.float32)
+    whole = cf.shard(step.fn, cf.Mesh(topology="a100-40g")).lower(step.state, step.batch).memory().peak_bytes["device"]
+    low = cf.offload(cf.shard(step.fn, cf.Mesh(topology="a100-40g")), budget=int(0.6 * whole)).lower(step.state, step.batch)
+    assert {"compute", "to device"} <= set(low.lanes().busy_s())
+    memory_picture(low, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
