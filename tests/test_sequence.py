@@ -350,15 +350,6 @@ def test_refused(axes: Any, plans: Any, more: Any, says: str) -> None:
         cf.shard(step, mesh(**axes), *plans).lower(state, batch)
 
 
-def test_a_batch_without_tokens() -> None:
-    def step(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = batch.reshape(1, 1, 8, 2)
-        return state, torch.nn.functional.scaled_dot_product_attention(x, x, x).sum()
-
-    with pytest.raises(cf.PlanError, match=r"no leaf has 8 of them in dim 1 \(batch \(16,\)\)"):
-        cf.shard(step, mesh(cp=2), ring("cp")).lower(torch.zeros(1), torch.randn(16))
-
-
 def test_by_configuration() -> None:
     chain = cf.configure({"mesh": {"cp": 2}, "parallel": {"ring": {"axis": "cp"}}}, plugins=[colofunc_plugins])
     step, state, batch = built("gpt2")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from colofunc_plugins import ring, tensor, ulysses
+from colofunc_plugins import gather_kv, ring, tensor, ulysses
 from test_sequence import built, equal, mesh, words
 
 import colofunc as cf
@@ -86,3 +86,65 @@ def test_fewer_key_heads_than_ranks_beside_tensor(ranks: Any, plan: Any, heads: 
     assert "tp" in mine[o].split(" ", 1)[1]
     if over[1] == "r":
         assert "tp" in mine[o.replace("o_proj", "q_proj")] and "tp" not in mine[o.replace("o_proj", "k_proj")]
+
+
+# ---- tokens that arise inside the model ----
+
+
+def vision(**more: Any) -> Any:
+    """A vision transformer of timm on images of 4 by 4 patches."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    size = dict(img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=8)
+    net = timm.models.vision_transformer.VisionTransformer(**size, **more).double()
+    batch = {"x": torch.randn(2, 3, 16, 16, dtype=torch.float64), "y": torch.tensor([1, 5])}
+    loss = lambda out, batch: F.cross_entropy(out, batch["y"])  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3), loss=loss, inputs=lambda b: ((b["x"],), {}))
+    return step, state, batch
+
+
+PATCHES = dict(class_token=False, global_pool="avg")
+
+
+@pytest.mark.parametrize(("plan", "word"), [(ring("cp"), "ring"), (ulysses("cp"), "g"), (gather_kv("cp"), "gathered")])
+def test_patches_of_an_image(plan: Any, word: str) -> None:
+    low = equal(*vision(**PATCHES), mesh(cp=2), plan, steps=1)
+    assert words(low, "cp") == {word} and low.coverage().efficiency > 0.95
+    lengths = {low.program.values[n.refs[0]].shape[1] for n in low.program.nodes if n.target == "colofunc.linear" and "blocks" in n.path}
+    assert lengths == {8}  # of 16 tokens
+
+
+def test_a_class_token_and_registers_beside_patches() -> None:
+    """1 + 3 + 16 tokens arise where they are put together."""
+    low = equal(*vision(reg_tokens=3), mesh(cp=2), ring("cp"), steps=1)
+    assert words(low, "cp") == {"ring"}
+
+
+def test_seventeen_tokens_are_refused_with_a_way_out() -> None:
+    with pytest.raises(cf.PlanError, match=r"17 tokens do not divide over 2 ranks; they arise inside.*leave out a class token.*tensor"):
+        cf.shard(vision()[0], mesh(cp=2), ring("cp")).lower(*vision()[1:])
+
+
+def test_frames_of_a_sound() -> None:
+    """Whisper: the decoder's tokens are in the batch, the encoder's come out of convolutions."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, num_mel_bins=4)
+    ends = dict(bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=1, begin_suppress_tokens=None, suppress_tokens=None)
+    config = transformers.WhisperConfig(
+        vocab_size=32, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=12, max_target_positions=8, **size, **ends
+    )
+    net = transformers.WhisperForConditionalGeneration(config).double()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    batch = {"input_features": torch.randn(2, 4, 24, dtype=torch.float64), "labels": torch.randint(2, 32, (2, 8))}
+    low = equal(step, state, batch, mesh(cp=2), ring("cp"), steps=1)
+    assert words(low, "cp") == {"striped"}
+
+
+def test_a_batch_of_one_dim() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = (batch * state).reshape(1, 1, 8, 2)
+        return state, F.scaled_dot_product_attention(x, x, x).square().mean()
+
+    low = equal(step, torch.ones((), dtype=torch.float64), torch.randn(16, dtype=torch.float64), mesh(cp=2), ring("cp"), steps=1)
+    assert words(low, "cp") == {"ring"}

@@ -57,6 +57,7 @@ class Wish:
     operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not
     followed but crossed: what goes in split comes out split, and a wish of its own says how they work (see `follow`).
     `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard (see `ranks`).
+    `values`: ids of values inside the program, instead of names: those that read them take them so, and it is followed from there.
     """
 
     match: str | Callable[[str], bool]
@@ -74,6 +75,7 @@ class Wish:
     scatter: bool | None = None
     across: tuple[str, ...] = ()
     rank: int = 0
+    values: tuple[int, ...] = ()
 
     @property
     def on_operator(self) -> bool:
@@ -151,7 +153,7 @@ def constraints_of(
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
     items: dict[int, list[Constraint]] = {}
     said: dict[int, list[tuple[Wish, Where]]] = {}
-    seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> input position -> what it is wished to be followed as
+    seeds: dict[str, dict[int, tuple[Wish, Layout]]] = {}  # source -> value -> what it is wished to be followed as
     held: dict[str, dict[int, list[Wish]]] = {}  # source -> index of a node -> wishes for its pattern, which is followed
     regather: dict[int, bool] = {}
     chunks: dict[int, int | str] = {}
@@ -173,7 +175,8 @@ def constraints_of(
             if wish.along and wish.on_operator:
                 held.setdefault(wish.source, {}).setdefault(item - len(program.inputs), []).append(wish)
             elif wish.along:
-                seeds.setdefault(wish.source, {})[item] = wish, _bounds(wish, program.values[program.inputs[item]], mesh)[0]
+                id = program.inputs[item]
+                seeds.setdefault(wish.source, {})[id] = wish, _bounds(wish, program.values[id], mesh)[0]
             if wish.regather is not None and not wish.on_operator:
                 regather[item] = wish.regather
                 if wish.regather:
@@ -183,7 +186,9 @@ def constraints_of(
                 chunks[item] = wish.chunk
             if wish.scatter is not None and not wish.on_operator:
                 scatter[item] = wish.scatter
-        if none and not wish.optional:
+        for id in wish.values:
+            seeds.setdefault(wish.source, {})[id] = wish, _bounds(wish, program.values[id], mesh)[0]
+        if none and not wish.optional and not wish.values:
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
     odd: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*seeds, *held)):
@@ -235,6 +240,8 @@ def _say(place: object) -> str:
 
 
 def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, Where, Constraint]]:
+    if wish.values:
+        return
     hits = [(k, program.values[i]) for k, i in enumerate(program.inputs) if wish.meets(program.values[i].name)]
     roles = wish.roles or PARAMETERS
     chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
@@ -425,7 +432,7 @@ def _along(
     `wish`: one of them, which says what holds for all.
     """
     patterns = {index: some for index, some in held.items() if some}
-    starts = {program.inputs[item]: layout for item, (_, layout) in seeds.items()}
+    starts = {id: layout for id, (_, layout) in seeds.items()}
     followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
     mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
     axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))

@@ -5,8 +5,9 @@
     ulysses(axis)          tokens `(axis s)`                                         {axis: g}, or {axis: heads}
     gather_kv(axis)        as ring                                                   {axis: gathered}
 
-A leaf of the batch is split if its dim 1 is as long as the rows or columns of some attention. From there the layout is
-followed through the program; attention is crossed: it takes and gives tokens as they lie.
+A leaf of the batch is split if its dim 1 is as long as the rows or columns of some attention; where no leaf is, the values in which
+these arise (patches of an image). From there the layout is followed through the program; attention is crossed: it takes and gives
+tokens as they lie.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from colofunc_plugins.sequence.call import FORWARD, TARGETS, Attention
 from colofunc_plugins.sequence.gathered import Gathered
 from colofunc_plugins.sequence.pattern import Pattern, Whole, patterns
 from colofunc_plugins.sequence.rings import Ring
+from colofunc_plugins.sequence.tokens import origins
 
 import colofunc as cf
 
@@ -95,20 +97,23 @@ class SequencePlan:
         ranks = prod(mesh.axis_size(a) for a in (axis, *heads))
         if ranks == 1:
             return []
-        calls = self._attentions(program, mesh, ranks)
+        leaves = [v for v in (program.values[i] for i in program.inputs) if v.role == "batch" and len(v.shape) > 1]
+        nodes = [node for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
+        rules = cf.Rules(program, mesh)
+        calls = [Attention.of(rules.call(node)) for node in nodes]
+        self._check(calls, {v.shape[1] for v in leaves}, ranks)
         striped = self.mode != "ulysses" and self._striped(calls)
         inside = ("s", axis) if striped else (axis, "s")
-        tokens = " ".join((*heads, *inside) if striped else (axis, *heads, "s"))
-        lengths = {a.sizes[f] for a in calls for f in "st"}
-        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch"]
-        mine = [v for v in leaves if len(v.shape) > 1 and v.shape[1] in lengths]
-        if not mine:
-            have = ", ".join(f"{v.name} {v.shape}" for v in leaves[:4]) or "none"
-            raise cf.PlanError(
-                f"{self.name} splits the tokens of the batch, and no leaf has {' or '.join(map(str, sorted(lengths)))} of them in "
-                f"dim 1 ({have}); hand the step its batch as (rows, tokens, ...)"
-            )
-        found = [cf.Wish(v.name, f"b ({tokens}) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in mine]
+        tokens = f"({' '.join((*heads, *inside) if striped else (axis, *heads, 's'))})"
+        mine = [v for v in leaves if v.shape[1] in {a.sizes[f] for a in calls for f in "st"}]
+        more = dict(source=self.name, along=True, across=TARGETS)
+        found = [cf.Wish(v.name, f"b {tokens} ...", self.axes, ("batch",), **more) for v in mine]
+        wanted: dict[int, cf.Layout] = {}
+        for node in nodes:  # the rows of q, of k and v: of other tokens than the batch has
+            for id in (r for r in node.refs[:3] if program.values[r].shape[2] not in {v.shape[1] for v in mine}):
+                wanted[id] = cf.Spec(f"b h {tokens} e").bind(mesh, program.values[id].shape)
+        values = origins(program, rules, wanted)
+        found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in values.items()]
         return [*found, *self._patterns(calls, mesh, axis, heads, striped)]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
@@ -117,21 +122,20 @@ class SequencePlan:
             raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
         return atoms[0]
 
-    def _attentions(self, program: Any, mesh: cf.Mesh, ranks: int) -> list[Attention]:
-        rules = cf.Rules(program, mesh)
-        calls = [Attention.of(rules.call(node)) for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
+    def _check(self, calls: list[Attention], lengths: set[int], ranks: int) -> None:
         if not calls:
             raise cf.PlanError(
                 f"{self.name} finds no attention in this step; it knows torch's scaled_dot_product_attention, which transformers "
                 "calls with attn_implementation='sdpa' (not 'eager')"
             )
-        for size in (a.sizes[f] for a in calls for f in "st"):
-            if size % ranks:
-                raise cf.PlanError(
-                    f"{self.name}: {size} tokens do not divide over {ranks} ranks; take a multiple (cf.pad with multiple={ranks} "
-                    "makes one), or fewer ranks"
+        for size in (size for a in calls for size in (a.sizes["s"], a.sizes["t"]) if size % ranks):
+            way = f"take a multiple (cf.pad with multiple={ranks} makes one), or fewer ranks"
+            if size not in lengths:
+                way = (
+                    "they arise inside the model, where nothing can be padded: take inputs of another size, leave out a class token "
+                    "(timm: class_token=False, global_pool='avg'), or split heads instead, tensor('1d', axis)"
                 )
-        return calls
+            raise cf.PlanError(f"{self.name}: {size} tokens do not divide over {ranks} ranks; {way}")
 
     def _striped(self, calls: list[Attention]) -> bool:
         if self.balance != "auto":
