@@ -212,10 +212,13 @@ class Copy(NamedTuple):
 
 
 def spread(
-    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
+    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool = False
 ) -> tuple[float, list[Copy]]:
-    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position."""
-    return _Spread(facts, stays, residents, budget_bytes, links).run()
+    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position.
+
+    `push`: the compute waits for stores whose bytes the next fetch could have.
+    """
+    return _Spread(facts, stays, residents, budget_bytes, links, push).run()
 
 
 class _Spread:
@@ -225,8 +228,10 @@ class _Spread:
     its engine would be idle otherwise, if its bytes fit from there to its need; those that do not fit start at their need.
     """
 
-    def __init__(self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links) -> None:
-        self.facts, self.budget, self.links = facts, budget_bytes, links
+    def __init__(
+        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool
+    ) -> None:
+        self.facts, self.budget, self.links, self.push = facts, budget_bytes, links, push
         change = [0] * (facts.size + 1)
         for item, mine in enumerate(stays):
             for stay in mine:
@@ -261,9 +266,9 @@ class _Spread:
         lanes = self.facts.lanes
         for p in range(self.facts.size):
             self._store(p)
-            for index in self.due.get(p, ()):
-                if not self.started[index]:
-                    self._fetch(index, p)
+            late = [index for index in self.due.get(p, ()) if not self.started[index]]
+            for index in sorted(late, key=lambda index: self.ready.get(self.queue[index].item, 0.0)):
+                self._fetch(index, p)
             take = 0.0 if lanes.on_host[p] else lanes.seconds[p]
             if self.head < len(self.queue):
                 self._hoist(p, take)
@@ -347,16 +352,16 @@ class _Spread:
             self.head += 1
         soon = max(self.now, self.landing.get(p, 0.0)) + take
         for index in range(self.head, min(self.head + 8, len(self.queue))):
-            if self.up >= soon:
+            if self.up >= soon and self.up > self.now:
                 return
-            if self.started[index] or not self._may_start(index, p):
+            if self.started[index] or not self._may_start(index, p, soon):
                 continue
             if self.blocked[index] > p or not self._fits(index, p):
                 return
             self._fetch(index, p)
 
-    def _may_start(self, index: int, p: int) -> bool:
-        """Is the copy on the host complete, and the stay before over?"""
+    def _may_start(self, index: int, p: int, soon: float) -> bool:
+        """Is the stay before over, and the copy on the host complete by then?"""
         stay = self.queue[index]
         if stay.after > p:
             return False
@@ -368,7 +373,7 @@ class _Spread:
             if store.end > self.now:
                 return False
             self._await(store, p)
-        return self.ready.get(stay.item, 0.0) <= self.now
+        return self.ready.get(stay.item, 0.0) <= max(self.now, soon)
 
     def _fits(self, index: int, p: int) -> bool:
         stay = self.queue[index]
@@ -377,4 +382,9 @@ class _Spread:
         if over.any():
             self.blocked[index] = stay.first - int(over[::-1].argmax())
             return False
-        return int(self.bytes[p]) + self.extra <= room
+        short = int(self.bytes[p]) + self.extra - room
+        if short > 0 and self.push:
+            for store in list(self.kept):  # the fetch is worth more than the wait
+                self._await(store, p)
+            short = int(self.bytes[p]) - room
+        return short <= 0

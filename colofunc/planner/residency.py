@@ -43,7 +43,7 @@ from colofunc.planner.timeline import (
 
 __all__ = ["Item", "Links", "Move", "Residency", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
-WORK = 400_000  # positions and uses that one call may walk through, over all candidates
+WORK = 150_000  # positions and uses that one call may walk through, over all candidates
 
 
 class Point(NamedTuple):
@@ -53,15 +53,21 @@ class Point(NamedTuple):
     stay: float  # part of that order's bytes that stays
     filled: float  # part of the rest that Belady fills; copies in flight may have all
     spent: float = 1.0  # part of the budget that is used at all
+    push: bool = False  # the compute waits for stores that stand in a fetch's way
 
     def around(self, step: float, orders: int) -> Iterator[Point]:
         for field in ("filled", "stay", "spent"):
             for change in (step, -step):
                 yield self._replace(**{field: min(1.0, max(0.0, getattr(self, field) + change))})
+        yield self._replace(push=not self.push)
         yield from (self._replace(order=other) for other in range(orders) if other != self.order)
 
 
 STARTS = (Point(0, 0.0, 1.0), Point(0, 1.0, 1.0), Point(0, 0.0, 0.9), Point(0, 0.5, 0.8), Point(0, 0.9, 0.9), Point(0, 0.25, 0.5))
+MANY = tuple(
+    Point(0, stay, filled, spent) for spent in (1.0, 0.75, 0.5, 0.25, 0.0) for stay in (0.0, 0.5, 1.0) for filled in (1.0, 0.8, 0.5, 0.0)
+)
+MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -116,6 +122,7 @@ class _Found:
     residents: tuple[int, ...]
     room: int
     spent: int
+    push: bool
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -130,10 +137,10 @@ class _Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[tuple[int, ...], int, int], tuple[float, int]] = {}
+        self.known: dict[tuple[tuple[int, ...], int, int, bool], tuple[float, int]] = {}
         self.best: _Found | None = None
         uses = sum(len(u) for u in self.facts.uses)
-        self.left = min(200, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.left = min(500, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
 
     def run(self) -> Residency:
         everything = self._everything()
@@ -155,15 +162,20 @@ class _Search:
             return None
         return Residency((), frozenset(home), max(held, default=0), self.alone.makespan, 0.0, (0, 0))
 
+    @property
+    def open(self) -> bool:
+        """Is there work left, and something to gain?"""
+        return self.left > 0 and (self.best is None or self.best.seconds > self.alone.makespan)
+
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int, spent: int) -> tuple[float, int]:
+    def score(self, residents: Sequence[int], room: int, spent: int, push: bool) -> tuple[float, int]:
         """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes. Keeps the best."""
-        key = (tuple(sorted(residents)), room, spent)
+        key = (tuple(sorted(residents)), room, spent, push)
         if key not in self.known:
             self.left -= 1
             stays = evict(self.facts, key[1], key[0])
-            seconds, copies = spread(self.facts, stays, key[0], spent, self.links)
+            seconds, copies = spread(self.facts, stays, key[0], spent, self.links, push)
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
             if self.best is None or rank < self.best.rank:
                 self.best = _Found(*rank, copies, *key)
@@ -234,19 +246,19 @@ class _Search:
             count = int(np.searchsorted(bytes_, point.stay * float(bytes_[-1]), side="right")) - 1
             least, taken = floors[point.order][count], int(bytes_[count])
             spent = least + int((self.budget - least) * point.spent)
-            return self.score([*self.fixed, *orders[point.order][:count]], taken + int((spent - taken) * point.filled), spent)
+            return self.score([*self.fixed, *orders[point.order][:count]], taken + int((spent - taken) * point.filled), spent, point.push)
 
-        best, where = min(((at(point), point) for point in STARTS), key=itemgetter(0))
-        step = 0.2
-        while self.left > 0 and step > 0.01:
-            before = best
-            for point in where.around(step, len(orders)):
-                if self.left > 0 and (found := at(point)) < best:
-                    best, where = found, point
-            if best == before:
-                step /= 2
-        if self.left > 0:
-            self._flip()
+        ranked = sorted(((at(point), point) for point in (MANY if self.left > MANY_FROM else STARTS)), key=itemgetter(0))
+        for best, where in ranked[:3]:
+            step = 0.2
+            while self.open and step > 0.01:
+                before = best
+                for point in where.around(step, len(orders)):
+                    if self.open and (found := at(point)) < best:
+                        best, where = found, point
+                if best == before:
+                    step /= 2
+        self._flip()
 
     def _flip(self) -> None:
         """One resident more or less, as long as that helps."""
@@ -255,10 +267,10 @@ class _Search:
             found = False
             for item in able:
                 now = self.best
-                if self.left <= 0:
+                if not self.open:
                     return
                 residents = set(now.residents) ^ {item}
                 order = [i for i in able if i in residents]
                 if self._fitting(order)[0] == order:
-                    self.score(sorted(residents), now.room, now.spent)
+                    self.score(sorted(residents), now.room, now.spent, now.push)
                     found = found or self.best is not now
