@@ -390,17 +390,26 @@ def chosen(most: int, seed: int = 0) -> list[Cell]:
     draw = random.Random(seed)
     more = draw.sample(many, min(len(many), max(0, most - len(few))))
     beside = [attrs.evolve(c, extra=extra) for extra in EXTRAS[1:] for c in draw.sample(cells, 12)]
-    return [*few, *more, *beside]
+    threes = (Cell("zero1", context="ring", kind="experts", ranks=8), Cell("hybrid", context="ring", ranks=8), *BESIDE)
+    return list(dict.fromkeys([*few, *more, *threes, *beside]))
+
+
+BESIDE = (Cell("zero3", "1d", "none", "experts", ranks=8),)
 
 
 def quick(seed: int = 0) -> list[Cell]:
-    """A sample in which every entry of every column stands at least once, on meshes of at most three axes."""
-    cells, draw = [c for c in every() if modes_in(c) > 1 and len(c.sizes or {}) <= 3], random.Random(seed)
+    """A sample in which every entry of every column stands at least once, on the smallest meshes that hold it, and `BESIDE`.
+
+    Pairs, because planning over three axes takes five times what planning over two does; the sweep has the rest.
+    """
+    cells, draw = [c for c in every() if modes_in(c) > 1], random.Random(seed)
     draw.shuffle(cells)
     missing = {(column, name) for column, table in COLUMNS.items() for name in table} | {("ranks", n) for n in RANKS}
     found = []
     while missing:
-        best = max(cells, key=lambda c: (sum(getattr(c, column) == name for column, name in missing), c.precision == "float64"))
+        new = {c: sum(getattr(c, column) == name for column, name in missing) for c in cells}
+        # Two axes where some pair on them has something new, three where none has.
+        best = max((c for c in cells if new[c]), key=lambda c: (-max(2, len(c.sizes or {})), new[c], c.precision == "float64"))
         found.append(best)
         missing = {(column, name) for column, name in missing if getattr(best, column) != name}
-    return found
+    return [*found, *BESIDE]
