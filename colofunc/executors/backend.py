@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -144,10 +145,10 @@ def held(program: Program, mesh: Mesh, name: str | None = None) -> MemoryReport:
     return memory(ordered(program, mesh, name), sent=real)
 
 
-def ordered(program: Program, mesh: Mesh, name: str | None = None) -> Program:
-    """`program` in the order in which the executor runs it. Joins nothing."""
+def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf) -> Program:
+    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of its use."""
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return overlapped(program) if real else program
+    return overlapped(program, ahead_bytes) if real else program
 
 
 def _process_group(mesh: Mesh) -> Any:

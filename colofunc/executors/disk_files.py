@@ -200,7 +200,7 @@ def _room(parent: Path, layout: Layout) -> str:
     room = os.statvfs(parent)
     free, needed = room.f_bavail * room.f_frsize, disk_bytes(layout.sizes)
     return (
-        f"needed: {size_text(needed)} = {needed} bytes for two versions of {len(layout.sizes)} chunks; "
+        f"needed: {size_text(needed)} = {needed} bytes for two versions of every chunk ({len(layout.sizes)}); "
         f"free: {size_text(free)} = {free} bytes"
     )
 

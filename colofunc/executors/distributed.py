@@ -14,6 +14,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from itertools import count
+from math import inf
 from typing import Any
 
 import torch
@@ -31,9 +34,10 @@ from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
-from colofunc.program.coalesce import updates_late, views_late
+from colofunc.program.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program
+from colofunc.program.loop import within
 from colofunc.program.schedule import overlap
 
 
@@ -198,14 +202,23 @@ class Distributed:
         return self._kept.get(program, mesh)(inputs)
 
 
-def overlapped(program: Program) -> Program:
+def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
-    One with copies between tiers has its order, in which these were timed.
+    In the bodies of loops too. One with copies between tiers has its order, in which these were timed. ahead_bytes: of results
+    that are started ahead, at most so many, or one collective's.
     """
     if any(is_copy(node) for node in program.nodes):
         return program
-    return overlap(views_late(updates_late(program)))
+    ids = count(1 + max((o for each in (program, *_bodies(program)) for o in each.values), default=-1))
+    ahead = partial(overlap, ids=ids) if ahead_bytes == inf else partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
+    inside = within(program, lambda body: ahead(outputs_late(views_late(body)), body=True))
+    return ahead(views_late(updates_late(inside)))
+
+
+def _bodies(program: Program) -> list[Program]:
+    found = [node.loop.body for node in program.nodes if node.loop is not None]
+    return [body for each in found for body in (each, *_bodies(each))]
 
 
 def init_from_env(mesh: Mesh, timeout_s: float = DEADLINE_S) -> bool:

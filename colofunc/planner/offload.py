@@ -216,7 +216,7 @@ def _trace(
     for k, node in enumerate(program.nodes):
         for i in written(node):
             changed.setdefault(ground.lies.home[i], set()).add(k)
-    busy = _in_flight(ground)
+    busy = _in_flight(ground, changed)
     base = np.asarray(ground.report.timeline["device"][:count], dtype=np.int64).copy()
     states, floor = set(_states(ground)), limit // SMALL
     outputs = {ground.lies.home[o] for o in program.outputs}
@@ -252,14 +252,15 @@ def _shared(found: Lies) -> set[int]:
     return {s for i, s in found.home.items() if i not in found.within and found.storages[s].value != i}
 
 
-def _in_flight(ground: Ground) -> dict[int, set[int]]:
-    """Storage -> positions at which a started collective reads or fills it."""
+def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
+    """Storage -> positions at which a started collective reads or fills it; its result is `changed` where it is waited for."""
     program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
     for k, node in enumerate(program.nodes):
         if is_wire(node) and node.target.endswith("_start"):
             started.update({o: k for o in node.outs if o is not None})
         elif kind_of(node) == ("wait", False) and node.refs[0] in started:
             begin = started[node.refs[0]]
+            changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
             for i in (node.refs[0], *program.nodes[begin].refs):
                 busy.setdefault(ground.lies.home[i], set()).update(range(begin, k + 1))
     return busy

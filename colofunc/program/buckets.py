@@ -13,6 +13,7 @@ follows can still overlap it. The order is part of the program, hence the same o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -36,22 +37,28 @@ class _Bucket:
     until: int  # first read of a result so far
 
 
-def buckets(program: Program, mesh: Mesh, apart: Mapping[tuple[int | None, ...], frozenset[int]] = MappingProxyType({})) -> Program:
+def buckets(
+    program: Program,
+    mesh: Mesh,
+    apart: Mapping[tuple[int | None, ...], frozenset[int]] = MappingProxyType({}),
+    most_bytes: float = inf,
+) -> Program:
     """`program` (functional, local) with small collectives put together, in the bodies of loops too.
 
     apart: values whose collectives stay as they are, of the program (key ()) and of bodies (what their node defines).
+    most_bytes: no bucket is larger.
     """
     nodes = []
     for node in program.nodes:
         if node.loop is not None:
-            body = _bucketed(node.loop.body, mesh, apart.get(node.outs, NONE))
+            body = _bucketed(node.loop.body, mesh, apart.get(node.outs, NONE), most_bytes)
             node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
         nodes.append(node)
-    return _bucketed(program.with_nodes(nodes), mesh, apart.get((), NONE))
+    return _bucketed(program.with_nodes(nodes), mesh, apart.get((), NONE), most_bytes)
 
 
-def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int]) -> Program:
-    found = [b.members for b in _find(program, mesh, apart) if len(b.members) > 1]
+def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> Program:
+    found = [b.members for b in _find(program, mesh, apart, most_bytes) if len(b.members) > 1]
     if not found:
         return program
     values = dict(program.values)
@@ -66,7 +73,7 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int]) -> Program:
     return program.with_nodes(nodes, values)
 
 
-def _find(program: Program, mesh: Mesh, apart: frozenset[int]) -> list[_Bucket]:
+def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> list[_Bucket]:
     made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}
@@ -85,7 +92,8 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int]) -> list[_Bucket]:
         key = (kind, node.args[1:], program.values[node.refs[0]].dtype, phase)
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
-        if bucket is not None and (bucket.nbytes + nbytes) * beta_s <= LATENCIES * alpha_s:
+        together = nbytes + (0 if bucket is None else bucket.nbytes)
+        if bucket is not None and together <= most_bytes and together * beta_s <= LATENCIES * alpha_s:
             waits = reduced.get(node.refs[0])
             early = made.get(node.refs[0], -1) < bucket.members[0] and (waits is None or waits.members[-1] < bucket.members[0])
             if early if kind == "all_gather" else index < bucket.until:

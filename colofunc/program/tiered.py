@@ -129,8 +129,8 @@ class Tiered:
                 self.values[o] = self.program.values[o].in_tier(tier)
                 storage = self.lies.home[o]
                 self.have[tier].setdefault(storage, {})[o] = o
-                if o == self._root(storage):
-                    self.base[tier][storage] = o
+                if o == self._root(storage) or kind_of(node) == ("wait", False):  # before its wait a value is not there
+                    self.base[tier][storage] = self.have[tier][storage][self._root(storage)] = o
 
     def get(self, tier: str, id: int) -> int:
         """The value as it lies in a tier: copied there, or taken again as a view of what is there."""

@@ -92,7 +92,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     lying += [k for k, x in enumerate(hidden, at) if SHELF.layout(x, mesh) is not None]
     tiers = {**dict.fromkeys(lying, "device"), **tiers} if moves is not None or tiers else {}
     move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
-    order = partial(ordered, mesh=mesh, name=staged.executor)
+    order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
     ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:

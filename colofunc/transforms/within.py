@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 
 import attrs
 
@@ -32,6 +33,8 @@ from colofunc.program.memory import MemoryReport
 from colofunc.program.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
 
+SHARE = 32
+"""Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
 # (finished program of one rank, mesh, seconds of a node, budget) -> the program with copies between tiers in it
 Move = Callable[[Program, Mesh, NodeS, int | None], Offloaded]
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
@@ -44,7 +47,7 @@ class Ending:
 
     `passes`: of plugins and transforms. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
     whether they are written over. `count`: the accountant of the executor that will run it. `refit`: of `checkpoint`.
-    `move`: of `offload`, for the program in the `order` in which that executor runs it.
+    `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
     """
 
     program: Program
@@ -56,7 +59,7 @@ class Ending:
     count: Callable[[Program], MemoryReport]
     refit: Refit | None = None
     move: Move | None = None
-    order: Callable[[Program], Program] = lambda program: program
+    order: Callable[[Program, float], Program] = lambda program, _: program
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
         """The program that runs, as decided. Its peak is counted only where somebody asks."""
@@ -84,17 +87,18 @@ class Ending:
             check_program(local, self.mesh)
         return local
 
-    def _completed(self, local: Program) -> Program:
+    def _completed(self, local: Program, bucket_bytes: float) -> Program:
         chunks = {local.inputs[k]: size for k, size in self.chunks.items()}
         local, apart = chunked(views_late(reduces_early(local)), chunks)
-        return in_place(buckets(local, self.mesh, apart), self.temporaries)
+        return in_place(buckets(local, self.mesh, apart, bucket_bytes), self.temporaries)
 
     def _counted(self, local: Program, budget_bytes: int | None) -> Fitted:
         check_program(local, self.mesh)
-        done = self._completed(local)
+        piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
+        done = self._completed(local, piece)
         if self.move is None:
             return Fitted(done, 0 if budget_bytes is None and self.refit is None else self._peak(done), 0.0)
-        moved = self.move(self.order(done), self.mesh, self._node_s, budget_bytes)
+        moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words)
 
