@@ -1,6 +1,7 @@
 """Chunks: how many collectives there are and what they move, where parameters lie, when gathers start, and the numbers."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -21,6 +22,7 @@ from colofunc.ops.flat import are_adjacent, flat_of, together
 from colofunc.program.check import check_program
 from colofunc.program.chunks import buffers_of, chunked
 from colofunc.program.coalesce import updates_late, views_late
+from colofunc.program.facts import is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
 from colofunc.program.packing import pack
@@ -89,6 +91,16 @@ def test_low_precision_is_gathered_and_the_policys_dtype_reduced() -> None:
         assert wires(low) == {"all_gather": 2 * (elements + read_again), "reduce_scatter": nbytes_ * elements}
         packed = [low.program.values[n.outs[0]].dtype for n in low.program.nodes if n.target == "colofunc.pack" and n.args[1] == 0]
         assert packed == [torch.bfloat16] * (2 * LAYERS - 1)
+
+
+def agrees_to_the_byte(step: Any, state: Any, batch: Any, p: Any, low: Any) -> None:
+    inputs = [leaf.parts for leaf in pytree.tree_leaves(step.on("simulated").init(state, batch))]
+    inputs.append([x.clone() for x in cf.distribute(batch, low.input_layouts[len(inputs)], DP2).parts])
+    want = run_simulated(low.program, DP2, [[x.clone() for x in shards] for shards in inputs])
+    measured = measure(p, DP2, inputs)
+    assert memory(p).timeline == measured.timeline
+    for got, expected in zip(measured.outputs, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # ---- where parameters lie ----
@@ -184,15 +196,32 @@ def test_a_chunk_of_gradients_is_reduced_under_the_backward_of_the_next() -> Non
         assert "colofunc.linear_dw" in work
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_collectives_overlap_inside_microbatches(stage: int) -> None:
+    """The next layer's gather is under way while one works, and one layer's gradients are reduced under the next one's backward."""
+    step, state, batch = deep(plan=zero(stage, "dp", chunk=WIDTH * (WIDTH + 1), regather=True if stage == 3 else None))
+    staged = cf.accumulate(step, microbatches=2)
+    low = staged.on("distributed").lower(state, batch)
+    (body,) = [n.loop.body for n in overlapped(low.program).nodes if n.loop is not None]
+    waits = {n.refs[0]: k for k, n in enumerate(body.nodes) if n.target == "colofunc.wait"}
+    reduced = [(k, waits[n.outs[0]]) for k, n in enumerate(body.nodes) if n.target == "colofunc.reduce_scatter_start"]
+    assert len(reduced) == LAYERS and not any("_start" not in n.target for n in body.nodes if is_wire(n))
+    for (start, wait), (later, _) in pairwise(reduced):
+        assert start < later < wait and "colofunc.linear_dw" in [n.target for n in body.nodes[start:wait]]
+    assert all(wait < reduced[k + 2][0] for k, (_, wait) in enumerate(reduced[:-2]))  # two at most
+    if stage == 3:
+        gathers = [k for k, n in enumerate(body.nodes) if "gather" in n.target]
+        work = [k for k, n in enumerate(body.nodes) if n.target == "colofunc.linear"]
+        assert all(gathers[layer + 1] < work[layer] for layer in range(LAYERS - 1))
+    agrees_to_the_byte(staged, state, batch, overlapped(low.program), low)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("executor", ["simulated", "distributed"])
 def test_the_accountant_counts_chunks_to_the_byte(executor: str, stage: int) -> None:
     step, state, batch = deep(plan=zero(stage, "dp", chunk=WIDTH * (WIDTH + 1)), clip=1.0)
     low = step.on(executor).lower(state, batch)
-    p = overlapped(low.program) if executor == "distributed" else low.program
-    inputs = [leaf.parts for leaf in pytree.tree_leaves(step.on("simulated").init(state, batch))]
-    inputs.append([x.clone() for x in cf.distribute(batch, low.input_layouts[len(inputs)], DP2).parts])
-    assert memory(p).timeline == measure(p, DP2, inputs).timeline
+    agrees_to_the_byte(step, state, batch, overlapped(low.program) if executor == "distributed" else low.program, low)
 
 
 def test_chunks_bound_what_is_gathered_at_once() -> None:
@@ -222,9 +251,10 @@ def test_chunks_in_the_loop_of_microbatches() -> None:
     assert check(staged, state, batch).worst < 1e-10
 
 
-def two_steps(stage: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
+def two_steps(stage: int, microbatches: int = 1) -> tuple[dict[str, torch.Tensor], bool, bool]:
     """Parameters after two steps, whether those of a chunk lie side by side, and whether all stayed where they were."""
     step, state, batch = deep(plan=zero(stage, "dp", chunk=WIDTH * (WIDTH + 1)), clip=1.0)
+    step = cf.accumulate(step, microbatches)
     state = step.init(state, batch)
     before = [x.data_ptr() for x in parts(state)]
     for _ in range(2):
@@ -234,10 +264,10 @@ def two_steps(stage: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_real_ranks(stage: int) -> None:
-    want, beside, _ = two_steps(stage)
-    for got, there, stayed in launch(two_steps, 2, stage, timeout_s=200):
+@pytest.mark.parametrize(("stage", "microbatches"), [(1, 1), (3, 1), (2, 2)])
+def test_two_real_ranks(stage: int, microbatches: int) -> None:
+    want, beside, _ = two_steps(stage, microbatches)
+    for got, there, stayed in launch(two_steps, 2, stage, microbatches, timeout_s=200):
         assert there is beside is (stage == 3) and stayed
         for name, p in want.items():
             torch.testing.assert_close(got[name], p, rtol=1e-10, atol=1e-10)

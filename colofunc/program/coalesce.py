@@ -19,7 +19,7 @@ from bisect import bisect_right
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.loop import within
-from colofunc.program.schedule import Memory
+from colofunc.program.schedule import Memory, next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 
@@ -118,3 +118,30 @@ def views_late(program: Program) -> Program:
             readers[i] = min(readers.get(i, place[index]), place[index])
     order = sorted(range(len(place)), key=lambda k: (*place[k], k))
     return program.with_nodes(program.nodes[k] for k in order)
+
+
+def outputs_late(body: Program) -> Program:
+    """Move views of what a collective delivers, of which a loop takes nothing but outputs, behind the next one of its kind.
+
+    What is computed until then overlaps it: a loop takes an output where it stands.
+    """
+    memory, outputs = Memory(body), set(body.outputs)
+    made = {o: index for index, node in enumerate(body.nodes) for o in node.outs if o is not None}
+    after = next_of_kind(body)
+    read: dict[int, list[int]] = {}
+    for index, node in enumerate(body.nodes):
+        for i in node.refs:
+            read.setdefault(i, []).append(index)
+    place = [(index, 0) for index in range(len(body.nodes))]
+    moved: set[int] = set()
+    for index in range(len(body.nodes) - 1, -1, -1):
+        node = body.nodes[index]
+        if not (may_alias(node) and not written(node) and not is_wire(node) and node.refs):
+            continue
+        source = made.get(memory.group(node.refs[0]), -1)
+        ends = all((o in outputs or o in read) and moved.issuperset(read.get(o, ())) for o in node.outs if o is not None)
+        if source >= 0 and is_wire(body.nodes[source]) and ends:
+            moved.add(index)
+            place[index] = (_free_until(body, memory, index, min(after[source], len(body.nodes) - 1)), 1)
+    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
+    return body.with_nodes(body.nodes[k] for k in order)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from colofunc.errors import PlanError
-from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, written
+from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, lifetimes, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
 from colofunc.program.schedule import Memory
 from colofunc.program.time import is_reduction
@@ -89,10 +89,8 @@ def gathered_at(body: Program) -> dict[int, list[int]]:
 
 
 def last_uses(body: Program) -> dict[int, int]:
-    """Value of a body -> index of the last node that needs it; an output is needed until it is gathered."""
-    last: dict[int, int] = {}
-    for index, node in enumerate(body.nodes):
-        last.update(dict.fromkeys(node.refs, index))
+    """Value of a body -> index of the last node that needs it (see `lifetimes`); an output is needed until it is gathered."""
+    last = lifetimes(attrs.evolve(body, outputs=()))
     for index, outputs in gathered_at(body).items():
         for k in outputs:
             last[body.outputs[k]] = max(last.get(body.outputs[k], 0), index)

@@ -60,7 +60,7 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only).
     """
     last = lifetimes(program)
-    storages, makers, metas = _storages(program, last)
+    storages, makers, metas = _storages(program, last, sent=sent)
     storages += _sent(program, last, metas) if sent else []
     return _report(program, storages, makers)
 
@@ -135,6 +135,7 @@ def _storages(
     given: Mapping[int, Meta] | None = None,
     where: dict[int, int] | None = None,
     within: dict[int, int] | None = None,
+    sent: bool = False,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
     """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere.
 
@@ -158,7 +159,7 @@ def _storages(
         storages.append(Storage(nbytes, value.tier, id, -1, end))
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            storages += _inside(node, node.loop, metas, index)
+            storages += _inside(node, node.loop, metas, index, sent)
         made = _results(node, program, metas)
         fresh: dict[int, int] = {}
         for o, one in zip(node.outs, made, strict=True):
@@ -182,11 +183,13 @@ def _storages(
     return storages, makers, metas
 
 
-def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int) -> list[Storage]:
+def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent: bool) -> list[Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body
     given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
-    storages, makers, _ = _storages(body, last_uses(body), given)
+    last = last_uses(body)
+    storages, makers, inner = _storages(body, last, given, sent=sent)
+    storages += _sent(body, last, inner) if sent else []
     report = _report(body, storages, makers)
     return [
         Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))

@@ -59,13 +59,14 @@ MAKERS = frozenset(OUT) | frozenset(
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
     colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
     colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_gather_flat colofunc.all_to_all colofunc.pack
+    colofunc.reduce_scatter_start colofunc.all_reduce_start colofunc.all_gather_start colofunc.all_to_all_start
     colofunc.loop""".split()
 )
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
     """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default
     aten.squeeze.dim aten.squeeze.dims aten.permute.default aten.transpose.int aten.t.default aten.alias.default
-    aten.detach.default colofunc.rearrange""".split()
+    aten.detach.default colofunc.rearrange colofunc.wait""".split()
 )
 
 

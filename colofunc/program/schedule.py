@@ -13,6 +13,9 @@ The order of collectives is part of the program, hence the same on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
+
 import attrs
 
 from colofunc.program.facts import is_wire, kind_of, lifetimes, may_alias, written
@@ -53,9 +56,11 @@ class Memory:
 def updates_early(program: Program) -> Program:
     """Move in-place nodes up to right behind what they need: their operands, and the last reader of what they write.
 
-    So do the scalars that updates read (step counts, learning rates): they stand behind the gradients in the trace.
+    So do the scalars that updates read (step counts, learning rates), which stand behind the gradients in the trace, and casts
+    that only this update reads: gradients in half precision would all wait for the last of them otherwise.
     """
     memory = Memory(program)
+    casts = _casts(program)
     made: dict[int, int] = {}  # value -> the place its maker stands behind
     touched: dict[int, int] = {}  # memory group -> last node so far that read or wrote it
     wrote: dict[int, int] = {}  # memory group -> last node so far that wrote it
@@ -64,8 +69,12 @@ def updates_early(program: Program) -> Program:
         changed = {memory.group(i) for i in written(node)}
         at = index
         if (changed and not node.outs) or _is_scalar_work(program, node):
-            at = max((made.get(i, -1) for i in node.refs), default=-1)
-            at = max([at, *(wrote.get(memory.group(i), -1) for i in node.refs), *(touched.get(g, -1) for g in changed)])
+            chain = _chain(program, casts, node) if changed else []
+            refs = [i for n in (node, *(program.nodes[k] for k in chain)) for i in n.refs if casts.get(i) not in chain]
+            at = max((made.get(i, -1) for i in refs), default=-1)
+            at = max([at, *(wrote.get(memory.group(i), -1) for i in refs), *(touched.get(g, -1) for g in changed)])
+            for k in chain:
+                place[k] = (min(at, place[k][0]), k)
         place.append((at, index))
         made.update({o: at for o in node.outs if o is not None})
         for i in node.refs:
@@ -77,6 +86,26 @@ def updates_early(program: Program) -> Program:
     return program.with_nodes(program.nodes[k] for k in order)
 
 
+def _casts(program: Program) -> dict[int, int]:
+    """What a cast makes for one reader alone -> the cast."""
+    readers: dict[int, int] = {}
+    for i in (*program.outputs, *(i for node in program.nodes for i in node.refs)):
+        readers[i] = readers.get(i, 0) + 1
+    return {
+        node.outs[0]: index
+        for index, node in enumerate(program.nodes)
+        if node.target == "aten._to_copy.default" and node.outs[0] is not None and readers.get(node.outs[0]) == 1
+    }
+
+
+def _chain(program: Program, casts: dict[int, int], node: Node) -> list[int]:
+    """The casts that end in an operand of a node and are read for nothing else."""
+    found = [casts[i] for i in node.refs if i in casts]
+    for k in found:
+        found += [casts[i] for i in program.nodes[k].refs if i in casts]
+    return found
+
+
 def _is_scalar_work(program: Program, node: Node) -> bool:
     """Whether a node of the update only makes 0-dim values; it may run whenever its operands are there."""
     if node.phase != "update" or not node.outs or kind_of(node) is not None or may_alias(node) or written(node):
@@ -84,20 +113,24 @@ def _is_scalar_work(program: Program, node: Node) -> bool:
     return all(o is not None and program.values[o].shape == () for o in node.outs)
 
 
-def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Program:
+def overlap(
+    program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24, body: bool = False, ids: Iterator[int] | None = None
+) -> Program:
     """Split collectives into starts and waits.
 
     `ahead`: how many collectives that were moved up may be in flight; more while their results are within `ahead_bytes`.
+    `body`: of a loop, which takes outputs as soon as they are there: one that nobody else reads is waited for behind the next
+    collective of its kind. `ids`: of new values.
     """
     made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
-    first = _first_uses(program)
+    first = _taken(program, made) if body else _first_uses(program)
     wrote: dict[int, list[int]] = {}
     memory = Memory(program)
     for index, node in enumerate(program.nodes):
         for i in written(node):
             wrote.setdefault(memory.group(i), []).append(index)
     values = dict(program.values)
-    fresh = max(values, default=-1) + 1
+    ids = count(max(values, default=-1) + 1) if ids is None else ids
     before: dict[int, list[Node]] = {}  # nodes to insert before position k
     hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
     dropped: set[int] = set()
@@ -124,6 +157,7 @@ def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Pro
         if at < index:
             hoisted.append((min(used, index), values[out].nbytes))
         floor[node.target] = at
+        fresh = next(ids)
         values[fresh] = attrs.evolve(values[out], id=fresh)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
@@ -133,7 +167,6 @@ def overlap(program: Program, ahead: int = 2, ahead_bytes: int = 1 << 24) -> Pro
         before.setdefault(at, []).append(start)
         before.setdefault(used, []).append(wait)
         dropped.add(index)
-        fresh += 1
     nodes: list[Node] = []
     for index in range(len(program.nodes) + 1):
         # Waits first: the operand of a start here may be what a wait here delivers.
@@ -156,11 +189,31 @@ def _packing(program: Program, made: dict[int, int], node: Node) -> int | None:
 def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: int) -> int:
     """The first position at which one more collective of `nbytes` may be in flight."""
     total = nbytes
-    for count, (used, flying) in enumerate(reversed(hoisted), 1):
+    for many, (used, flying) in enumerate(reversed(hoisted), 1):
         total += flying
-        if count >= ahead and total > ahead_bytes:
+        if many >= ahead and total > ahead_bytes:
             return used
     return 0
+
+
+def next_of_kind(program: Program) -> dict[int, int]:
+    """Index of a collective -> of the next one of its kind; len(nodes) for the last."""
+    found: dict[int, int] = {}
+    later: dict[str, int] = {}
+    for index in range(len(program.nodes) - 1, -1, -1):
+        if is_wire(node := program.nodes[index]):
+            found[index] = later.get(node.target, len(program.nodes))
+            later[node.target] = index
+    return found
+
+
+def _taken(program: Program, made: dict[int, int]) -> dict[int, int]:
+    """First uses in the body of a loop: an output that a collective delivers is used behind the next one of its kind."""
+    first, after = _first_uses(program), next_of_kind(program)
+    for o in program.outputs:
+        if made.get(o) in after:
+            first[o] = min(first[o], after[made[o]] + 1, len(program.nodes))
+    return first
 
 
 def _first_uses(program: Program) -> dict[int, int]:
