@@ -62,7 +62,8 @@ def test_dynamic_axial_beside_zero(evoformer: types.ModuleType) -> None:
     batch = evoformer.alignments(2, 8, 12, 0)
     with float64():
         assert check(staged, state, batch).worst <= 1e-10
-    attention = [dict(c.axes) for c in staged.lower(state, batch).plan.decisions if c.target == "colofunc.attention"]
+        plan = staged.lower(state, batch).plan
+    attention = [dict(c.axes) for c in plan.decisions if c.target == "colofunc.attention"]
     assert len(attention) == 2 and all(set(axes) == {"dp", "dap"} for axes in attention)
 
 
