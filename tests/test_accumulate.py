@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import pytest
 import torch
@@ -216,6 +218,27 @@ def test_batch_norm_over_sharded_rows_is_refused_by_its_own_name():
         cf.accumulate(cf.shard(step, MESHES["dp"], zero(3, "dp")), 2).lower(state, torch.randn(8, 6, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize(
+    ("axes", "stage"),
+    [({}, 0), ({"dp": 2}, 0), ({"tp": 2}, 0), ({"dp": 2, "tp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 3), ({"dp": 2, "tp": 2}, 3)],
+)
+def test_batch_norm_is_refused_whatever_the_plan(rows, axes, stage):
+    """Where every rank has all rows it could be computed behind the loop, over the whole batch; then nothing is accumulated."""
+    plans = [pytest.importorskip("colofunc_plugins").zero(stage, "dp")] if stage else []
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double().train()
+    opt = cf.adapt(torch.optim.AdamW, lr=0.1)
+    step, state = cf.train_step(cf.functional(module), opt, loss=lambda out, batch: out.square().mean(), inputs=lambda x: ((x,), {}))
+    staged = cf.shard(step, cf.Mesh(**axes, topology="ideal"), *plans)
+    with pytest.raises(PlanError) as caught:
+        cf.accumulate(staged, 4).lower(state, torch.randn(rows, 6, dtype=torch.float64))
+    said = re.sub(r"\(test_accumulate.py:\d+ in \w+\)", "(line)", str(caught.value))
+    assert said == (
+        "_native_batch_norm_legit_functional.default in '1' (line) mixes the samples of the batch, so 4 microbatches cannot be computed "
+        'one after another; write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or drop cf.accumulate'
+    )
+
+
 def test_contrastive_loss_is_refused_both_ways():
     w, x = torch.randn(4, 3), torch.randn(8, 4)
     with pytest.raises(PlanError, match=r"mixes the samples of the batch, so 2 microbatches"):
@@ -224,9 +247,10 @@ def test_contrastive_loss_is_refused_both_ways():
         cf.accumulate(contrastive, 2, mixing="per-microbatch").lower(w, x)
 
 
-@pytest.mark.parametrize("mesh", ["one", "dp"])
+@pytest.mark.parametrize("mesh", ["one", "dp", "zero1", "zero3"])
 def test_per_microbatch_norm_is_a_loop_by_hand(mesh):
     torch.manual_seed(0)
+    plans = [pytest.importorskip("colofunc_plugins").zero(int(mesh[4:]), "dp")] if "zero" in mesh else []
     module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)).double().train()
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     model = cf.functional(module)
@@ -240,10 +264,11 @@ def test_per_microbatch_norm_is_a_loop_by_hand(mesh):
         return {k: v - 0.1 * grads[k] for k, v in params.items()}, loss, buffers["1.running_mean"]
 
     specs = (None, "(dp b) ...") if mesh == "dp" else None
-    accumulated = cf.accumulate(cf.shard(step, MESHES[mesh], in_specs=specs), 2, mixing="per-microbatch")
+    axes = MESHES["one" if mesh == "one" else "dp"]
+    accumulated = cf.accumulate(cf.shard(step, axes, *plans, in_specs=specs), 2, mixing="per-microbatch")
     got = accumulated(model.params, {"x": x, "y": y})
     # On two ranks, a microbatch is a part of what each rank has.
-    rows = [[0, 1, 4, 5], [2, 3, 6, 7]] if mesh == "dp" else [[0, 1, 2, 3], [4, 5, 6, 7]]
+    rows = [[0, 1, 4, 5], [2, 3, 6, 7]] if mesh != "one" else [[0, 1, 2, 3], [4, 5, 6, 7]]
     hands = [step(model.params, {"x": x[r], "y": y[r]}) for r in rows]
     for name, value in got[0].items():
         torch.testing.assert_close(value.full(), (hands[0][0][name] + hands[1][0][name]) / 2, rtol=1e-10, atol=1e-10)

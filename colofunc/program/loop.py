@@ -47,12 +47,18 @@ def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: b
     lean: what is gathered for the microbatches alone, parameters that lie sharded, is gathered in each trip anew: less is
     held and more is sent. Otherwise it is gathered once and held.
     """
+    program, plan = unmixed(program, axis, trips, mixing, lean)
+    return _folded(program, plan, axis, trips)
+
+
+def unmixed(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> tuple[Program, _Plan]:
+    """The program in which no operator mixes samples, or PlanError that names the first which does."""
     estimated = False
     while True:
         plan = _Plan(program, axis, lean)
         culprits = plan.mixers()
         if not culprits:
-            return _folded(program, plan, axis, trips)
+            return program, plan
         estimates = [k for k in culprits if _kind(program.nodes[k]) == "all_reduce"]
         if mixing != "per-microbatch" or not estimates:
             raise _mixes(program.nodes[culprits[0]], trips, mixing)
@@ -314,7 +320,8 @@ def _estimated(program: Program, which: set[int], axis: str, trips: int, first: 
             nodes.append(node)
     changed = program.with_nodes(nodes, values)
     each = _Plan(changed, axis).varies - before
-    return _averaged(changed, each, axis, trips)
+    sources = {o for new, old in zip(nodes, program.nodes, strict=True) if new is not old for o in new.outs if o is not None}
+    return _averaged(changed, each, sources, axis, trips)
 
 
 def _scaled(node: Node, target: str, by: int) -> Node:
@@ -325,8 +332,8 @@ def _alias(node: Node) -> Node:
     return attrs.evolve(node, target="aten.alias.default", args=(node.args[0],), kwargs=())
 
 
-def _averaged(program: Program, each: set[int], axis: str, trips: int) -> Program:
-    """Where a value that each trip has its own of leaves the loop, its mean over the trips leaves it."""
+def _averaged(program: Program, each: set[int], sources: set[int], axis: str, trips: int) -> Program:
+    """Where a value that each trip has its own of leaves the loop, its mean over the trips leaves it. sources: the first of `each`."""
     values = dict(program.values)
     means: dict[int, int] = {}
     nodes: list[Node] = []
@@ -351,6 +358,8 @@ def _averaged(program: Program, each: set[int], axis: str, trips: int) -> Progra
             args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(mean(i, node)))  # noqa: B023
             node = attrs.evolve(node, args=args, kwargs=kwargs)
             each -= {o for o in node.outs if o is not None}
+        elif not each.intersection(node.refs):  # made of what an update made of a mean, as where it is gathered
+            each -= {o for o in node.outs if o is not None} - sources
         nodes.append(node)
     outputs = tuple(mean(o, None) if o in mine and o in each else o for o in program.outputs)
     return attrs.evolve(program, nodes=tuple(nodes), values=values, outputs=outputs)

@@ -65,16 +65,24 @@ def over_time(
     split of the batch over more mesh axes in the middle of the program then leaves microbatches as they are.
     lean: gradients are reduce-scattered before they are accumulated, once per microbatch: accumulators are shards.
     """
-    build_ = _build(program, leaves, microbatches, axis, rules, minor, lean)
+    return _finished(_build(program, leaves, microbatches, axis, rules, minor, lean))
+
+
+def lies_over_time(
+    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules
+) -> tuple[dict[int, Layout], Program]:
+    """How each value of a program, local or global, lies over time, and the program with that axis."""
+    build_ = _build(program, leaves, microbatches, axis, rules)
+    lies = dict(build_.lies)
+    return lies, _finished(build_)
+
+
+def _finished(build_: _Build) -> Program:
+    program = build_.program
     inputs = tuple(build_.copies[id][replicated(program.values[id].shape)] for id in program.inputs)
     constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
     outputs = tuple(build_.want(o, replicated(program.values[o].shape), None) for o in program.outputs)
     return Program(inputs, tuple(build_.nodes), outputs, build_.values, constants, program.aliases, "local")
-
-
-def lies_over_time(program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules) -> dict[int, Layout]:
-    """How each value of a program, local or global, lies over time."""
-    return _build(program, leaves, microbatches, axis, rules).lies
 
 
 def _build(

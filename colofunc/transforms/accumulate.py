@@ -34,7 +34,7 @@ from colofunc.plugins import Registry
 from colofunc.program.coalesce import reduces_early
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program, Value
-from colofunc.program.loop import MIXING, RowsMove, fold
+from colofunc.program.loop import MIXING, RowsMove, fold, unmixed
 from colofunc.program.memory import memory
 from colofunc.program.time import Rules, lies_over_time, over_time
 from colofunc.program.trace import Traced, record_local
@@ -59,7 +59,7 @@ def accumulate(
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     options = dict(microbatches=microbatches, batch=batch, mixing=mixing)
     last = partial(_pass, microbatches, batch, mixing)
-    intent = Intent("accumulate", options, last=last, constrain=partial(_constraints, microbatches, batch))
+    intent = Intent("accumulate", options, last=last, constrain=partial(_constraints, microbatches, batch, mixing))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
@@ -74,20 +74,36 @@ def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Trace
         return lambda program, mesh: program
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
+    if mixing != "error" and not _mixes(leaves, microbatches, rules, traced.program):
+        mixing = "error"  # nothing is estimated that another choice of rows computes exactly
     pinned = partial(_rows_on, leaves, microbatches, rules)
     each = any(asked.scatter.values()), any(asked.regather.values())
     return partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each)
 
 
+def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program) -> bool:
+    """Whether the step itself, on one device, has an operator that mixes samples."""
+    try:
+        unmixed(_places(leaves, microbatches, rules, program)[2], "time", microbatches)
+    except PlanError:
+        return True
+    return False
+
+
 def _constraints(
-    microbatches: int, batch: int | str | None, traced: Traced, program: Program, registry: Registry
+    microbatches: int, batch: int | str | None, mixing: str, traced: Traced, program: Program, registry: Registry
 ) -> Constraints:
-    """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow."""
+    """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow.
+
+    Raises PlanError where an operator mixes samples: of the step itself, so on every mesh and with every plan. A plan may bring all
+    rows to every rank and compute such an operator behind the loop, but then it is not accumulated, and only some plans do.
+    """
     if microbatches == 1:
         return NONE
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
-    rows, places_of = _places(leaves, microbatches, rules, program)
+    rows, places_of, over = _places(leaves, microbatches, rules, program)
+    unmixed(over, "time", microbatches, mixing)
     says = f"{microbatches} microbatches, which have to divide the rows that a rank has"
     items = {}
     for item, places in places_of.items():
@@ -97,7 +113,7 @@ def _constraints(
 
 def _rows_on(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program) -> Constraints:
     """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks."""
-    rows, places_of = _places(leaves, microbatches, rules, program)
+    rows, places_of, _ = _places(leaves, microbatches, rules, program)
     says = f"rows of {microbatches} microbatches stay on {', '.join(sorted(axes)) or 'no axis'}"
     items = {}
     for item, places in places_of.items():
@@ -110,18 +126,19 @@ Place = tuple[int, int]  # (dim, size of what stands before) of the rows of the 
 
 def _places(
     leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program
-) -> tuple[int, dict[int, tuple[Place | None, ...]]]:
-    """How many rows the batch has, and per item (input or node) of a global program where they are in operands and results."""
+) -> tuple[int, dict[int, tuple[Place | None, ...]], Program]:
+    """How many rows the batch has, per item (input or node) of a global program where they are in operands and results, and
+    the program over time."""
     ids = [i for i in program.inputs if leaves.get(program.values[i].name) == program.values[i].shape]
     for id in ids:
         _check_divides(program.values[id], microbatches)
-    lies = lies_over_time(program, ids, microbatches, "time", rules)
+    lies, over = lies_over_time(program, ids, microbatches, "time", rules)
     found = {}
     for item, (ins, outs) in enumerate([((), (i,)) for i in program.inputs] + [(node.refs, node.outs) for node in program.nodes]):
         places = tuple(None if i is None else _rows_at(lies.get(i)) for i in (*ins, *outs))
         if any(places):
             found[item] = places
-    return program.values[ids[0]].shape[0], found
+    return program.values[ids[0]].shape[0], found, over
 
 
 def _rows_at(over: Layout | None) -> Place | None:
