@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colofunc_plugins import gather_kv, ring, tensor, ulysses
-from test_sequence import built, equal, mesh, words
+from test_sequence import assert_split, built, equal, mesh, words
 
 import colofunc as cf
 
@@ -141,6 +141,19 @@ def test_frames_of_a_sound() -> None:
     assert words(low, "cp") == {"striped"}
 
 
+@pytest.mark.parametrize(("plan", "word"), [(ring("cp"), "ring"), (gather_kv("cp"), "gathered")])
+def test_windows_of_an_image(plan: Any, word: str) -> None:
+    """Swin: attention inside windows of 16 patches, the second time shifted; half of each window is a rank's."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = dict(image_size=16, patch_size=2, num_channels=3, embed_dim=8, depths=[2], num_heads=[2], window_size=4)
+    net = transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=4, drop_path_rate=0.0, **size)).double()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64), "labels": torch.tensor([0, 3])}
+    low = equal(step, state, batch, mesh(cp=2), plan, steps=1)
+    assert words(low, "cp") == {word} and low.coverage().efficiency > 0.9
+
+
 def test_a_batch_of_one_dim() -> None:
     def step(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = (batch * state).reshape(1, 1, 8, 2)
@@ -148,3 +161,46 @@ def test_a_batch_of_one_dim() -> None:
 
     low = equal(step, torch.ones((), dtype=torch.float64), torch.randn(16, dtype=torch.float64), mesh(cp=2), ring("cp"), steps=1)
     assert words(low, "cp") == {"ring"}
+
+
+# ---- attention that is written out ----
+
+
+def gemma2() -> Any:
+    """Gemma 2 caps its scores by a tanh, which no fused attention of torch does: it has "eager" only."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    ends = dict(vocab_size=32, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    config = transformers.Gemma2Config(sliding_window=8, query_pre_attn_scalar=4, attn_implementation="eager", **ends, **size)
+    step, state = cf.train_step(cf.functional(transformers.Gemma2ForCausalLM(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3))
+    ids = torch.randint(2, 32, (2, 16))
+    return step, state, {"input_ids": ids, "labels": ids}
+
+
+def products(low: Any) -> list[tuple[int, ...]]:
+    """Shapes of a rank's batched products, forward."""
+    values = low.program.values
+    return [values[n.outs[0]].shape for n in low.program.nodes if n.phase == "forward" and n.target == "aten.bmm.default"]
+
+
+@pytest.mark.parametrize("balance", [None, "stripes"])
+def test_rows_of_scores_that_are_written_out(balance: str | None) -> None:
+    """8 of 16 rows of scores over all 16 columns, whose softmax is whole."""
+    low = equal(*gemma2(), mesh(cp=2), gather_kv("cp", balance=balance), steps=1)
+    assert products(low) == [(8, 8, 16), (8, 8, 4)]
+    assert low.coverage().efficiency > 0.95
+    assert_split(low, "cp", rows=2 * 16 * 16)
+
+
+def test_rows_of_scores_beside_heads_of_tensor() -> None:
+    low = equal(*gemma2(), mesh(cp=2, tp=2), gather_kv("cp"), tensor("1d", "tp"), steps=1)
+    assert products(low) == [(4, 8, 16), (4, 8, 4)]
+
+
+@pytest.mark.parametrize("plan", [ring("cp"), ulysses("cp")], ids=["ring", "ulysses"])
+def test_a_ring_of_scores_that_are_written_out_is_refused(plan: Any) -> None:
+    step, state, batch = gemma2()
+    says = r"no attention in this step \(it is written out at modeling_gemma2.*='sdpa'; where a model has none, take gather_kv\('cp'\)"
+    with pytest.raises(cf.PlanError, match=says):
+        cf.shard(step, mesh(cp=2), plan).lower(state, batch)

@@ -60,13 +60,15 @@ def follow(
     rest: Mapping[int, str] | None = None,
     across: Collection[str] = (),
     held: Mapping[int, Sequence[Strategy]] | None = None,
+    gathers: Collection[str] = (),
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
     `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and what
     is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the flow
     crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index of a node
-    -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came from.
+    -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came from. `gathers`:
+    operators whose last operand yields where it does not fit the others.
     """
     rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
@@ -96,6 +98,8 @@ def follow(
         if strategy is None and resting:  # what rests is converted to what the others need: a gather before a column product
             strategy = rules.take(node, {r: layout for r, layout in mine.items() if r not in resting})
             resting = set()
+        if strategy is None and node.target in gathers and len(mine) > 1:
+            strategy = rules.take(node, {r: layout for r, layout in mine.items() if r != node.refs[-1]})
         if strategy is None:
             continue
         found[index] = strategy

@@ -57,6 +57,7 @@ class Wish:
     operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not
     followed but crossed: what goes in split comes out split, and a wish of its own says how they work (see `follow`).
     `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard (see `ranks`).
+    `gathers`: products whose last operand is gathered where it does not fit the others (keys, of which rows of scores need all).
     `values`: ids of values inside the program, instead of names: those that read them take them so, and it is followed from there.
     """
 
@@ -76,6 +77,7 @@ class Wish:
     across: tuple[str, ...] = ()
     rank: int = 0
     values: tuple[int, ...] = ()
+    gathers: tuple[str, ...] = ()
 
     @property
     def on_operator(self) -> bool:
@@ -433,7 +435,7 @@ def _along(
     """
     patterns = {index: some for index, some in held.items() if some}
     starts = {id: layout for id, (_, layout) in seeds.items()}
-    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns)
+    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns, wish.gathers)
     mine = dict.fromkeys(a for _, layout in seeds.values() for a in layout.axes)
     axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))
     n, known = len(program.inputs), dict[Any, tuple[Strategy, ...]]()

@@ -22,7 +22,7 @@ from colofunc_plugins.sequence.call import FORWARD, TARGETS, Attention
 from colofunc_plugins.sequence.gathered import Gathered
 from colofunc_plugins.sequence.pattern import Pattern, Whole, patterns
 from colofunc_plugins.sequence.rings import Ring
-from colofunc_plugins.sequence.tokens import origins
+from colofunc_plugins.sequence.tokens import PRODUCTS, origins, written_out
 
 import colofunc as cf
 
@@ -97,24 +97,27 @@ class SequencePlan:
         ranks = prod(mesh.axis_size(a) for a in (axis, *heads))
         if ranks == 1:
             return []
-        leaves = [v for v in (program.values[i] for i in program.inputs) if v.role == "batch" and len(v.shape) > 1]
-        nodes = [node for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
         rules = cf.Rules(program, mesh)
-        calls = [Attention.of(rules.call(node)) for node in nodes]
-        self._check(calls, {v.shape[1] for v in leaves}, ranks)
+        nodes = [node for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
+        calls, scores = [Attention.of(rules.call(node)) for node in nodes], list(written_out(program))
+        self._check(calls, scores)
         striped = self.mode != "ulysses" and self._striped(calls)
         inside = ("s", axis) if striped else (axis, "s")
         tokens = f"({' '.join((*heads, *inside) if striped else (axis, *heads, 's'))})"
-        mine = [v for v in leaves if v.shape[1] in {a.sizes[f] for a in calls for f in "st"}]
-        more = dict(source=self.name, along=True, across=TARGETS)
+        # What has rows of tokens: q, k and v, or written-out scores, which have them as columns, too.
+        lies = {id: f"b h {tokens} e" for node in nodes for id in node.refs[:3]}
+        lies |= {(id := node.refs[0]): "b " + "h " * (len(program.values[id].shape) - 3) + f"{tokens} t" for node in scores}
+        rows = {id: program.values[id].shape[-2] for id in lies}
+        lengths = {*rows.values(), *(program.values[node.refs[0]].shape[-1] for node in scores)}
+        leaves = [v for v in (program.values[i] for i in program.inputs) if v.role == "batch" and len(v.shape) > 1]
+        mine = [v for v in leaves if v.shape[1] in lengths]
+        have = {v.shape[1] for v in mine}
+        self._divide(lengths, have, ranks)
+        more: dict[str, Any] = dict(source=self.name, along=True, across=TARGETS, gathers=PRODUCTS if self.mode == "gather_kv" else ())
         found = [cf.Wish(v.name, f"b {tokens} ...", self.axes, ("batch",), **more) for v in mine]
-        wanted: dict[int, cf.Layout] = {}
-        for node in nodes:  # the rows of q, of k and v: of other tokens than the batch has
-            for id in (r for r in node.refs[:3] if program.values[r].shape[2] not in {v.shape[1] for v in mine}):
-                wanted[id] = cf.Spec(f"b h {tokens} e").bind(mesh, program.values[id].shape)
-        values = origins(program, rules, wanted)
-        found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in values.items()]
-        return [*found, *self._patterns(calls, mesh, axis, heads, striped)]
+        wanted = {id: cf.Spec(spec).bind(mesh, program.values[id].shape) for id, spec in lies.items() if rows[id] not in have}
+        found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in origins(program, rules, wanted).items()]
+        return [*found, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
         atoms = mesh.atoms((name,))
@@ -122,15 +125,18 @@ class SequencePlan:
             raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
         return atoms[0]
 
-    def _check(self, calls: list[Attention], lengths: set[int], ranks: int) -> None:
-        if not calls:
+    def _check(self, calls: list[Attention], scores: list[Any]) -> None:
+        if not calls and (self.mode != "gather_kv" or not scores):
+            line = f" (it is written out at {scores[0].line})" if scores else ""
             raise cf.PlanError(
-                f"{self.name} finds no attention in this step; it knows torch's scaled_dot_product_attention, which transformers "
-                "calls with attn_implementation='sdpa' (not 'eager')"
+                f"{self.name} finds no attention in this step{line}; it knows torch's scaled_dot_product_attention, which transformers "
+                "calls with attn_implementation='sdpa'" + (f"; where a model has none, take gather_kv({self.axes[0]!r})" if scores else "")
             )
-        for size in (size for a in calls for size in (a.sizes["s"], a.sizes["t"]) if size % ranks):
+
+    def _divide(self, lengths: set[int], have: set[int], ranks: int) -> None:
+        for size in (size for size in sorted(lengths) if size % ranks):
             way = f"take a multiple (cf.pad with multiple={ranks} makes one), or fewer ranks"
-            if size not in lengths:
+            if size not in have:
                 way = (
                     "they arise inside the model, where nothing can be padded: take inputs of another size, leave out a class token "
                     "(timm: class_token=False, global_pool='avg'), or split heads instead, tensor('1d', axis)"
