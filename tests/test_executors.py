@@ -209,6 +209,26 @@ def test_updates_move_up_to_their_gradient():
     assert [n.target for n in moved.nodes][2:] == ["colofunc.sgd_", "aten.mul.Tensor", "colofunc.sgd_"]
 
 
+@pytest.mark.parametrize("also", ["", "reader", "output"])
+def test_casts_of_gradients_move_with_their_updates(also):
+    nodes = [
+        ("aten.neg.default", (R(2),), (5,)),
+        ("aten.exp.default", (R(2),), (6,)),
+        ("aten.sin.default", (R(2),), (7,)),
+        ("aten._to_copy.default", (R(5),), (8,)),
+        ("aten._to_copy.default", (R(8),), (9,)),
+        ("colofunc.sgd_", (R(0), R(9), None, R(3), R(3), 0.0, 0.0, 0.0, False), ()),
+    ]
+    nodes += [("aten.cos.default", (R(9),), (10,))] * (also == "reader")
+    p = program([0, 1, 2, 3], nodes, [0, 9] if also == "output" else [0], [(3,), (3,), (3,), (), ()] + [(3,)] * 6)
+    moved = [n.target.split(".")[1] for n in updates_early(p).nodes]
+    rest = ["exp", "sin"]
+    if also:  # somebody else reads the cast where it stands
+        assert moved[: 6] == ["neg", *rest, "_to_copy", "_to_copy", "sgd_"]
+    else:
+        assert moved == ["neg", "_to_copy", "_to_copy", "sgd_", *rest]
+
+
 @pytest.mark.parametrize("later, targets", [
     ((), ["aten.mm.default", "aten.add.out", "aten.add.out"]),
     (("aten.exp.default", (R(2),), (5,)), ["aten.mm.default", "aten.add.Tensor", "aten.add.out"]),
