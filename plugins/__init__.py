@@ -9,6 +9,7 @@ This module is what the entry point names; `cf.configure(..., plugins=[colofunc_
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from colofunc_plugins.gemini import colofunc_memory_policies, elixir, gemini
 from colofunc_plugins.moe import experts
 from colofunc_plugins.sequence import gather_kv, ring, ulysses
 from colofunc_plugins.tp2d_25d_3d import tensor
@@ -16,7 +17,7 @@ from colofunc_plugins.zero import zero
 
 import colofunc as cf
 
-__all__ = ["experts", "gather_kv", "ring", "tensor", "ulysses", "zero"]
+__all__ = ["colofunc_memory_policies", "elixir", "experts", "gather_kv", "gemini", "ring", "tensor", "ulysses", "zero"]
 
 
 @cf.hookimpl

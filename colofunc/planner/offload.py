@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 
-from colofunc.errors import CapacityError
+from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops.update import IN_PLACE
 from colofunc.planner.residency import Item, Links, Residency, Trace, least_budget, reside
@@ -46,6 +46,19 @@ class State:
 
 
 @attrs.frozen
+class Room:
+    """What a policy knows of the machine: bytes of device memory a rank (None: no limit), the peak of all that is no state, and
+    the ranks that share a host."""
+
+    budget_bytes: int | None
+    other_bytes: int
+    ranks: int
+
+
+Place = Callable[[Sequence[State], Room], Sequence[str | None]]
+
+
+@attrs.frozen
 class MemoryPolicy:
     """Which tier state lies in, and where it is updated; None leaves a choice to cost.
 
@@ -54,15 +67,15 @@ class MemoryPolicy:
     """
 
     name: str
-    place: Callable[[Sequence[State]], Sequence[str | None]] = attrs.field(default=lambda states: [None] * len(states), repr=False)
+    place: Place = attrs.field(default=lambda states, room: [None] * len(states), repr=False)
     update: str | None = None
     activations: bool = True
 
 
 SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
-DEVICE = MemoryPolicy("device", lambda states: ["device"] * len(states), "device", activations=False)
-HOST = MemoryPolicy("host", lambda states: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
+DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
+HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +118,8 @@ def offload(
     """
     ground = _ground(program, mesh, node_s, given or {})
     states = _states(ground)
-    placed = dict(zip(states, policy.place([_state(ground, s) for s in states]), strict=True))
+    room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
+    placed = dict(zip(states, _checked(policy, [_state(ground, s) for s in states], room), strict=True))
     placed |= ground.given
     limit = budget_bytes if budget_bytes is not None else max(ground.report.timeline["device"], default=0)
     best: tuple[tuple[int, float], frozenset[int], list[int], Trace, Residency] | None = None
@@ -124,6 +138,22 @@ def offload(
     _check_host(done, mesh)
     words = tuple(_words(ground, on_host, items, trace, found))
     return Offloaded(done, memory(done).peak_bytes["device"], seconds, found.exposed_s, words)
+
+
+def _checked(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
+    """What the policy says, or an error that says what is wrong with it."""
+    found = list(policy.place(states, room))
+    wrong = [tier for tier in found if tier not in ("device", "host", None)]
+    if len(found) != len(states) or wrong:
+        said = f"{wrong[0]!r}" if wrong else f"{len(found)} tiers for {len(states)} states"
+        raise PlanError(f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host' or None for each state")
+    return found
+
+
+def _other_bytes(ground: Ground, states: Sequence[int]) -> int:
+    """The peak of all that is no state."""
+    state = sum(ground.lies.storages[s].nbytes for s in states)
+    return max(ground.report.timeline["device"], default=0) - state
 
 
 def _ground(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
