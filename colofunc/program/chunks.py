@@ -13,6 +13,13 @@ Only what tensors hold is sent: chunks are as large as the search says, and what
 Parameters keep their own layouts. Those of a chunk that a step donates lie one behind the other in memory (`buffers_of` says
 which, `executors` and `compile` keep them so), so that they are gathered without a copy; updates in place write through.
 
+Note [Copied out]. A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole chunk apart from
+rank to rank and b apart inside: no strides of a matrix (a, b) say that, unless the chunk holds one parameter, which is then a view.
+So every other weight is copied once out of the buffer, as FSDP2 does. A batched product over ranks could read it as it lies, but
+gives (n, tokens, a/n), and putting that in order copies activations instead, as torch's products write no strided blocks. What
+would do: one call that gathers each tensor into a buffer of its own (`all_gather_into_tensor_coalesced`, NCCL's group call). It
+has several results, and a collective of a program has one.
+
 Which parameter a collective is about follows from data flow: a gather's operand is made from it; a reduction's result, or an
 output that takes its place, reaches its update with as many elements.
 """
