@@ -159,6 +159,13 @@ def test_kinds_follow_what_made_a_value():
     assert max(plain.by_kind["device"]["collective buffers"]) == 0
 
 
+def test_what_is_cast_to_be_a_gradient_is_one():
+    step = programs.mlp(dtype=torch.float32)
+    report = cf.precision(cf.shard(step.fn, ONE), "bf16").lower(step.state, step.batch).memory()
+    largest = max(v.numel() for v in step.state["params"].values())
+    assert max(report.by_kind["device"]["gradients"]) == largest * (2 + 4)
+
+
 def test_activations_grow_with_the_batch_and_nothing_else_of_the_state_does():
     small, large = (lowered("plain", batch).memory().by_kind["device"] for batch in (8, 32))
     assert max(large["activations"]) > 3 * max(small["activations"])

@@ -31,12 +31,15 @@ and update, and nobody's gradient. `collective buffers`: what is sent or receive
 constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
+_MOVES = frozenset(f"colofunc.{name}" for name in ("pack", "rearrange", "wait")) | frozenset(
+    f"aten.{name}" for name in ("_to_copy.default", "slice.Tensor", "view.default")
+)
 _ADVICE = {
     "parameters": "keep them on the host: cf.offload(step, budget=...); shard them: zero(3, axis), tensor('1d', axis)",
     "parameter copies": "fewer at once: a finer zero(3, axis, chunk=...); tensor('1d', axis) gathers none",
     "optimizer state": "keep it on the host: cf.offload(step, budget=...); shard it: cf.shard(..., zero(1, axis))",
     "gradients": "shard them: cf.shard(..., zero(2, axis))",
-    "activations": "make them again: cf.checkpoint(step, budget=...); on the host: cf.offload; fewer: cf.accumulate(step, microbatches=...)",
+    "activations": "make them again: cf.checkpoint(step, budget=...); on the host: cf.offload; fewer: cf.accumulate(step, ...)",
     "temporaries": "fewer: cf.accumulate(step, microbatches=...), a smaller batch",
     "collective buffers": "smaller pieces: zero(..., chunk=...)",
 }
@@ -184,7 +187,22 @@ def kinds_of(program: Program, outside: Mapping[int, str] | None = None) -> dict
             found[o] = found[node.refs[0]] if is_copy(node) else ends.get(o) or _made(program, node, o, copies)
             if copies:
                 weights.add(o)
+    _become_gradients(program, found)
     return found
+
+
+def _become_gradients(program: Program, found: dict[int, str]) -> None:
+    """What is cast, packed or sent and is a gradient then, is one already."""
+    passing: set[int] = set()  # buffers on that way
+    for node in reversed(program.nodes):
+        outs = [o for o in node.outs if o is not None]
+        if not outs or not (node.target in _MOVES or is_wire(node)) or not all(found[o] == "gradients" or o in passing for o in outs):
+            continue
+        for r in node.refs:
+            if found[r] == "temporaries":
+                found[r] = "gradients"
+            elif found[r] == "collective buffers":
+                passing.add(r)
 
 
 def _of_weights(node: Node, weights: Collection[int]) -> bool:
