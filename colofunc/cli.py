@@ -117,7 +117,7 @@ def _example(module: ModuleType, where: str, target: str, example: str) -> tuple
         )
     made = getattr(module, name)()
     if not isinstance(made, tuple):
-        raise InputError(f"{name}() of {where} returned {type(made).__name__}; return what the step is called with as a tuple: (state, batch)")
+        raise InputError(f"{name}() of {where} returned {type(made).__name__}; return the arguments of the step as a tuple: (state, batch)")
     return made
 
 

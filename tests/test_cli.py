@@ -89,7 +89,7 @@ def test_a_mesh_has_as_many_devices(script):
         (["{}:number"], "is of type int; name a step function"),
         (["{}:wrong"], "has to return (step, state, batch); it returned"),
         (["{}:step", "--example", "another"], "has no function 'another' that returns what"),
-        (["{}:step", "--example", "other"], "other() of {} returned dict; return what the step is called with as a tuple"),
+        (["{}:step", "--example", "other"], "other() of {} returned dict; return the arguments of the step as a tuple"),
         (["nowhere.py:step"], "there is no file 'nowhere.py'"),
         (["nowhere:step"], "there is no module 'nowhere'"),
         (["{}:step", "--device", "a100-40gb"], "did you mean 'a100-40g'"),

@@ -92,10 +92,10 @@ _DGX_A100 = Box(  # DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 
     _level("nvlink", 300e9, 3), _level("infiniband", 25e9, 6), 2 * TB, 30 * TB, _PCIE4, 56e9, 30.4e9, 205e9  # 2 x 8 channels of DDR4-3200
 )
 _DGX_H100 = Box(  # DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB
-    _level("nvlink", 450e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 307e9  # 2 x 8 channels of DDR5-4800
+    _level("nvlink", 450e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 307e9  # DDR5-4800, 2 x 8
 )
 _DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA
-    _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # 2 x 4 channels of DDR4-2133
+    _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # DDR4-2133, 2 x 4
 )
 _PC_PCIE4 = Box(  # a desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive
     _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9, 25e9  # 2 channels of DDR4-3200
