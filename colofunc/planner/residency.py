@@ -19,6 +19,7 @@ step the same way to count moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, combinations
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -63,9 +64,21 @@ class Point(NamedTuple):
         yield from (self._replace(order=other) for other in range(orders) if other != self.order)
 
 
-STARTS = (Point(0, 0.0, 1.0), Point(0, 1.0, 1.0), Point(0, 0.0, 0.9), Point(0, 0.5, 0.8), Point(0, 0.9, 0.9), Point(0, 0.25, 0.5))
+STARTS = (
+    Point(0, 0.0, 1.0),
+    Point(0, 1.0, 1.0),
+    Point(0, 0.0, 0.9),
+    Point(0, 0.5, 0.8),
+    Point(0, 0.9, 0.9),
+    Point(0, 0.25, 0.5),
+    Point(1, 0.5, 0.9),
+)
 MANY = tuple(
-    Point(0, stay, filled, spent) for spent in (1.0, 0.75, 0.5, 0.25, 0.0) for stay in (0.0, 0.5, 1.0) for filled in (1.0, 0.8, 0.5, 0.0)
+    Point(order, stay, filled, spent)
+    for order in (0, 1)
+    for spent in (1.0, 0.75, 0.5, 0.25, 0.0)
+    for stay in (0.0, 0.5, 1.0)
+    for filled in (1.0, 0.8, 0.5, 0.0)
 )
 MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
 
@@ -140,7 +153,7 @@ class _Search:
         self.known: dict[tuple[tuple[int, ...], int, int, bool], tuple[float, int]] = {}
         self.best: _Found | None = None
         uses = sum(len(u) for u in self.facts.uses)
-        self.left = min(500, max(8, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.left = min(500, max(9, WORK // (len(trace.seconds) + 2 * uses + 10)))
 
     def run(self) -> Residency:
         everything = self._everything()
@@ -178,7 +191,7 @@ class _Search:
             seconds, copies = spread(self.facts, stays, key[0], spent, self.links, push)
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
             if self.best is None or rank < self.best.rank:
-                self.best = _Found(*rank, copies, *key)
+                self.best = _Found(*rank, copies, key[0], room, spent, push)
         return self.known[key]
 
     def _result(self, best: _Found) -> Residency:
@@ -193,12 +206,13 @@ class _Search:
     # ---- which residents ----
 
     def _orders(self) -> Iterator[list[int]]:
-        """Home items that may stay, the ones to keep first: by copies saved per byte, by the tail, by the head."""
+        """Home items that may stay, the ones to keep first: by copies saved per byte, by both ends, by the tail, by the head."""
         items, uses = self.trace.items, self.facts.uses
         able = [i for i, item in enumerate(items) if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed]
         last_write = {i: max(changes(items[i]), default=-1) for i in able}
         keys: list[Callable[[int], tuple[float, ...]]] = [
             lambda i: (-(last_write[i] >= 0), -uses[i][-1], i),
+            lambda i: (min(uses[i][0], self.facts.size - 1 - uses[i][-1]), -(last_write[i] >= 0), i),
             lambda i: (-last_write[i], -uses[i][-1], i),
             lambda i: (uses[i][0], -(last_write[i] >= 0), i),
         ]
@@ -248,7 +262,9 @@ class _Search:
             spent = least + int((self.budget - least) * point.spent)
             return self.score([*self.fixed, *orders[point.order][:count]], taken + int((spent - taken) * point.filled), spent, point.push)
 
-        ranked = sorted(((at(point), point) for point in (MANY if self.left > MANY_FROM else STARTS)), key=itemgetter(0))
+        ranked = sorted(
+            ((at(point), point) for point in (MANY if self.left > MANY_FROM else STARTS) if point.order < len(orders)), key=itemgetter(0)
+        )
         for best, where in ranked[:3]:
             step = 0.2
             while self.open and step > 0.01:
@@ -261,15 +277,16 @@ class _Search:
         self._flip()
 
     def _flip(self) -> None:
-        """One resident more or less, as long as that helps."""
+        """One resident more or less, or another one in its place, as long as that helps."""
         able, found = next(self._orders()), True
         while found and self.best:
             found = False
-            for item in able:
+            for change in chain(((i,) for i in able), combinations(able, 2)):
                 now = self.best
                 if not self.open:
                     return
-                residents = set(now.residents) ^ {item}
+                self.left -= 1
+                residents = set(now.residents) ^ set(change)
                 order = [i for i in able if i in residents]
                 if self._fitting(order)[0] == order:
                     self.score(sorted(residents), now.room, now.spent, now.push)
