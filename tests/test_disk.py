@@ -365,7 +365,7 @@ def test_too_little_room_names_both_numbers(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(DiskError) as found:
             store(tmp_path, [PAGE, 2 * PAGE])
     told = str(found.value)
-    assert f"'{tmp_path}' has too little room (needed: 24 KiB = 24576 bytes for two versions of 2 chunks" in told
+    assert f"'{tmp_path}' has too little room (needed: 24 KiB = 24576 bytes for two versions of every chunk (2)" in told
     assert f"free: {size(3 * real.f_frsize)} = {3 * real.f_frsize} bytes" in told and Path(other.path).name in told
     assert told.endswith("Try: free space there, or name a directory of a larger file system")
 
@@ -406,6 +406,8 @@ def test_a_write_that_fails_commits_nothing_and_can_be_tried_again(tmp_path: Pat
             read(tried, 1)
         tried.rollback()
         assert read(tried, 0) == b"one" and read(tried, 1) == b"1" * 9000
+        with pytest.raises(DiskError, match=said):
+            write(tried, 1, b"2" * 9000)
         file_limit(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         write(tried, 1, b"2" * 9000)
         tried.commit()
