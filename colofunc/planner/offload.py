@@ -33,7 +33,8 @@ SMALL = 1000
 SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5)
 """Shares of the updates, by bytes, that are tried on the host."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
-LIGHT = frozenset({"aten._to_copy.default", "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
+CAST = "aten._to_copy.default"
+LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
 
 
 @attrs.frozen
@@ -206,7 +207,7 @@ def _splits(ground: Ground, update: str | None, placed: Mapping[int, str | None]
             if so_far + n <= share * total and not stays:
                 chosen.append(k)
                 so_far += n
-        found = _with_light(ground, frozenset(chosen))
+        found = _with_light(ground, frozenset(chosen)) | _narrowed(ground, chosen)
         if found not in seen:
             seen.add(found)
             yield found
@@ -231,6 +232,20 @@ def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
         if readers_ and readers_ <= found and program.values[node.outs[0]].nbytes >= big:
             found.add(k)
     return frozenset(found)
+
+
+def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
+    """Casts of what is updated on the host to a narrower dtype: the narrow copy travels."""
+    program, mine = ground.program, {ground.lies.home[i] for k in chosen for i in written(ground.program.nodes[k])}
+    return frozenset(
+        k
+        for k, node in enumerate(program.nodes)
+        if node.target == CAST
+        and node.outs[0] is not None
+        and ground.lies.home[node.refs[0]] in mine
+        and program.values[node.outs[0]].nbytes < program.values[node.refs[0]].nbytes
+        and not (chosen and k > min(chosen))  # an update may have changed it by then
+    )
 
 
 # ---- the trace of a candidate ----
