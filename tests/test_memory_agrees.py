@@ -54,6 +54,9 @@ CHAINS = {
     "bf16": lambda f: cf.precision(cf.shard(f, DP, zero(3, "dp")), "bf16"),
     "checkpoint in bf16": lambda f: cf.checkpoint(cf.precision(cf.shard(f, TP, tensor("1d", "tp"), zero(3, "dp")), "bf16"), policy="dots"),
     "fp16": lambda f: cf.precision(cf.shard(f, DP, zero(1, "dp")), "fp16"),
+    "host": lambda f: cf.offload(cf.shard(f, ONE), policy="host"),
+    "host of zero 3": lambda f: cf.offload(cf.shard(f, DP, zero(3, "dp", chunk="auto")), policy="host"),
+    "host in microbatches": lambda f: cf.offload(cf.accumulate(cf.precision(cf.shard(f, ONE), "bf16"), 2), policy="host"),
     "everything": lambda f: cf.accumulate(CHAINS["checkpoint in bf16"](f), 2),
 }
 
@@ -119,6 +122,7 @@ WRAPS = {
     "dots": lambda f: cf.checkpoint(f, policy="dots"),
     "accumulate": lambda f: cf.accumulate(f, 2),
     "bf16": lambda f: cf.precision(f, "bf16"),
+    "host": lambda f: cf.offload(f, policy="host"),
 }
 CLASH = {"checkpoint", "dots"}
 PLANS = {"none": (), "zero 1": (zero(1, "dp"),), "zero 3": (zero(3, "dp"),), "chunks": (zero(3, "dp", chunk="auto"),)}
