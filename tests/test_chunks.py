@@ -235,6 +235,13 @@ def test_chunks_bound_what_is_gathered_at_once() -> None:
     assert large - small > (LAYERS - 3) * layer
 
 
+def test_the_planner_counts_gradients_as_they_are_reduced() -> None:
+    """A layer's gradients are whole only until its chunk is reduced: the estimate is near what is counted."""
+    step, state, batch = deep(DP4)
+    low = step.lower(state, batch)
+    assert low.plan.peak_bytes == pytest.approx(low.memory().peak_bytes["device"], rel=0.15)
+
+
 # ---- numbers ----
 
 

@@ -3,7 +3,8 @@
 The accountant of the local program is the judge of a budget (`assign(..., peak_bytes=...)`); this estimate is what the
 search steers by, and the judge where no accountant is given. A value lives from its producer to its last use, a
 converted copy from its first to its last use, inputs for the whole step; views share their base; a donated output takes
-the memory of its input leaf.
+the memory of its input leaf. A sum that everybody wants reduced is reduced where it is made (`coalesce.reduces_early`): from
+there on the copy lives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from colofunc.dtensor.strategies import FREE
 from colofunc.planner.classes import Ties
-from colofunc.planner.flows import alike
+from colofunc.planner.flows import Coded, alike
 from colofunc.planner.model import Model
 from colofunc.program.ir import Program
 
@@ -46,33 +47,40 @@ class Liveness:
     role: Ints  # and number of its role
     roles: tuple[str, ...]
     spans: tuple[tuple[tuple[Ints, Ints], ...], ...]  # per flow and use, (first, last) node index of each value
+    made: tuple[Ints, ...]  # per flow, where each value is made
+    own: tuple[Ints, ...]  # per flow, which of the values that have memory of their own are its values
 
     def peak(self, choice: Sequence[int]) -> Peak:
         """Peak of the step under a choice."""
         n = len(self.program.nodes)
-        own = np.zeros(len(self.spans))
+        own, last = np.zeros(len(self.spans)), self.last
         copies: list[tuple[Ints, Ints, float, int]] = []
         for f, coded in enumerate(self.model.coded):
             source, targets = coded.at(choice)
             own[f] = coded.numel[source] * coded.flow.itemsize
             if any(t != source for t in targets):
                 lives: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+                early = _reduced(coded, source, targets)
+                if early:
+                    last = last.copy() if last is self.last else last
+                    last[self.own[f]] = self.born[self.own[f]]
                 for group, target, (a, b) in zip(coded.groups, targets, self.spans[f], strict=True):
+                    a = np.minimum(a, self.made[f]) if early else a
                     if target != source:
                         had = lives.get((target, group))
                         lives[target, group] = (a, b) if had is None else (np.minimum(a, had[0]), np.maximum(b, had[1]))
                 copies += [(a, b, coded.numel[t] * coded.flow.itemsize, f) for (t, _), (a, b) in lives.items()]
         none = np.zeros(0, dtype=np.intp)
         low = np.concatenate([self.born, *(a for a, _, _, _ in copies), none])
-        high = np.concatenate([self.last, *(b for _, b, _, _ in copies), none])
+        high = np.concatenate([last, *(b for _, b, _, _ in copies), none])
         size = np.concatenate([own[self.flow], *(np.full(len(a), s) for a, _, s, _ in copies)])
         # Node k is at k + 1, the inputs at 0.
         change = np.bincount(low + 1, size, n + 3) - np.bincount(high + 2, size, n + 3)
         total = np.cumsum(change[: n + 1])
-        return self._at(own, copies, int(total.argmax()) - 1, round(float(total.max())))
+        return self._at(own, last, copies, int(total.argmax()) - 1, round(float(total.max())))
 
-    def _at(self, own: NDArray[np.float64], copies: list[tuple[Ints, Ints, float, int]], position: int, nbytes: int) -> Peak:
-        alive = (self.born <= position) & (position <= self.last)
+    def _at(self, own: NDArray[np.float64], last: Ints, copies: list[tuple[Ints, Ints, float, int]], position: int, nbytes: int) -> Peak:
+        alive = (self.born <= position) & (position <= last)
         held = np.bincount(self.role[alive], own[self.flow[alive]], len(self.roles))
         roles = {role: int(b) for role, b in zip(self.roles, held, strict=True) if b}
         outs: dict[tuple[int, int], int] = {}
@@ -87,6 +95,11 @@ class Liveness:
                 copied[f] = copied.get(f, 0) + here
                 roles["copy"] = roles.get("copy", 0) + here * int(size)
         return Peak(nbytes, position, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copied)
+
+
+def _reduced(coded: Coded, source: int, targets: Sequence[int]) -> bool:
+    """Whether a sum is wanted reduced by all, to no more than it holds."""
+    return bool(coded.layouts[source].pending) and all(t != source and coded.numel[t] <= coded.numel[source] for t in targets)
 
 
 def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
@@ -142,7 +155,17 @@ def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
         ints(role),
         tuple(numbers),
         tuple(spans),
+        tuple(ints([born[id] for id in flow.values]) for flow in model.flows),
+        tuple(ints(some) for some in _members(flow_of, len(model.flows))),
     )
+
+
+def _members(flow_of: Sequence[tuple[int, int]], n: int) -> list[list[int]]:
+    """Per flow the positions of its values."""
+    found: list[list[int]] = [[] for _ in range(n)]
+    for k, (_, f) in enumerate(flow_of):
+        found[f].append(k)
+    return found
 
 
 def _ends(program: Program) -> list[int]:
