@@ -1,11 +1,13 @@
 """Two gloo processes on loopback: a training step of GPT-2 beside torch's FSDP2, alternating in the same processes.
 
     python -m bench.fsdp2 [--pairs 20] [--batch 4] [--length 256]        # and `python -m bench fsdp2`
+    python -m bench.fsdp2 --zero3                                       # and `python -m bench zero3`
 
 One model (about 30M parameters), one optimizer (fused AdamW), float32, one thread per rank. FSDP2 wraps every block and
 the root, once with `reshard_after_forward=True` and once with False; each round runs our step and both of these in
 rotating order, and every time is that of the slower rank. Both sides report the global mean loss. Our plan is the
-automatic one for the topology measured on the spot, so it is printed with the figures.
+automatic one for the topology measured on the spot, so it is printed with the figures. With `--zero3` it is ZeRO-3 that gathers
+again for backward, with and without chunks, beside FSDP2 that reshards: the same layout of states on both sides.
 
 Bytes are what one rank receives in a step (ring algorithms). FSDP2's follow from what it does: every parameter is
 gathered once (blocks twice where they are resharded after forward), every gradient reduce-scattered once, the loss reduced.
@@ -25,6 +27,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from colofunc_plugins import zero
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -99,11 +102,14 @@ def fsdp2_bytes(module: torch.nn.Module, blocks: Sequence[torch.nn.Module], resh
     return gathered + wire_bytes("reduce_scatter", everything, RANKS) + wire_bytes("all_reduce", 4, RANKS)
 
 
-def ours(module: GPT2LMHeadModel, size: Size, topology: Any) -> tuple[Step, Any]:
+ZERO3 = (zero(3, "dp", chunk="auto", regather=True), zero(3, "dp", regather=True))
+
+
+def ours(module: GPT2LMHeadModel, size: Size, topology: Any, *plans: Any) -> tuple[Step, Any]:
     """(the sharded training step, what it was lowered to)."""
     model = cf.functional(module)
     step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY))
-    step = cf.shard(step_fn, cf.Mesh(dp=RANKS, topology=topology))
+    step = cf.shard(step_fn, cf.Mesh(dp=RANKS, topology=topology), *plans)
 
     def batch(ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "labels": ids}
@@ -120,27 +126,31 @@ def ours(module: GPT2LMHeadModel, size: Size, topology: Any) -> tuple[Step, Any]
 
 @attrs.frozen
 class Report:
-    """What was measured, per round: ours, FSDP2 resharding, FSDP2 keeping."""
+    """What was measured, per round: ours, FSDP2 resharding, FSDP2 keeping; with `zero3` ours with and without chunks, FSDP2 resharding."""
 
     seconds: tuple[tuple[float, float, float], ...]  # wall clock of the slower rank
     cpu_s: tuple[tuple[float, float, float], ...]  # both processes, all threads
     losses: tuple[tuple[float, float, float], ...]
     plan: str
     cost: str
+    calls: int  # collectives of a step, ours
     our_bytes: int
     their_bytes: tuple[int, int]
     parameters: int
 
 
-def measure(size: Size, pairs: int, topology: str | None) -> dict[str, Any]:
+def measure(size: Size, pairs: int, topology: str | None, zero3: bool) -> dict[str, Any]:
     """Run on every rank: `pairs` rounds of the three steps in rotating order; the fields of a `Report`."""
     module = size.model()
     blocks = list(module.transformer.h)
     their_bytes = (fsdp2_bytes(module, blocks, True), fsdp2_bytes(module, blocks, False))
     parameters = sum(p.numel() for p in module.parameters())
     mesh = cf.Mesh(dp=RANKS)
-    ours_step, low = ours(copy.deepcopy(module), size, topology or profile_mesh(mesh, seconds=4.0))
-    steps = (ours_step, fsdp2(copy.deepcopy(module), True), fsdp2(copy.deepcopy(module), False))
+    topology = topology or profile_mesh(mesh, seconds=4.0)
+    first, low = ours(copy.deepcopy(module), size, topology, *ZERO3[: int(zero3)])
+    keeping = ours(copy.deepcopy(module), size, topology, ZERO3[1])[0] if zero3 else fsdp2(copy.deepcopy(module), False)
+    resharding = fsdp2(copy.deepcopy(module), True)
+    steps = (first, keeping, resharding) if zero3 else (first, resharding, keeping)
     seconds, cpu_s, losses = [], [], []
     for n in range(-2, pairs):  # two rounds to warm up
         ids = size.ids(n + 2)
@@ -160,17 +170,44 @@ def measure(size: Size, pairs: int, topology: str | None) -> dict[str, Any]:
     cost = low.cost()
     return {
         "seconds": tuple(seconds), "cpu_s": tuple(cpu_s), "losses": tuple(losses), "plan": str(low.plan), "cost": str(cost),
-        "our_bytes": cost.wire_bytes, "their_bytes": their_bytes, "parameters": parameters,
+        "calls": sum(cost.calls.values()), "our_bytes": cost.wire_bytes, "their_bytes": their_bytes, "parameters": parameters,
     }  # fmt: skip
 
 
-def run(size: Size, pairs: int, topology: str | None) -> Report:
+def run(size: Size, pairs: int, topology: str | None, zero3: bool = False) -> Report:
     """`measure` on two processes; raises where the two sides do not compute the same losses."""
-    report = Report(**launch(measure, RANKS, size, pairs, topology, timeout_s=3600.0)[0])
+    report = Report(**launch(measure, RANKS, size, pairs, topology, zero3, timeout_s=3600.0)[0])
     worst = max(max(abs(a - b), abs(a - c)) / abs(b) for a, b, c in report.losses)
     if worst > 1e-4:  # float32, three orders of summation, and steps that follow one another
         raise AssertionError(f"the losses differ by {worst:.1e}: {report.losses}")
     return report
+
+
+def spread(found: list[float]) -> str:
+    """Median and middle half of sorted ratios."""
+    quarter = len(found) // 4
+    return f"{statistics.median(found):.2f} (middle half {found[quarter]:.2f} to {found[-1 - quarter]:.2f}, {len(found)} pairs)"
+
+
+def zero3_rows(report: Report, size: Size) -> list[Row]:
+    """The table of ZeRO-3 beside FSDP2 that reshards."""
+    tokens, names = RANKS * size.batch * size.length, ("ours in chunks", "ours without chunks", "FSDP2, reshard_after_forward=True")
+    out = [Row("our plan", report.plan)]
+    for name, column in zip(names, zip(*report.seconds, strict=True), strict=True):
+        middle = statistics.median(column)
+        out.append(Row(name, f"{middle:.3f} s a step, {tokens / middle:,.0f} tokens/s"))
+    for k, name in enumerate(names[:2]):
+        ratios = sorted(s[2] / s[k] for s in report.seconds)
+        out.append(Row(f"tokens/s, {name} / FSDP2", spread(ratios), "at least 1.0", statistics.median(ratios) >= 1.0))
+    work = sorted(c[2] / c[0] for c in report.cpu_s)
+    theirs = report.their_bytes[0]
+    return [
+        *out,
+        Row("CPU seconds of both ranks, FSDP2 / ours in chunks", spread(work)),
+        Row("bytes a rank receives per step, ours in chunks", f"{report.our_bytes:,}", f"at most {theirs:,}", report.our_bytes <= theirs),
+        Row("collectives of a step, ours in chunks", f"{report.calls}"),
+        Row("largest difference of losses", f"{max(max(abs(a - c), abs(b - c)) for a, b, c in report.losses):.1e}"),
+    ]
 
 
 def rows(report: Report, size: Size) -> list[Row]:
@@ -179,12 +216,8 @@ def rows(report: Report, size: Size) -> list[Row]:
     better = 1 if resharding < keeping else 2
     ratios = sorted(s[better] / s[0] for s in report.seconds)
     work = sorted(c[better] / c[0] for c in report.cpu_s)
-    tokens, quarter, middle = RANKS * size.batch * size.length, len(ratios) // 4, statistics.median(ratios)
+    tokens, middle = RANKS * size.batch * size.length, statistics.median(ratios)
     fewest = min(report.their_bytes)
-
-    def spread(found: list[float]) -> str:
-        return f"{statistics.median(found):.2f} (middle half {found[quarter]:.2f} to {found[-1 - quarter]:.2f}, {len(found)} pairs)"
-
     return [
         Row("our plan", report.plan),
         Row("ours", f"{mine:.3f} s a step, {tokens / mine:,.0f} tokens/s"),
@@ -198,12 +231,14 @@ def rows(report: Report, size: Size) -> list[Row]:
     ]
 
 
-def bench(size: Size | None = None, pairs: int = 20, topology: str | None = None) -> Section:
+def bench(size: Size | None = None, pairs: int = 20, topology: str | None = None, zero3: bool = False) -> Section:
     """All figures for one size, by default the issue's."""
     size = size or Size()
-    report = run(size, pairs, topology)
+    report = run(size, pairs, topology, zero3)
     model = f"GPT-2, {report.parameters / 1e6:.1f}M parameters, {size.batch} x {size.length} tokens per rank, fused AdamW"
     setting = f"{model}, float32, one thread per rank, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    if zero3:
+        return Section("ZeRO-3 on two gloo processes beside FSDP2", setting, zero3_rows(report, size))
     return Section("Two gloo processes beside FSDP2", setting, rows(report, size))
 
 
@@ -216,8 +251,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--topology", default=None, help="a name or file; by default measured on the spot")
+    parser.add_argument("--zero3", action="store_true", help="ZeRO-3, with and without chunks, beside FSDP2 that reshards")
     args = parser.parse_args()
-    section = bench(Size(args.layers, args.width, args.vocabulary, args.batch, args.length), args.pairs, args.topology)
+    section = bench(Size(args.layers, args.width, args.vocabulary, args.batch, args.length), args.pairs, args.topology, args.zero3)
     print(section.setting)
     for row in section.rows:
         print(f"{row.what:<48} {row.figure:<60} {row.target}")
