@@ -103,7 +103,7 @@ class _Belady:
         self.stored = [-1] * count  # the version that an eviction has stored
         self.stays: list[list[Stay]] = [[] for _ in range(count)]
         self.held = 0
-        self.far: list[tuple[int, bool, int, int]] = []  # (-next use, dirty, -bytes, item)
+        self.far: list[tuple[int, bool, int, int]] = []  # (-next use, dirty, bytes, item): small first, the rest comes back
         self.dead: list[int] = []
 
     def run(self) -> list[list[Stay]]:
@@ -133,7 +133,7 @@ class _Belady:
         if ahead == self.facts.never:
             self.dead.append(item)
         elif not self.facts.trace.items[item].fixed:
-            heappush(self.far, (-ahead, self._dirty(item), -self.facts.nbytes[item], item))
+            heappush(self.far, (-ahead, self._dirty(item), self.facts.nbytes[item], item))
 
     def _dirty(self, item: int) -> bool:
         """Would evicting it now cost a store that nothing else asks for?"""
@@ -146,18 +146,18 @@ class _Belady:
     def _make_room(self, p: int, need: int) -> None:
         room, gone = max(self.room[p], need), []
         while self.held > room and self.far:
-            ahead, dirty, minus, item = heappop(self.far)
+            ahead, dirty, size, item = heappop(self.far)
             if self.next[item] != -ahead or -ahead <= p:
                 continue
-            self.held += minus
-            gone.append((ahead, dirty, minus, item))
+            self.held -= size
+            gone.append((ahead, dirty, size, item))
         for entry in reversed(gone):  # a small one that left for nothing comes back, the nearest next use first
-            if self.held - entry[2] <= room:
-                self.held -= entry[2]
+            if self.held + entry[2] <= room:
+                self.held += entry[2]
                 heappush(self.far, entry)
             else:
                 item = entry[3]
-                self.held -= entry[2]  # _close takes it off again
+                self.held += entry[2]  # _close takes it off again
                 if entry[1]:
                     self.stored[item] = len([v for v in self.facts.versions[item] if v.written < p]) - 1
                 self._close(item, self.facts.uses[item][self.seen[item] - 1])
