@@ -176,6 +176,17 @@ def strided_factor(placement: Any) -> int | None:
     return int(placement.split_factor) if strided is not None and isinstance(placement, strided) else None
 
 
+def undefine(library: torch.library.Library) -> bool:
+    """Take back what a library has registered, so that its operators' names are free for other signatures; whether that can be.
+
+    `torch.library.custom_op` does the same where a function is decorated again; there is no public way to it.
+    """
+    destroy = getattr(library, "_destroy", None)
+    if destroy is not None:
+        destroy()
+    return destroy is not None
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that is equal for tensors that share memory, tensors without data (`meta`) included."""
     storage = tensor.untyped_storage()

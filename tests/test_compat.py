@@ -31,6 +31,7 @@ TESTED = {
     "_cdata": "test_storage_key",
     "_init_group": "test_init_optimizer_group",
     "_version": "test_version",
+    "_destroy": "test_undefine",
     "_C": None,  # the module of the names above
     "_autograd": None,  # likewise
     "_subclasses": None,  # fake tensors: test_fake_mode
@@ -127,6 +128,17 @@ def test_quiet_fake_errors() -> None:
     finally:
         logger.removeHandler(handler)
     assert heard.getvalue() == "" and not logger.disabled
+
+
+def test_undefine() -> None:
+    for schema, args in (("twice(Tensor x) -> Tensor", ()), ("twice(Tensor x, int n) -> Tensor", (3,))):
+        library = torch.library.Library("compattest", "FRAGMENT")
+        library.define(schema)
+        library.impl("twice", lambda x, n=2: x * n, "CompositeExplicitAutograd")
+        assert float(torch.ops.compattest.twice(torch.ones(()), *args)) == (*args, 2)[0]
+        assert compat.undefine(library)
+    assert not hasattr(torch.ops.compattest, "twice")
+    assert not compat.undefine(object())  # type: ignore[arg-type]  # a torch without it
 
 
 def test_disable_modes() -> None:

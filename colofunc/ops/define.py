@@ -53,12 +53,17 @@ def define(
     fake: Callable[..., Any],
     gradient: Gradient | None = None,
     namespace: str = NAMESPACE,
+    library: torch.library.Library | None = None,
 ) -> Operator:
-    """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward)."""
+    """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
+
+    `library`: a fragment of its own, which the caller keeps and may undo.
+    """
     name = schema.split("(", 1)[0].strip()
-    if namespace not in LIBRARIES:
-        LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library = LIBRARIES[namespace]
+    if library is None:
+        if namespace not in LIBRARIES:
+            LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        library = LIBRARIES[namespace]
     library.define(schema)
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)

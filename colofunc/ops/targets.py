@@ -51,6 +51,12 @@ def overload(target: str) -> Any:
         raise ProgramError(f"operator {target!r} is not registered; import the module that defines it") from error
 
 
+def forget_targets() -> None:
+    """Targets are looked up anew: an operator was registered again under its name."""
+    for known in (resolve, overload, target_of):
+        known.cache_clear()
+
+
 @cache
 def target_of(func: Any) -> str:
     """The target string of an operator overload: `aten.mm.default`, and `mylib.scan` for libraries beside torch."""

@@ -1,10 +1,10 @@
-"""Lists of tensors among the arguments of an operator: `stacked(xs: list[Tensor], w: Tensor)`.
+"""Lists of tensors among the arguments of an operator, or as its result: `stacked(xs: list[Tensor], w: Tensor) -> list[Tensor]`.
 
 Problem: autograd sees no tensor inside a list, and a rule has one operand per tensor, however many a call has. Idea: an
 operator's arguments are spread flat where autograd looks, and a rule's operand of a list is repeated for each of its tensors.
 
     flat(([a, b], w, 2))                -> [a, b, w, 2]            spread((2, -1, -1), ...) is the way back
-    "b* d, d -> b* d", 2 tensors        -> "b* d, b* d, d -> b* d"
+    "b* d, d -> b* d", 2 tensors        -> "b* d, b* d, d -> b* d"; a result that is a list is repeated too
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def spread(found: Lengths, items: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(next(rest) if n < 0 else [next(rest) for _ in range(n)] for n in found)
 
 
+def all_of(results: Any) -> tuple[Any, ...]:
+    """What an operator returns, as a tuple."""
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
 def truths(nested: Any) -> Iterator[bool]:
     """`needs_input_grad`, in which torch keeps the structure of lists."""
     for item in nested:
@@ -49,14 +54,17 @@ def truths(nested: Any) -> Iterator[bool]:
             yield bool(item)
 
 
-def function(name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """The operator as an autograd function of (lengths, *flat arguments)."""
+def function(
+    name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any], listed: bool
+) -> type[torch.autograd.Function]:
+    """The operator as an autograd function of (lengths, *flat arguments). listed: it gives a list."""
 
     def forward(found: Lengths, *items: Any) -> Any:
-        return op(*spread(found, items))
+        results = op(*spread(found, items))
+        return tuple(results) if isinstance(results, list) else results  # autograd looks into no list
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, spread(inputs[0], inputs[1:]), output)
+        save(ctx, spread(inputs[0], inputs[1:]), list(output) if listed else output)
         ctx.leading = 1
 
     def pulled(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -74,6 +82,7 @@ def function(name: str, op: Any, save: Callable[..., None], backward: Callable[.
 def repeated(text: str, *, reduce: Mapping[str, str] | None, linear: Iterable[Iterable[int]], mults: bool) -> RuleFn:
     """The rule of `text`, whose operands and `linear` sets count arguments: those of a list are repeated for its tensors."""
     left, _, right = text.partition("->")
+    results = right.split(",")
     words, groups = left.split(","), [tuple(group) for group in linear]
 
     def rule(call: Call) -> Rule | None:
@@ -83,7 +92,8 @@ def repeated(text: str, *, reduce: Mapping[str, str] | None, linear: Iterable[It
             return None
         every = ",".join(word for word, ids in zip(words, operands, strict=True) for _ in ids)
         sets = [{i for k in group for i in operands[k]} for group in groups]
-        found = bind(f"{every} -> {right}", call, reduce=reduce, linear=sets)
+        out = ",".join(results * len(call.outs)) if len(results) == 1 else right
+        found = bind(f"{every} -> {out}", call, reduce=reduce, linear=sets)
         return with_flops(found) if mults and found is not None else found
 
     return rule

@@ -17,13 +17,14 @@ strategies speak of it by its name.
     assert low.coverage().fallbacks == ()
     cf.testing.check_strategies(None, gated)            # the rule is right: tried on small meshes
 
-The signature is annotated (Tensor, Tensor | None, list[Tensor], int, float, bool, str, lists of int, dtype). Shapes come from
-running the reference without data. The gradient is that of the reference, recorded as the operators it is made of; give
-`backward(inputs, outputs, grads)` to write it yourself, with further operators of your own where it should stay whole.
+The signature is annotated (Tensor, Tensor | None, list[Tensor], int, float, bool, str, lists of int, dtype; it returns a Tensor, a
+tuple of them, or a list[Tensor], of which a pattern says one result for all). Shapes come from running the reference without data.
+The gradient is that of the reference, recorded as the operators it is made of; give `backward(inputs, outputs, grads)` to write it
+yourself, with further operators of your own where it should stay whole.
 The reference draws no random numbers, writes to no argument, and decides nothing by data.
 
-A function of a module that is defined again with the same arguments, as when a notebook's cell is run once more, replaces the
-operator: steps that use it are traced again. Another function under a name that is taken is an error.
+A function of a module that is defined again, as when a notebook's cell is run once more, replaces the operator, with other arguments
+too: steps that use it are traced again. Another function under a name that is taken is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from colofunc.dtensor.rules import REGISTERED
 from colofunc.dtensor.rules.pattern import RuleFn, pattern
 from colofunc.errors import PluginError
 from colofunc.ops.define import KERNELS, Operator, define
-from colofunc.plugins.operator_lists import Lengths, flat, function, lengths, repeated, spread, truths
+from colofunc.ops.targets import forget_targets
+from colofunc.plugins.operator_lists import Lengths, all_of, flat, function, lengths, repeated, spread, truths
 
 # What was registered in this process, by name.
 OPERATORS: dict[str, PluginOperator] = {}
@@ -59,7 +61,8 @@ class PluginOperator:
     signature: inspect.Signature
     schema: str
     defined: Operator
-    listed: type[torch.autograd.Function] | None  # where it takes lists of tensors
+    listed: type[torch.autograd.Function] | None  # where it takes or gives lists of tensors
+    library: torch.library.Library
     kernel: Reference
     fake: Reference
     save: Callable[..., None]
@@ -73,7 +76,8 @@ class PluginOperator:
         values = [bound.arguments[name] for name in self.signature.parameters]
         if self.listed is None:
             return self.defined.apply(*values)
-        return self.listed.apply(lengths(values), *flat(values))
+        results = self.listed.apply(lengths(values), *flat(values))
+        return list(results) if self.schema.endswith("Tensor[]") else results
 
     @property
     def source(self) -> str:
@@ -109,7 +113,7 @@ def operator(
         if isinstance(rule, str):
             _check_rule(name, rule, schema)
             found = (repeated if "Tensor[]" in schema else pattern)(rule, reduce=reduce, linear=linear, mults=mults)
-        defined, listed = _defined_before(name, reference, schema) or _defined(name, schema, space)
+        defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
         plain = _by_position(reference, signature)
         kernel, fake, save = _kernel(plain), _fake(name, plain), _save(backward is not None)
         KERNELS[name] = kernel
@@ -117,17 +121,19 @@ def operator(
         if callable(found):
             REGISTERED[name] = found
         pull = _gradient(name, plain, backward)
-        made = OPERATORS[name] = PluginOperator(name, reference, signature, schema, defined, listed, kernel, fake, save, pull)
+        made = OPERATORS[name] = PluginOperator(
+            name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull
+        )
         return made
 
     return register
 
 
-Defined = tuple[Operator, type[torch.autograd.Function] | None]
+Defined = tuple[Operator, type[torch.autograd.Function] | None, torch.library.Library]
 
 
 def _defined(name: str, schema: str, space: str) -> Defined:
-    """Registered with torch, which forgets nothing: what it calls is what `OPERATORS` has under the name by then."""
+    """Registered with torch: what it calls is what `OPERATORS` has under the name by then."""
 
     def kernel(*args: Any) -> Any:
         return OPERATORS[name].kernel(*args)
@@ -143,14 +149,16 @@ def _defined(name: str, schema: str, space: str) -> Defined:
         return ctx.operator.pull(ctx, *grads)
 
     def pull_lists(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return spread(ctx.lengths, pull(ctx, *grads))
+        return spread(ctx.lengths, pull(ctx, *flat(grads)))
 
-    defined = define(schema, kernel, fake, (save, pull_lists), space)
-    return defined, function(name, defined.op, save, pull) if "Tensor[]" in schema else None
+    library = torch.library.Library(space, "FRAGMENT")
+    defined = define(schema, kernel, fake, (save, pull_lists), space, library)
+    listed = function(name, defined.op, save, pull, schema.endswith("Tensor[]")) if "Tensor[]" in schema else None
+    return defined, listed, library
 
 
 def _defined_before(name: str, reference: Reference, schema: str) -> Defined | None:
-    """What the same function of a module registered before. Raises PluginError where another one did."""
+    """What the same function of a module registered with these arguments. Raises PluginError where another one has the name."""
     if name not in KERNELS:
         return None
     before, source = OPERATORS.get(name), _source(reference)
@@ -158,11 +166,14 @@ def _defined_before(name: str, reference: Reference, schema: str) -> Defined | N
         by = f" by {before.source}" if before is not None else ""
         raise PluginError(f"cf.operator: {name!r} is registered already in this process{by}. Try: another name")
     if before.schema != schema:
-        raise PluginError(
-            f"cf.operator: {name!r} is registered already in this process as {before.schema}, and torch keeps it so. "
-            "Try: the same arguments, another name, or a new process"
-        )
-    return before.defined, before.listed
+        if not compat.undefine(before.library):
+            raise PluginError(
+                f"cf.operator: {name!r} is registered already in this process as {before.schema}, and this torch keeps it so. "
+                "Try: the same arguments, another name, or a new process"
+            )
+        forget_targets()
+        return None
+    return before.defined, before.listed, before.library
 
 
 def _source(reference: Reference) -> str:
@@ -203,9 +214,8 @@ def _schema(name: str, short: str, reference: Reference) -> str:
         raise PluginError(f"cf.operator {name!r}: no types in the signature ({error}). Try: x: torch.Tensor, n: int = 1") from error
     if any(kind in schema for kind in ("Tensor?[]", "Tensor[]?", "Tensor?[]?")):
         raise PluginError(f"cf.operator {name!r}: a list of tensors has all of them. Try: list[torch.Tensor], empty where there is none")
-    if "Tensor[]" in schema.rsplit("->", 1)[1]:
-        raise PluginError(f"cf.operator {name!r} returns a list of tensors, and a rule cannot tell how many. Try: a tuple of them")
-    if schema.rsplit("->", 1)[1].replace("Tensor", "").strip("(), "):
+    given = schema.rsplit("->", 1)[1]
+    if given.strip() != "Tensor[]" and given.replace("Tensor", "").strip("(), "):
         raise PluginError(f"cf.operator {name!r} returns something else than tensors: {schema.rsplit('->', 1)[1].strip()}. Try: tensors")
     return schema
 
@@ -243,11 +253,11 @@ def _own(results: Any, args: tuple[Any, ...]) -> Any:
     """The results in memory of their own: what an operator returns shares none with what it was given."""
     taken = {compat.storage_key(x) for x in flat(args) if isinstance(x, Tensor)}
     owned = []
-    for x in results if isinstance(results, tuple) else (results,):
+    for x in all_of(results):
         key = compat.storage_key(x)
         owned.append(x.clone() if key in taken else x)
         taken.add(key)
-    return tuple(owned) if isinstance(results, tuple) else owned[0]
+    return type(results)(owned) if isinstance(results, tuple | list) else owned[0]
 
 
 class _Pure(compat.TorchDispatchMode):
@@ -275,12 +285,12 @@ class _Pure(compat.TorchDispatchMode):
 
 def _save(outputs_too: bool) -> Callable[..., None]:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results, items = output if isinstance(output, tuple) else (output,), flat(inputs)
+        results, items = all_of(output), flat(inputs)
         ctx.lengths, ctx.leading = lengths(inputs), 0
         ctx.plain = tuple(None if isinstance(x, Tensor) else x for x in items)
         ctx.tensors = tuple(k for k, x in enumerate(items) if isinstance(x, Tensor))
         ctx.floating = tuple(r.is_floating_point() or r.is_complex() for r in results)
-        ctx.several = isinstance(output, tuple)
+        ctx.form = type(output) if isinstance(output, tuple | list) else None
         ctx.save_for_backward(*(items[k] for k in ctx.tensors), *(results if outputs_too else ()))
 
     return save
@@ -296,13 +306,13 @@ def _gradient(name: str, reference: Reference, backward: Backward | None) -> Cal
             items[k] = x
         if backward is None:
             return _of_reference(reference, ctx, items, grads)
-        inputs, outputs, one = spread(ctx.lengths, items), saved[count:], not ctx.several
-        given = backward(inputs, outputs[0] if one else tuple(outputs), grads[0] if one else grads)
+        inputs, outputs, form = spread(ctx.lengths, items), saved[count:], ctx.form
+        given = backward(inputs, outputs[0] if form is None else form(outputs), grads[0] if form is None else form(grads))
         found = _of_each(name, inputs, ctx.lengths, given if isinstance(given, tuple) else (given,))
-        all_of: list[Any] = [None] * len(items)
+        every: list[Any] = [None] * len(items)
         for k, g in zip(ctx.tensors, found, strict=True):
-            all_of[k] = g
-        return all_of
+            every[k] = g
+        return every
 
     return gradient
 
@@ -331,8 +341,7 @@ def _of_reference(reference: Reference, ctx: Any, items: list[Any], grads: tuple
         args = list(items)
         for k, x in zip(wanted, tensors, strict=True):
             args[k] = x
-        out = reference(*spread(ctx.lengths, args))
-        results = out if isinstance(out, tuple) else (out,)
+        results = all_of(reference(*spread(ctx.lengths, args)))
         return tuple(r for r, floating in zip(results, ctx.floating, strict=True) if floating)
 
     _, pull, *_ = torch.func.vjp(again, *(items[k] for k in wanted))
