@@ -233,7 +233,7 @@ def written(console: Console, low: Lowered, target: str, budget: str, picture: s
         words = [f"{target} on {low.mesh.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
         pictures.memory_picture(low, picture, budget_of(low, budget), " · ".join(words))
     if trace:
-        data = chrome_trace(low.lanes(), low.ordered(), low.memory(), f"{target} on {low.mesh.topology.name}, as planned")
+        data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.mesh.topology.name}, as planned")
         try:
             Path(trace).write_text(json.dumps(data))
         except OSError as error:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from colofunc.errors import InputError
 from colofunc.mesh.sizes import size_text
-from colofunc.program.ir import Program
 from colofunc.program.lanes import LANES, Busy, Lanes
 from colofunc.program.memory_report import KINDS, MemoryReport
 from colofunc.transforms.lowered import Lowered
@@ -47,7 +46,7 @@ _COLUMNS = 2400  # a lane is drawn with so many steps at most
 
 def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | None = None, title: str = "") -> None:
     """Draw the memory and the lanes of one rank to a file whose ending says the format (.png, .svg, .pdf)."""
-    program, report, played = low.ordered(), low.memory(), low.lanes()
+    report, played = low.memory(), low.lanes()
     tiers = [tier for tier in ("device", "host", "disk") if report.peak_bytes.get(tier)]
     rows = [lane for lane in LANES if lane in played.busy_s()]
     heights = [4.0 if tier == "device" else 2.2 for tier in tiers] + [0.45 * (len(rows) + 1)]
@@ -57,7 +56,7 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
     for plot, tier in zip(plots, tiers, strict=False):
         limit = budget_bytes if tier == "device" else low.mesh.capacity_bytes(tier)
         draw_memory(plot, report, played, tier, limit)
-    draw_lanes(plots[-1], played.busy, rows, program)
+    draw_lanes(plots[-1], played.busy, rows)
     plots[-1].set_xlim(0, played.end_s or 1)
     plots[-1].set_xlabel("seconds of one step, as planned")
     figure.suptitle(title or str(low.plan), fontsize=10, wrap=True)
@@ -69,15 +68,16 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
 
 def draw_memory(plot: Axes, report: MemoryReport, played: Lanes, tier: str, limit_bytes: int | None) -> None:
     """Bytes of each kind over the seconds of a step, stacked; the limit is a red line where it is near."""
-    times = [*played.starts_s, played.end_s] if played.starts_s else [0.0, played.end_s]
-    kinds = [kind for kind in KINDS if any(report.by_kind[tier][kind])]
-    lines = [report.by_kind[tier][kind] for kind in kinds]
+    times, held = unrolled(report, played, tier)
+    kinds = [kind for kind in KINDS if any(held[kind])]
     plot.stackplot(
-        times, [[*line, line[-1]] for line in lines], step="post", labels=kinds, colors=[COLOURS[k] for k in kinds], linewidth=0,
+        [*times, played.end_s], [[*held[kind], held[kind][-1]] for kind in kinds],
+        step="post", labels=kinds, colors=[COLOURS[k] for k in kinds], linewidth=0,
     )  # fmt: skip
-    peak, at = report.peak_bytes[tier], report.peak_at[tier]
-    plot.plot([times[at]], [peak], "v", color="black", markersize=5)
-    plot.annotate(f"peak {size_text(peak)}", (times[at], peak), textcoords="offset points", xytext=(6, 5), fontsize=9)
+    peak, whole = report.peak_bytes[tier], [sum(column) for column in zip(*held.values(), strict=True)]
+    at = times[max(range(len(times)), key=whole.__getitem__)]
+    plot.plot([at], [peak], "v", color="black", markersize=5)
+    plot.annotate(f"peak {size_text(peak)}", (at, peak), textcoords="offset points", xytext=(6, 5), fontsize=9)
     top = peak
     if limit_bytes is not None and limit_bytes < FAR * peak:
         top = max(peak, limit_bytes)
@@ -97,12 +97,35 @@ def draw_memory(plot: Axes, report: MemoryReport, played: Lanes, tier: str, limi
     plot.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
 
 
-def draw_lanes(plot: Axes, busy: Sequence[Busy], rows: Sequence[str], program: Program) -> None:
-    """One row per lane, coloured by phase, the first on top. `busy` may come from anywhere: (lane, start, end, label, position)."""
+def unrolled(report: MemoryReport, played: Lanes, tier: str) -> tuple[list[float], dict[str, list[int]]]:
+    """(seconds, kind -> bytes from then on) of a tier, the trips of loops one behind the other."""
+    kinds = report.by_kind.get(tier, {kind: (0,) * len(played.starts_s) for kind in KINDS})
+    times: list[float] = []
+    held: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for k, start_s in enumerate(played.starts_s):
+        body, trip = report.bodies.get(k), played.bodies.get(k)
+        if body is None or trip is None or tier not in body.peak_bytes or not trip.end_s:
+            times.append(start_s)
+            for kind in KINDS:
+                held[kind].append(kinds[kind][k])
+            continue
+        end_s = played.starts_s[k + 1] if k + 1 < len(played.starts_s) else played.end_s
+        inner, lines = unrolled(body, trip, tier)
+        at = body.peak_at[tier]
+        for n in range(round((end_s - start_s) / trip.end_s)):
+            times += [start_s + n * trip.end_s + t for t in inner]
+            for kind in KINDS:
+                outside = kinds[kind][k] - body.by_kind[tier][kind][at]
+                held[kind] += [outside + nbytes for nbytes in lines[kind]]
+    return times, held
+
+
+def draw_lanes(plot: Axes, busy: Sequence[Busy], rows: Sequence[str]) -> None:
+    """One row per lane, coloured by phase, the first on top."""
     end_s = max((b.end_s for b in busy), default=1.0)
     for row, lane in enumerate(rows):
         for phase, colour in PHASES.items():
-            mine = [(b.start_s, b.end_s) for b in busy if b.lane == lane and program.nodes[b.index].phase == phase]
+            mine = [(b.start_s, b.end_s) for b in busy if b.lane == lane and b.node.phase == phase]
             spans = [(a, b - a) for a, b in _merged(mine, end_s / _COLUMNS)]
             plot.broken_barh(spans, (len(rows) - 1 - row + 0.1, 0.8), facecolors=colour, linewidth=0)
     for phase, colour in PHASES.items():

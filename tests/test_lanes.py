@@ -8,7 +8,7 @@ from colofunc_plugins import zero
 from test_executors import R, program
 
 import colofunc as cf
-from colofunc.pictures import memory_picture
+from colofunc.pictures import memory_picture, unrolled
 from colofunc.program.lanes import chrome_trace, lanes
 from colofunc.testing import programs
 
@@ -99,7 +99,7 @@ def test_lanes_of_a_step_are_those_of_its_memory():
 def test_a_trace_has_every_operator_and_the_peak():
     low = lowered()
     found, report = low.lanes(), low.memory()
-    events = chrome_trace(found, low.ordered(), report, "here")["traceEvents"]
+    events = chrome_trace(found, report, "here")["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == len(found.busy)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == report.peak_bytes["device"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} > {"compute", "collectives", "to device", "to host", "host"}
@@ -121,3 +121,19 @@ def test_a_picture_of_copies_has_their_lanes(tmp_path):
     assert {"compute", "to device"} <= set(low.lanes().busy_s())
     memory_picture(low, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_microbatches_follow_one_another_and_the_picture_has_each(tmp_path):
+    step = programs.mlp(64)
+    low = cf.accumulate(cf.shard(step.fn, cf.Mesh(dp=2, topology="2xa100-40g"), zero(2, "dp")), 4).lower(step.state, step.batch)
+    found, report = low.lanes(), low.memory()
+    (at,) = [k for k, node in enumerate(low.ordered().nodes) if node.loop is not None and len(node.loop.body.nodes) > 20]
+    trip = found.bodies[at]
+    assert sum(b.index == at for b in found.busy) == 4 * len(trip.busy)
+    assert found.starts_s[at + 1] - found.starts_s[at] == pytest.approx(4 * trip.end_s)
+    times, held = unrolled(report, found, "device")
+    whole = [sum(column) for column in zip(*held.values(), strict=True)]
+    assert max(whole) == report.peak_bytes["device"] and all(b - a > -1e-12 for a, b in pairwise(times))
+    body = len(low.ordered().nodes[at].loop.body.nodes)
+    assert len(times) >= len(found.starts_s) - 1 + 4 * body
+    memory_picture(low, tmp_path / "plan.png")

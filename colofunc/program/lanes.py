@@ -8,7 +8,7 @@ out; what lies on the host is computed there. A plain collective or copy holds t
     wires      |all_gather   |reduce_scatter|
     to device         |copy  |
 
-A loop is one operator. Seconds are those of the planner: roofline compute, alpha-beta links.
+The trips of a loop follow one another. Seconds are those of the planner: roofline compute, alpha-beta links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.memory_report import MemoryReport, operator
 
 LANES = ("compute", "collectives", "to device", "to host", "host")
@@ -29,22 +29,27 @@ LANES = ("compute", "collectives", "to device", "to host", "host")
 
 @attrs.frozen
 class Busy:
-    """One operator on one lane; `index`: its position in the program."""
+    """One operator on one lane; `index`: its position in the program, or that of the loop that it is in."""
 
     lane: str
     start_s: float
     end_s: float
     label: str
     index: int
+    node: Node = attrs.field(repr=False, eq=False)
 
 
 @attrs.frozen
 class Lanes:
-    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle."""
+    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle.
+
+    `bodies[k]`: of the loop at position k, one trip, which begins at 0.
+    """
 
     busy: tuple[Busy, ...]
     starts_s: tuple[float, ...]
     end_s: float
+    bodies: Mapping[int, Lanes] = attrs.field(factory=dict, repr=False)
 
     def busy_s(self) -> dict[str, float]:
         """Lane -> seconds that it works; lanes that never do are left out."""
@@ -63,29 +68,41 @@ class _Player:
         self.free = dict.fromkeys(LANES, 0.0)
         self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
         self.busy: list[Busy] = []
+        self.bodies: dict[int, Lanes] = {}
 
     def play(self) -> Lanes:
         clock, starts = 0.0, []
         for index, node in enumerate(self.program.nodes):
             starts.append(clock)
             clock = max(clock, self._node(index, node, clock))
-        return Lanes(tuple(self.busy), tuple(starts), max(self.free.values(), default=0.0))
+        return Lanes(tuple(self.busy), tuple(starts), max(clock, *self.free.values()), self.bodies)
 
     def _node(self, index: int, node: Node, clock: float) -> float:
         """When the device may go on."""
         kind, needs = kind_of(node), max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
         if kind == ("wait", False):
             return needs
+        if node.loop is not None:
+            return self._loop(index, node.loop, max(clock, needs))
         lane, seconds = self._lane(node), self._seconds(node)
         begin = max(clock, self.free[lane], needs)
         if seconds:
-            self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index))
+            self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[lane] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
         if apart:
             for i in (*written(node), *(o for o in node.outs if o is not None)):
                 self.ready[i] = begin + seconds
         return clock if apart else begin + seconds
+
+    def _loop(self, index: int, loop: Loop, begin: float) -> float:
+        trip = self.bodies[index] = lanes(loop.body, self.mesh, self.rule_of)
+        for k in range(loop.trips):
+            now = begin + k * trip.end_s
+            self.busy += [attrs.evolve(b, start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
+        end = begin + loop.trips * trip.end_s
+        self.free = {lane: max(free, end) for lane, free in self.free.items()}
+        return end
 
     def _lane(self, node: Node) -> str:
         if is_wire(node):
@@ -113,13 +130,13 @@ def _touched(node: Node, values: Mapping[int, Value]) -> int:
 # ---- Chrome traces (chrome://tracing, ui.perfetto.dev) ----
 
 
-def chrome_trace(played: Lanes, program: Program, report: MemoryReport, words: str) -> dict[str, Any]:
+def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, Any]:
     """Events of every lane, and the bytes of each kind as counters."""
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": words}}]
     for tid, lane in enumerate(LANES):
         events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}})
     for busy in played.busy:
-        node = program.nodes[busy.index]
+        node = busy.node
         where = {"module": node.path, "phase": node.phase, "line": node.line, "note": node.note, "position": busy.index}
         events.append(
             {"ph": "X", "pid": 0, "tid": LANES.index(busy.lane), "name": busy.label, "cat": node.phase, "args": where}

@@ -51,6 +51,7 @@ class Storage:
     dies: int
     inside: Live | None = None  # of a storage in the body of a loop, alive at the body's peak
     kind: str = ""  # where it is not that of its value
+    body: MemoryReport | None = None  # of the loop that it is inside
 
 
 def memory(program: Program, sent: bool = False) -> MemoryReport:
@@ -83,6 +84,14 @@ def lies(program: Program) -> Lies:
     return Lies(tuple(storages), home, within, metas)
 
 
+def inside(body: Program, given: Mapping[int, Meta]) -> tuple[Lies, tuple[int, ...]]:
+    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`."""
+    home: dict[int, int] = {}
+    within: dict[int, int] = {}
+    storages, makers, metas = _storages(body, last_uses(body), given, home, within)
+    return Lies(tuple(storages), home, within, metas), _report(body, storages, makers).timeline["device"]
+
+
 def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[Storage]:
     """Contiguous copies of the operands of started collectives, from the start to the wait."""
     out = []
@@ -110,7 +119,8 @@ def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node
     peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
     alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
-    return MemoryReport(peak, timeline, peak_at, by_kind, alive, {tier: place_text(program, at) for tier, at in peak_at.items()})
+    places = {tier: place_text(program, at) for tier, at in peak_at.items()}
+    return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None})
 
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
@@ -190,9 +200,9 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     last = last_uses(body)
     storages, makers, inner = _storages(body, last, given, sent=sent)
     storages += _sent(body, last, inner) if sent else []
-    report = _report(body, storages, makers)
+    report, value = _report(body, storages, makers), body.inputs[0] if body.inputs else 0
     return [
-        Storage(live.nbytes, tier, body.inputs[0] if body.inputs else 0, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"))
+        Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
         for tier, alive in report.alive.items()
         for live in alive
     ]

@@ -68,6 +68,7 @@ class MemoryReport:
 
     `by_kind[tier][kind][k]`: of what sort the bytes at position k are; the kinds add up to `timeline[tier][k]`.
     `alive[tier]`: what is alive at the tier's peak, largest first. `where`: what runs there, and how many positions there are.
+    `bodies[k]`: of the loop at position k, what each position of its body holds beside what is held outside.
     """
 
     peak_bytes: Mapping[str, int]
@@ -76,6 +77,7 @@ class MemoryReport:
     by_kind: Mapping[str, Mapping[str, tuple[int, ...]]]
     alive: Mapping[str, tuple[Live, ...]]
     where: Mapping[str, str]
+    bodies: Mapping[int, MemoryReport] = attrs.field(factory=dict, repr=False)
 
     @property
     def at_peak(self) -> tuple[Live, ...]:
