@@ -55,7 +55,7 @@ from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
-from colofunc.planner.offload import MemoryPolicy, Room, State
+from colofunc.planner.memory_policies import MemoryPolicy, Room, State
 from colofunc.planner.plan import Plan
 from colofunc.planner.policies import every, save_only
 from colofunc.planner.ways import ways

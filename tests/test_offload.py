@@ -61,13 +61,14 @@ def test_the_simulated_mesh_measures_the_same_bytes_in_both_tiers(share: float) 
     mesh = one()
     whole = peak(cf.shard(step, mesh), *args)
     staged = cf.offload(cf.shard(step, mesh), budget=int(whole * share))
-    low = staged.lower(*args)
-    state = staged.init(*args)
-    leaves = [leaf for part in (state, args[1]) for leaf in _tensors(part)]
+    agrees(staged.lower(*args), staged.init(*args), args[1])
+
+
+def agrees(low: Any, state: Any, batch: Any) -> None:
+    """What runs holds what was counted, at every node and in every tier."""
+    leaves = [leaf for part in (state, batch) for leaf in _tensors(part)]
     shards = [list(x.parts) if isinstance(x, cf.DTensor) else [x.clone()] for x in leaves]
-    found = measure(low.program, mesh, shards)
-    told = low.memory()
-    assert {t: list(line) for t, line in found.timeline.items()} == {t: list(line) for t, line in told.timeline.items()}
+    assert measure(low.program, low.mesh, shards).timeline == dict(low.memory().timeline)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -128,6 +129,18 @@ def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> No
     a, b = inside.lower(*args), outside.lower(*args)
     assert a.text() == b.text() and a.memory().peak_bytes["device"] <= budget and copies(a)
     check(inside, *args, steps=2)
+
+
+def test_a_loop_over_microbatches_copies_in_every_trip() -> None:
+    step, *args = training()
+    base = cf.accumulate(cf.shard(step, one()), microbatches=4)
+    budget = int(peak(base, *args) * 0.5)
+    low = cf.offload(base, budget=budget).lower(*args)
+    (body,) = (node.loop.body for node in low.program.nodes if node.loop is not None)
+    assert low.memory().peak_bytes["device"] <= budget and any(is_copy(node) for node in body.nodes)
+    assert any(body.values[i].tier == "host" for i in body.inputs)
+    agrees(low, cf.offload(base, budget=budget).init(*args), args[1])
+    check(cf.offload(base, budget=budget), *args, steps=2)
 
 
 def test_a_part_of_the_device_and_all_of_it() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from colofunc.errors import ProgramError
+from colofunc.ops.copies import COPIES
 from colofunc.program.ir import Loop, Node
 from colofunc.program.loop import gathered_at, last_uses
 from colofunc.program.reuse import own_outputs
@@ -74,7 +75,7 @@ def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int]) -> t
 
 def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
     """Write a node about the axis of a loop around it; False if it is about another."""
-    if kind in ("rearrange", "wait"):
+    if kind in ("rearrange", "wait") or kind in COPIES:
         return False
     axes = tuple(node.args[0] if kind == "axis_index" else node.args[1])
     counter = next((name for loop, name in writer.loops if (loop.axis,) == axes), None)

@@ -98,10 +98,10 @@ _DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 1
     _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # DDR4-2133, 2 x 4
 )
 _PC_PCIE4 = Box(  # a desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive
-    _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9, 25e9  # 2 channels of DDR4-3200
+    _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9, 25e9  # 2 x DDR4-3200
 )
 _PC_PCIE3 = Box(
-    _level("pcie", _PCIE3, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE3, 3.5e9, 3e9, 21e9  # 2 channels of DDR4-2666
+    _level("pcie", _PCIE3, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE3, 3.5e9, 3e9, 21e9  # 2 x DDR4-2666
 )
 
 _BOXES: dict[str, Box] = {

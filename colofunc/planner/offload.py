@@ -13,70 +13,28 @@ worth a copy and stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
-import numpy as np
 
-from colofunc.errors import CapacityError, PlanError
+from colofunc.errors import CapacityError
 from colofunc.mesh import Mesh
+from colofunc.mesh.sizes import size_text
 from colofunc.ops.update import IN_PLACE
-from colofunc.planner.residency import Item, Links, Residency, Trace, least_budget, reside
-from colofunc.program.facts import is_wire, kind_of, written
-from colofunc.program.ir import Node, Program
-from colofunc.program.memory import Lies, MemoryReport, lies, memory
-from colofunc.program.tiered import Tiered, readers
+from colofunc.planner.memory_policies import AUTO, MemoryPolicy, Room, State, places
+from colofunc.planner.offload_loops import opened
+from colofunc.planner.offload_trace import Ground, NodeS, ground_of, trace_of, write
+from colofunc.planner.plan_table import time_text
+from colofunc.planner.residency import Residency, Trace, least_budget, reside
+from colofunc.program.facts import written
+from colofunc.program.ir import Program
+from colofunc.program.memory import memory
 
-NodeS = Callable[[Node, Mapping[int, object]], float]
-SMALL = 1000
-"""A storage of less than this part of the budget stays where it is, unless that alone exceeds the budget."""
 SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5)
 """Shares of the updates, by bytes, that are tried on the host."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
 CAST = "aten._to_copy.default"
 LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
-
-
-@attrs.frozen
-class State:
-    """One input leaf that lasts from step to step, as a policy sees it: in order of first use, bytes of one rank."""
-
-    name: str
-    role: str  # "param", "frozen", "state", "buffer"
-    nbytes: int
-
-
-@attrs.frozen
-class Room:
-    """What a policy knows of the machine: bytes of device memory a rank (None: no limit), the peak of all that is no state, and
-    the ranks that share a host."""
-
-    budget_bytes: int | None
-    other_bytes: int
-    ranks: int
-
-
-Place = Callable[[Sequence[State], Room], Sequence[str | None]]
-
-
-@attrs.frozen
-class MemoryPolicy:
-    """Which tier state lies in, and where it is updated; None leaves a choice to cost.
-
-    place: the tier of each state between steps ("device", "host" or None), given all of them. update: "device", "host" or None.
-    activations: whether what forward keeps for backward may be copied to the host.
-    """
-
-    name: str
-    place: Place = attrs.field(default=lambda states, room: [None] * len(states), repr=False)
-    update: str | None = None
-    activations: bool = True
-
-
-SCALAR = 8  # bytes of a step count, which goes with nobody
-AUTO = MemoryPolicy("auto")
-DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
-HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 
 
 @attrs.frozen(eq=False)
@@ -88,20 +46,6 @@ class Offloaded:
     seconds: float
     exposed_s: float
     words: tuple[str, ...] = ()
-
-
-@attrs.frozen(eq=False)
-class Ground:
-    """What does not change from candidate to candidate."""
-
-    program: Program
-    lies: Lies
-    report: MemoryReport
-    uses: Mapping[int, list[int]]
-    device_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    links: Links
-    given: Mapping[int, str]  # storage of an input -> the tier that it is given in
 
 
 def offload(
@@ -117,61 +61,58 @@ def offload(
     given: position of an input -> the tier that it lies in already. Where nothing fits, the leanest program: its peak is the
     least budget. Raises CapacityError where the host cannot hold what does not stay.
     """
-    ground = _ground(program, mesh, node_s, given or {})
-    states = _states(ground)
-    room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
-    placed = dict(zip(states, _checked(policy, [_state(ground, s) for s in states], room), strict=True))
-    placed |= ground.given
-    limit = budget_bytes if budget_bytes is not None else max(ground.report.timeline["device"], default=0)
-    best: tuple[tuple[int, float], frozenset[int], list[int], Trace, Residency] | None = None
+    ground = ground_of(program, mesh, node_s, given)
+    limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
+    best: _Found | None = None
+    for each in (ground, opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit)):
+        if each is None or (best is not None and best.over == 0 and not best.found.moves):
+            continue
+        found = _search(each, policy, _placed(each, policy, budget_bytes, mesh), limit)
+        best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
+    assert best is not None, "the program as it is was tried"
+    done = write(best.ground, best.on_host, best.items, best.trace, best.found)
+    _check_host(done, mesh)
+    peak = memory(done).peak_bytes["device"]
+    return Offloaded(done, peak, best.found.seconds, best.found.exposed_s, tuple(_words(best)))
+
+
+@attrs.frozen(eq=False)
+class _Found:
+    """One candidate: `over`: bytes by which its peak exceeds the limit."""
+
+    over: int
+    ground: Ground
+    on_host: frozenset[int]
+    items: Sequence[int]
+    trace: Trace
+    found: Residency
+
+
+def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int) -> _Found:
+    """The fastest of the splits of the updates."""
+    best: _Found | None = None
     for on_host in _splits(ground, policy.update, placed):
-        items, trace = _trace(ground, on_host, placed, limit, policy)
+        items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
         least = least_budget(trace)[0]
-        found = reside(trace, max(limit, least), ground.links)
-        rank = max(0, least - limit), found.seconds
-        if best is None or rank < best[0]:
-            best = rank, on_host, items, trace, found
-        if not found.moves:
+        one = _Found(max(0, least - limit), ground, on_host, items, trace, reside(trace, max(limit, least), ground.links))
+        best = one if best is None else min(best, one, key=lambda f: (f.over, f.found.seconds))
+        if not one.found.moves:
             break
     assert best is not None, "at least one split is tried"
-    (_, seconds), on_host, items, trace, found = best
-    done = _write(ground, on_host, items, trace, found)
-    _check_host(done, mesh)
-    words = tuple(_words(ground, on_host, items, trace, found))
-    return Offloaded(done, memory(done).peak_bytes["device"], seconds, found.exposed_s, words)
+    return best
 
 
-def _checked(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
-    """What the policy says, or an error that says what is wrong with it."""
-    found = list(policy.place(states, room))
-    wrong = [tier for tier in found if tier not in ("device", "host", None)]
-    if len(found) != len(states) or wrong:
-        said = f"{wrong[0]!r}" if wrong else f"{len(found)} tiers for {len(states)} states"
-        raise PlanError(f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host' or None for each state")
-    return found
+def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
+    """Storage of each state -> the tier that the policy or the caller says; None: open."""
+    states = _states(ground)
+    room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
+    return {**dict(zip(states, places(policy, [_state(ground, s) for s in states], room), strict=True)), **ground.given}
 
 
 def _other_bytes(ground: Ground, states: Sequence[int]) -> int:
     """The peak of all that is no state."""
     state = sum(ground.lies.storages[s].nbytes for s in states)
-    return max(ground.report.timeline["device"], default=0) - state
-
-
-def _ground(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
-    found = lies(program)
-    device_s = tuple(node_s(node, program.values) for node in program.nodes)
-    host_s = tuple(mesh.host_s(_touched(node, program)) for node in program.nodes)
-    up, down = mesh.copy_s(1 << 30, "host", "device"), mesh.copy_s(1 << 30, "device", "host")
-    latency = min(mesh.copy_s(1, "host", "device"), up)
-    links = Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency)
-    tiers = {found.home[program.inputs[k]]: tier for k, tier in given.items()}
-    return Ground(program, found, memory(program), readers(program, found), device_s, host_s, links, tiers)
-
-
-def _touched(node: Node, program: Program) -> int:
-    """Bytes that a node reads and writes."""
-    ids = (*node.refs, *written(node), *(o for o in node.outs if o is not None))
-    return sum(program.values[i].nbytes for i in ids)
+    return max(ground.held, default=0) - state
 
 
 def _states(ground: Ground) -> list[int]:
@@ -248,100 +189,6 @@ def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
     )
 
 
-# ---- the trace of a candidate ----
-
-
-def _trace(
-    ground: Ground, on_host: frozenset[int], placed: Mapping[int, str | None], limit: int, policy: MemoryPolicy
-) -> tuple[list[int], Trace]:
-    """(storages that may move, the trace with an item for each)."""
-    program, storages = ground.program, ground.lies.storages
-    count = len(program.nodes)
-    changed: dict[int, set[int]] = {}
-    for k, node in enumerate(program.nodes):
-        for i in written(node):
-            changed.setdefault(ground.lies.home[i], set()).add(k)
-    busy = _in_flight(ground, changed)
-    base = np.asarray(ground.report.timeline["device"][:count], dtype=np.int64).copy()
-    states, floor = set(_states(ground)), limit // SMALL
-    outputs = {ground.lies.home[o] for o in program.outputs}
-    shared = _shared(ground.lies)
-    items, chosen = [], []
-    for s, storage in enumerate(storages[: max(ground.lies.home.values(), default=-1) + 1]):
-        uses = ground.uses.get(s, [])
-        value = program.values[storage.value]
-        home, tier = s in states, placed.get(s)
-        there = {k for k in uses if k in on_host}
-        if storage.tier != "device" or value.id in program.constants or storage.nbytes != value.nbytes or s in shared:
-            continue
-        if not home and (s in outputs or storage.born < 0 or not policy.activations) and not there:
-            continue
-        if storage.nbytes < floor and tier != "host" and not there:
-            continue
-        if home and tier == "device" and not there:
-            continue
-        begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
-        base[begin:end] -= storage.nbytes
-        if not home and storage.nbytes < floor and there:
-            continue  # a scalar that the host reads
-        uses = sorted({*uses, *busy.get(s, ())})
-        writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
-        items.append(Item(storage.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != "host"))
-        chosen.append(s)
-    seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
-    return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
-
-
-def _shared(found: Lies) -> set[int]:
-    """Storages in which two results of one operator lie side by side: no value has all of it."""
-    return {s for i, s in found.home.items() if i not in found.within and found.storages[s].value != i}
-
-
-def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
-    """Storage -> positions at which a started collective reads or fills it; its result is `changed` where it is waited for."""
-    program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
-    for k, node in enumerate(program.nodes):
-        if is_wire(node) and node.target.endswith("_start"):
-            started.update({o: k for o in node.outs if o is not None})
-        elif kind_of(node) == ("wait", False) and node.refs[0] in started:
-            begin = started[node.refs[0]]
-            changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
-            for i in (node.refs[0], *program.nodes[begin].refs):
-                busy.setdefault(ground.lies.home[i], set()).update(range(begin, k + 1))
-    return busy
-
-
-# ---- writing it down ----
-
-
-def _write(ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency) -> Program:
-    home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
-    home |= {s for s, tier in ground.given.items() if tier != "device"}
-    out = Tiered(ground.program, ground.lies, home, on_host)
-    starts: dict[int, list[int]] = {}
-    waits: dict[int, list[int]] = {}
-    for m, move in enumerate(found.moves):
-        starts.setdefault(move.start, []).append(m)
-        if move.done > move.start:
-            waits.setdefault(move.done, []).append(m)
-    order = {"store": 0, "fetch": 1}
-    count = len(ground.program.nodes)
-    for k in range(count + 1):
-        for kind in order:
-            for m in waits.get(k, ()):
-                if found.moves[m].kind == kind:
-                    out.wait(items[found.moves[m].item], kind)
-        for m in sorted(starts.get(k, ()), key=lambda m: (order[found.moves[m].kind], m)):
-            move = found.moves[m]
-            if move.done > move.start:
-                out.start(items[move.item], move.kind)
-            else:
-                (out.fetch if move.kind == "fetch" else out.store)(items[move.item])
-        if k < count:
-            out.run(k)
-    return out.finish()
-
-
 def _check_host(program: Program, mesh: Mesh) -> None:
     peak, most = memory(program).peak_bytes.get("host", 0), mesh.capacity_bytes("host")
     if most is not None and peak > most:
@@ -351,21 +198,22 @@ def _check_host(program: Program, mesh: Mesh) -> None:
         )
 
 
-def _words(
-    ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency
-) -> Iterator[str]:
+def _words(best: _Found) -> Iterator[str]:
     """What was decided, for people."""
-    home = [k for k, item in enumerate(trace.items) if item.home and k not in found.residents]
-    if not home and not found.moves:
+    found, ground = best.found, best.ground
+    home = [k for k, item in enumerate(best.trace.items) if item.home and k not in found.residents]
+    if not home and not found.moves and not ground.host_reads:
         yield "everything stays on the device"
         return
     by_role: dict[str, int] = {}
     for k in home:
-        role = _state(ground, items[k]).role
-        by_role[role] = by_role.get(role, 0) + trace.items[k].nbytes
-    kept = ", ".join(f"{n / 2**30:.3g} GiB of {role}s" for role, n in sorted(by_role.items())) or "no state"
+        role = _state(ground, best.items[k]).role
+        by_role[role] = by_role.get(role, 0) + best.trace.items[k].nbytes
+    kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items())) or "no state"
     up, down = found.moved_bytes
-    updates = sum(k in on_host for k, node in enumerate(ground.program.nodes) if node.target in UPDATES)
+    updates = sum(k in best.on_host for k, node in enumerate(ground.program.nodes) if node.target in UPDATES)
     total = sum(node.target in UPDATES for node in ground.program.nodes)
     yield f"on the host: {kept}; {updates} of {total} updates run there"
-    yield f"copied a step: {up / 2**30:.3g} GiB to the device, {down / 2**30:.3g} GiB to the host, {found.exposed_s:.3g} s of it not hidden"
+    inside = ", beside what loops copy" if ground.host_reads else ""
+    hidden = f"{time_text(found.exposed_s)} of it not hidden"
+    yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}"

@@ -118,7 +118,9 @@ class Tiered:
         node, tier = self.program.nodes[index], "host" if index in self.on_host else "device"
         if self._is_view(node):
             return  # taken where somebody reads it
-        args, kwargs = (map_refs(tree, lambda i: Ref(self.get(tier, i))) for tree in (node.args, node.kwargs))
+        tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
+        reads = zip(node.refs, tiers, strict=True)
+        args, kwargs = (map_refs(tree, lambda _: Ref(self._operand(*next(reads)))) for tree in (node.args, node.kwargs))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
         for i in written(node):
             storage, other = self.lies.home[i], "device" if tier == "host" else "host"
@@ -131,6 +133,9 @@ class Tiered:
                 self.have[tier].setdefault(storage, {})[o] = o
                 if o == self._root(storage) or kind_of(node) == ("wait", False):  # before its wait a value is not there
                     self.base[tier][storage] = self.have[tier][storage][self._root(storage)] = o
+
+    def _operand(self, id: int, tier: str) -> int:
+        return self.get(tier, id)
 
     def get(self, tier: str, id: int) -> int:
         """The value as it lies in a tier: copied there, or taken again as a view of what is there."""

@@ -19,11 +19,11 @@ from typing import Any
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner import offload as planner
-from colofunc.planner.offload import MemoryPolicy
+from colofunc.planner.memory_policies import AUTO, DEVICE, HOST, MemoryPolicy
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
-BUILT_IN = {p.name: p for p in (planner.AUTO, planner.DEVICE, planner.HOST)}
+BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST)}
 
 
 def offload(

@@ -1,0 +1,161 @@
+"""A program as a trace of uses: what may be copied between tiers, when it is needed where, and the program with the copies.
+
+Problem: residency is decided on items and positions, a program has values, views and memory that they share. Idea: the
+storage is the item. Whatever reads or writes a value in it uses it; a view is no use, because it is taken again from where
+the storage lies; what has no value that covers it, leaves the program, or is small stays where it is and counts as ground.
+
+    ground = ground_of(program, mesh, node_s)
+    items, trace = trace_of(ground, on_host, states, limit_bytes)     # item k of the trace is storage items[k]
+    write(ground, on_host, items, trace, reside(trace, limit_bytes, ground.links))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from colofunc.mesh import Mesh
+from colofunc.planner.residency import Item, Links, Residency, Trace
+from colofunc.program.facts import is_wire, kind_of, written
+from colofunc.program.ir import Node, Program
+from colofunc.program.memory import Lies, lies, memory
+from colofunc.program.tiered import Tiered, readers
+
+NodeS = Callable[[Node, Mapping[int, Any]], float]
+SMALL = 1000
+"""A storage of less than this part of the budget stays where it is, unless that alone exceeds the budget."""
+
+
+@attrs.frozen(eq=False)
+class Ground:
+    """What does not change from candidate to candidate. `held`: bytes of device memory at each node, everything in place.
+
+    given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its body
+    takes on the host.
+    """
+
+    program: Program
+    lies: Lies
+    held: tuple[int, ...]
+    uses: Mapping[int, list[int]]
+    device_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    links: Links
+    given: Mapping[int, str] = attrs.field(factory=dict)
+    host_reads: Mapping[int, frozenset[int]] = attrs.field(factory=dict)
+
+
+def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str] | None = None) -> Ground:
+    """The ground of a whole program. given: position of an input -> tier."""
+    found = lies(program)
+    tiers = {found.home[program.inputs[k]]: tier for k, tier in (given or {}).items()}
+    return of_lies(program, found, memory(program).timeline["device"], mesh, node_s, tiers)
+
+
+def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
+    device_s = tuple(node_s(node, program.values) for node in program.nodes)
+    host_s = tuple(mesh.host_s(_touched(node, program)) for node in program.nodes)
+    return Ground(program, found, tuple(held), readers(program, found), device_s, host_s, links_of(mesh), given)
+
+
+def links_of(mesh: Mesh) -> Links:
+    """Bandwidths and latency between device and host, as every rank has them at once."""
+    up, down = mesh.copy_s(1 << 30, "host", "device"), mesh.copy_s(1 << 30, "device", "host")
+    latency = min(mesh.copy_s(1, "host", "device"), up)
+    return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency)
+
+
+def _touched(node: Node, program: Program) -> int:
+    """Bytes that a node reads and writes."""
+    ids = (*node.refs, *written(node), *(o for o in node.outs if o is not None))
+    return sum(program.values[i].nbytes for i in ids)
+
+
+def trace_of(
+    ground: Ground, on_host: frozenset[int], states: Mapping[int, str | None], limit: int, activations: bool = True
+) -> tuple[list[int], Trace]:
+    """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is said."""
+    program, storages = ground.program, ground.lies.storages
+    count = len(program.nodes)
+    changed: dict[int, set[int]] = {}
+    for k, node in enumerate(program.nodes):
+        for i in written(node):
+            changed.setdefault(ground.lies.home[i], set()).add(k)
+    busy = _in_flight(ground, changed)
+    base = np.asarray(ground.held[:count], dtype=np.int64).copy()
+    floor, shared = limit // SMALL, _shared(ground.lies)
+    outputs = {ground.lies.home[o] for o in program.outputs}
+    items, chosen = [], []
+    for s in dict.fromkeys(ground.lies.home.values()):
+        storage, value = storages[s], program.values[storages[s].value]
+        uses, home, tier = ground.uses.get(s, []), s in states, states.get(s)
+        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
+        if storage.tier != "device" or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
+            continue
+        if not home and (s in outputs or storage.born < 0 or not activations) and not there:
+            continue
+        if value.nbytes < floor and tier != "host" and not there:
+            continue
+        if home and tier == "device" and not there:
+            continue
+        begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
+        base[begin:end] -= storage.nbytes
+        if not home and value.nbytes < floor and there:
+            continue  # a scalar that the host reads
+        uses = sorted({*uses, *busy.get(s, ())})
+        writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
+        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != "host"))
+        chosen.append(s)
+    seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
+    return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
+
+
+def _shared(found: Lies) -> set[int]:
+    """Storages in which two results of one operator lie side by side: no value has all of it."""
+    return {s for i, s in found.home.items() if i not in found.within and found.storages[s].value != i}
+
+
+def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
+    """Storage -> positions at which a started collective reads or fills it; its result is `changed` where it is waited for."""
+    program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
+    for k, node in enumerate(program.nodes):
+        if is_wire(node) and node.target.endswith("_start"):
+            started.update({o: k for o in node.outs if o is not None})
+        elif kind_of(node) == ("wait", False) and node.refs[0] in started:
+            begin = started[node.refs[0]]
+            changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
+            for i in (node.refs[0], *program.nodes[begin].refs):
+                busy.setdefault(ground.lies.home[i], set()).update(range(begin, k + 1))
+    return busy
+
+
+def write(ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency) -> Program:
+    """The program with the copies in it."""
+    home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
+    home |= {s for s, tier in ground.given.items() if tier != "device"}
+    out = Tiered(ground.program, ground.lies, home, on_host)
+    starts: dict[int, list[int]] = {}
+    waits: dict[int, list[int]] = {}
+    for m, move in enumerate(found.moves):
+        starts.setdefault(move.start, []).append(m)
+        if move.done > move.start:
+            waits.setdefault(move.done, []).append(m)
+    order = {"store": 0, "fetch": 1}
+    count = len(ground.program.nodes)
+    for k in range(count + 1):
+        for kind in order:
+            for m in waits.get(k, ()):
+                if found.moves[m].kind == kind:
+                    out.wait(items[found.moves[m].item], kind)
+        for m in sorted(starts.get(k, ()), key=lambda m: (order[found.moves[m].kind], m)):
+            move = found.moves[m]
+            if move.done > move.start:
+                out.start(items[move.item], move.kind)
+            else:
+                (out.fetch if move.kind == "fetch" else out.store)(items[move.item])
+        if k < count:
+            out.run(k)
+    return out.finish()
