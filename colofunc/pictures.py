@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, log2
 from os import PathLike
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from colofunc.errors import InputError
@@ -59,7 +60,7 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
     draw_lanes(plots[-1], played.busy, rows)
     plots[-1].set_xlim(0, played.end_s or 1)
     plots[-1].set_xlabel("seconds of one step, as planned")
-    figure.suptitle(title or str(low.plan), fontsize=10, wrap=True)
+    figure.suptitle(fill(title or str(low.plan), 150), fontsize=10)
     try:
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:
