@@ -19,7 +19,7 @@ from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.classes import starred, tie
-from colofunc.planner.constraints import Constraint, Constraints
+from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.describe import describe
 from colofunc.planner.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
 from colofunc.program.inplace import in_place
@@ -418,7 +418,13 @@ def test_itertools_oracle_agrees_with_the_judge() -> None:
     candidates = candidates_of(program, mesh, most=2, seed=1)
     found = assign(program, mesh, candidates, convert_s=conversion_s)
     costs = all_costs(program, mesh, candidates)
+    offered = [candidates(item) for item in (*(program.values[i] for i in program.inputs), *program.nodes)]
     sizes = [len(o) for o in found.model.options]
-    for flat, choice in enumerate(itertools.islice(itertools.product(*map(range, sizes)), 200)):
+    for choice in itertools.islice(itertools.product(*map(range, sizes)), 200):
+        # The planner leaves out options that are of no use, and numbers those that are left.
+        picked = [(s[o].ins, s[o].outs) for s, o in zip(found.model.options, choice, strict=True)]
+        among = [[leaf_strategy(s) if isinstance(s, Layout) else s for s in some] for some in offered]
+        places = [[(s.ins, s.outs) for s in some].index(want) for some, want in zip(among, picked, strict=True)]
+        flat = np.ravel_multi_index(places, [len(some) for some in offered])
         # 1e-6: the planner adds 1e-18 s per local element to break ties
         assert found.model.true_cost(choice) == pytest.approx(costs[flat], rel=1e-6)

@@ -17,19 +17,19 @@ Tier and quantisation scheme are not a conversion's business: a copy or a quanti
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import permutations
 from math import prod
 
 import attrs
 
 from colofunc.dtensor.convert_lower import Move, fuse_steps, lower
-from colofunc.dtensor.convert_refine import COPY, Puzzle, local_numel, refine
-from colofunc.dtensor.convert_search import Piece, Question, Step, answer
+from colofunc.dtensor.convert_normal import Curve, curve_of, is_free, normal
+from colofunc.dtensor.convert_refine import Puzzle, local_numel, refine
+from colofunc.dtensor.convert_search import FREE, Question, Step, answer
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import SpecError
-from colofunc.mesh import KINDS, Mesh, wire_bytes
+from colofunc.mesh import Mesh, wire_bytes
 
-__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_line", "conversion_s", "is_free"]
+__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_curve", "conversion_s"]
 
 
 @attrs.frozen
@@ -85,29 +85,6 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     return found
 
 
-def conversion_line(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> tuple[float, float]:
-    """(seconds, seconds per byte of a rank's part of `src`) of the way that is the cheapest at this size.
-
-    At other sizes the same way costs what this line says, though another may then be cheaper: seconds over bytes is the
-    minimum of such lines.
-    """
-    if src is dst:
-        return 0.0, 0.0
-    whole = src.local_numel
-    alpha_s = beta_s = 0.0
-    for leg in _route(src, dst, mesh, itemsize, None).legs:
-        if leg.puzzle is None:
-            continue
-        held = leg.puzzle.start
-        for kind, who, after in fuse_steps(leg.steps):
-            numel = max(local_numel(leg.puzzle, held), local_numel(leg.puzzle, after))
-            held = after
-            if kind not in ("take_shard", "keep_first"):
-                alpha, beta = mesh.alpha_beta(kind, tuple(leg.puzzle.parts[k].name for k in who))
-                alpha_s, beta_s = alpha_s + alpha, beta_s + beta * numel / whole
-    return alpha_s, beta_s
-
-
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
     """Bytes that a rank receives in `conversion`."""
     return 0 if src is dst else _route(src, dst, mesh, itemsize, None).wire_bytes
@@ -132,10 +109,6 @@ def conversion(
             moves += lower(leg.puzzle, leg.steps, leg.src, axis_sizes)
     peak = max((prod(m.in_shape) + prod(m.local_shape) for m in moves), default=prod(src.local_shape)) * itemsize
     return Conversion(tuple(moves), route.cost_s, route.wire_bytes, peak)
-
-
-MOST_BY_WAY = 3
-"""Parts of a puzzle in which axes that hold copies before and behind are tried as detours."""
 
 
 @lru_cache(maxsize=1 << 18)
@@ -179,15 +152,22 @@ def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layo
     return list(dict.fromkeys(lawful or options))
 
 
-@lru_cache(maxsize=256)
-def is_free(mesh: Mesh) -> bool:
-    """Whether no collective costs time on this mesh."""
-    return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind in KINDS for axis in mesh.axis_names)
+@lru_cache(maxsize=1 << 16)
+def conversion_curve(src: Layout, dst: Layout, mesh: Mesh) -> Curve | None:
+    """Seconds over bytes of a rank's part of `src`; None where the way leads through whole dims, or there is nothing to do."""
+    if src.shape != dst.shape or 0 in src.shape:
+        return None
+    found = refine(src, dst, mesh)
+    return curve_of(found, mesh) if isinstance(found, Puzzle) else None
 
 
 def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
-    question, back, slots = _normal(puzzle, mesh, itemsize, limit)
-    abstract = answer(question)
+    alike = normal(puzzle, mesh, limit is not None)
+    back, slots = alike.back, alike.slots
+    nbytes = itemsize * local_numel(puzzle, puzzle.start)
+    if is_free(mesh) and limit is None:
+        nbytes = prod(p.size for p in alike.pieces) ** 2  # everything scales; a multiple of all that it is divided by
+    abstract = answer(Question(alike.pieces, nbytes, alike.prices, limit))
     if abstract is None:
         raise SpecError(
             f"no conversion from {src} to {dst} on {mesh!r} stays within {limit} bytes per rank; raise the limit"
@@ -203,53 +183,7 @@ def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, 
     for kind, who, after in fuse_steps(tuple(steps)):
         nbytes = itemsize * max(local_numel(puzzle, held), local_numel(puzzle, after))
         held, count = after, count + 1
-        if kind not in ("take_shard", "keep_first"):
+        if kind not in FREE:
             wire += wire_bytes(kind, nbytes, prod(puzzle.parts[k].size for k in who))
             cost_s += mesh.collective_s(kind, nbytes, tuple(puzzle.parts[k].name for k in who))
     return _Route((_Leg(src, dst, puzzle, tuple(steps)),), cost_s, wire, count)
-
-
-def _normal(
-    puzzle: Puzzle, mesh: Mesh, itemsize: int, limit: int | None
-) -> tuple[Question, tuple[int, ...], tuple[int, ...]]:
-    """The puzzle under standard names, and the way back: part of each piece, slot of each numbered slot."""
-    mixed = len({loc for loc in (*puzzle.start, *puzzle.goal) if loc < COPY}) > 1
-    reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
-    ends = list(enumerate(zip(puzzle.start, puzzle.goal)))
-    active = [k for k, (a, b) in ends if a != b or (a < COPY and mixed)]
-    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds nothing.
-    idle = [k for k, (a, b) in ends if a == b == COPY and reduces]
-    if len(active) + len(idle) <= MOST_BY_WAY or limit is not None:
-        active = sorted({*active, *idle})
-    free = is_free(mesh)
-    orders = permutations(active) if free and len(active) <= 3 else [sorted(active, key=lambda k: _rank(puzzle, k))]
-    pieces, back, slots = min(
-        (_label(puzzle, tuple(order) if free else tuple(active), free) for order in orders), key=lambda found: found[0]
-    )
-    nbytes = itemsize * local_numel(puzzle, puzzle.start)
-    if free and limit is None:
-        nbytes = prod(p[1] for p in pieces) ** 2  # everything scales; a multiple of all that it is divided by
-    question = Question(
-        tuple(Piece(*p) for p in pieces), nbytes, mesh.size, None if free else mesh, limit
-    )
-    return question, back, slots
-
-
-def _rank(puzzle: Puzzle, k: int) -> tuple[int, ...]:
-    return puzzle.parts[k].size, min(puzzle.start[k], 0), min(puzzle.goal[k], 0), k
-
-
-def _label(
-    puzzle: Puzzle, order: tuple[int, ...], free: bool
-) -> tuple[tuple[tuple[str, int, int, int, int], ...], tuple[int, ...], tuple[int, ...]]:
-    numbers: dict[int, int] = {}
-
-    def number(loc: int) -> int:
-        return loc if loc < 0 else numbers.setdefault(loc, len(numbers))
-
-    pieces = []
-    for k in order:
-        part = puzzle.parts[k]
-        name = "" if free else part.name
-        pieces.append((name, part.size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k])))
-    return tuple(pieces), order, tuple(numbers)

@@ -14,49 +14,79 @@ pending reductions and sets of axes added.
 Note [Bounds]. Two lower bounds on the bytes that the busiest rank still receives. Information: the part of its final
 data that it lacks; all of it if a slot that it holds belongs to another part in the end. Reduction: each of N elements
 with n terms to reduce and c final copies takes n-1 receives to become final somewhere and one for every further copy,
-(n-1 + c-1)·N over all ranks. Both fall by at most what a move costs, so the first time a state is reached is the best.
+(n-1 + c-1)·N over all ranks. And one on latencies: a slot that is held and wanted by nobody is left by a gather or an
+all-to-all, a pending role that is too many by a reduction, and a move of m parts pays for at most m of either, so each
+costs at least the least latency per part. Other parts out of place take such moves too, or one permutation, which changes
+neither the slots that are held nor what is pending. All fall by at most what a move costs, so the first time a state is
+reached is the best.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import combinations, permutations, product
+from itertools import combinations, permutations, product, repeat
 from math import prod
 
 import attrs
 
 from colofunc.dtensor.convert_refine import COPY, Locations
-from colofunc.mesh import Mesh
+from colofunc.mesh import KINDS, Mesh
 
 # States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
 PATIENCE = 600
 
 Step = tuple[str, tuple[int, ...], Locations]  # kind, parts that it acts on, locations after it
 Cost = tuple[float, float, int]
+With = Callable[[tuple[int, ...], Iterable[int]], Locations]  # pieces and where they are now -> all locations
+
+FREE = ("take_shard", "keep_first")  # moves that cost nothing
 
 
 @attrs.frozen
 class Piece:
     """One part in a normalised puzzle; slots are numbered by first use, so that equal problems are equal keys."""
 
-    names: str  # "" where the mesh prices all axes alike
     size: int
     start: int
     goal: int
     scratch: int  # a slot, or -1
 
 
+@attrs.frozen(eq=False)
+class Prices:
+    """Per kind of collective, what it costs over each set of pieces: a set is the sum of its pieces' bits.
+
+    Names are gone: where two sets of axes cost the same, their puzzles are one. Equal tables are one object.
+    """
+
+    table: tuple[tuple[tuple[float, float], ...], ...]  # in the order of KINDS; (seconds, seconds per byte)
+
+    def at(self, kind: str, who: tuple[int, ...]) -> tuple[float, float]:
+        return self.table[_PLACE[kind]][sum(1 << k for k in who)]
+
+
+_PLACE = {kind: k for k, kind in enumerate(KINDS)}
+_PRICES: dict[tuple[object, ...], Prices] = {}
+
+
+@lru_cache(maxsize=1 << 14)
+def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
+    """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
+    sets = [tuple(name for k, name in enumerate(names) if bits >> k & 1) for bits in range(1 << len(names))]
+    table = tuple(tuple((0.0, 0.0) if mesh is None else mesh.alpha_beta(kind, some) for some in sets) for kind in KINDS)
+    return _PRICES.setdefault(table, Prices(table))
+
+
 @attrs.frozen
 class Question:
-    """A normalised puzzle. nbytes: of one rank's part at the start; ranks: of the mesh; limit: of peak bytes."""
+    """A normalised puzzle. nbytes: of one rank's part at the start; limit: of peak bytes."""
 
     pieces: tuple[Piece, ...]
-    nbytes: int
-    ranks: int
-    mesh: Mesh | None  # None: communication is free and only bytes count
-    limit: int | None
+    nbytes: float
+    prices: Prices
+    limit: int | None = None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -65,13 +95,12 @@ def answer(q: Question) -> tuple[Step, ...] | None:
     start = tuple(p.start for p in q.pieces)
     goal = tuple(p.goal for p in q.pieces)
     sizes = tuple(p.size for p in q.pieces)
-    whole = q.nbytes * prod(n for n, loc in zip(sizes, start) if loc >= 0)
+    whole = float(q.nbytes * prod(n for n, loc in zip(sizes, start) if loc >= 0))
     bound = _bound(q, sizes, goal, whole)
     price = _pricer(q)
     best: dict[Locations, Cost] = {start: (0.0, 0.0, 0)}
     came: dict[Locations, tuple[Locations, str, tuple[int, ...]]] = {}
-    first = bound(start)
-    queue = [((first[0], first[1], 0), 0, start)]
+    queue = [(bound(start), 0, start)]
     done: set[Locations] = set()
     count = 0
     while queue:
@@ -83,10 +112,10 @@ def answer(q: Question) -> tuple[Step, ...] | None:
         done.add(state)
         seconds, wire, moves = best[state]
         held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
-        before = whole // held
+        before = whole / held
         haste = 1.0 if len(done) < PATIENCE else 4.0
         for kind, who, after in _moves(q.pieces, state):
-            nbytes = whole // prod(n for n, loc in zip(sizes, after) if loc >= 0)
+            nbytes = whole / prod(n for n, loc in zip(sizes, after) if loc >= 0)
             if q.limit is not None and 2 * max(before, nbytes) > q.limit:
                 continue
             move_s, move_bytes = price(kind, who, max(before, nbytes))
@@ -95,10 +124,11 @@ def answer(q: Question) -> tuple[Step, ...] | None:
             if known is None or cost < known:
                 best[after] = cost
                 came[after] = (state, kind, who)
-                left_s, left_bytes = bound(after)
+                left_s, left_bytes, left = bound(after)
                 count += 1
                 done.discard(after)
-                heapq.heappush(queue, ((cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2]), count, after))
+                hope = (cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2] + left)
+                heapq.heappush(queue, (hope, count, after))
     return None
 
 
@@ -114,20 +144,18 @@ def _trace_back(
     return tuple(reversed(steps))
 
 
-def _pricer(q: Question) -> Callable[[str, tuple[int, ...], int], tuple[float, float]]:
+def _pricer(q: Question) -> Callable[[str, tuple[int, ...], float], tuple[float, float]]:
     """(seconds, bytes received) of a move over some pieces; nbytes: the larger of a rank's parts before and after."""
-    sizes, names = [p.size for p in q.pieces], [p.names for p in q.pieces]
+    sizes = [p.size for p in q.pieces]
     factors: dict[tuple[str, tuple[int, ...]], tuple[float, float, float]] = {}
 
-    def price(kind: str, who: tuple[int, ...], nbytes: int) -> tuple[float, float]:
-        if kind in ("take_shard", "keep_first"):
+    def price(kind: str, who: tuple[int, ...], nbytes: float) -> tuple[float, float]:
+        if kind in FREE:
             return 0.0, 0.0
         found = factors.get((kind, who))
         if found is None:
             n = prod(sizes[k] for k in who)
-            share = {"permute": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
-            alpha_beta = (0.0, 0.0) if q.mesh is None else q.mesh.alpha_beta(kind, tuple(names[k] for k in who))
-            found = factors[kind, who] = (share, *alpha_beta)
+            found = factors[kind, who] = (_share(kind, n), *q.prices.at(kind, who))
         share, alpha_s, beta_s = found
         return alpha_s + beta_s * nbytes, share * nbytes
 
@@ -135,49 +163,74 @@ def _pricer(q: Question) -> Callable[[str, tuple[int, ...], int], tuple[float, f
 
 
 def _bound(
-    q: Question, sizes: tuple[int, ...], goal: Locations, whole: int
-) -> Callable[[Locations], tuple[float, float]]:
-    """Lower bound of (seconds, bytes) from a state to the goal: Note [Bounds]."""
-    pieces = range(len(sizes))
-    final = whole // prod(n for n, loc in zip(sizes, goal) if loc >= 0)
-    wanted = {loc: k for k, loc in enumerate(goal) if loc >= 0}
-    alpha_s, beta_s = (0.0, 0.0) if q.mesh is None else _least(q.mesh, tuple(p.names for p in q.pieces))
+    q: Question, sizes: tuple[int, ...], goal: Locations, whole: float
+) -> Callable[[Locations], tuple[float, float, int]]:
+    """Lower bound of (seconds, bytes, moves) from a state to the goal: Note [Bounds]."""
+    final = whole / prod(n for n, loc in zip(sizes, goal) if loc >= 0)
+    wanted = {loc for loc in goal if loc >= 0}
+    pending: dict[tuple[int, int], int] = {}
+    for role in zip(goal, sizes):
+        if role[0] < COPY:
+            pending[role] = pending.get(role, 0) + 1
+    leave_s, reduce_s, permute_s, beta_s = _least(q.prices, sizes)
     # `whole` is what the pieces spread: other axes of the mesh only make more ranks with the same problem.
-    ranks = prod(sizes)
-    copies = ranks * final // whole // prod(n for n, loc in zip(sizes, goal) if loc < COPY)
+    again, ranks = max(prod(n for n, loc in zip(sizes, goal) if loc == COPY), 1) - 1, prod(sizes)
 
-    def bound(state: Locations) -> tuple[float, float]:
-        nbytes, terms, missing = 0.0, 1, 1
-        for k in pieces:
-            loc = state[k]
-            if loc == goal[k]:
-                continue
+    def bound(state: Locations) -> tuple[float, float, int]:
+        foreign, terms, missing = False, 1, 1
+        there_s = away_s = 0.0  # latencies that no permutation spares; of all parts out of place
+        over: dict[tuple[int, int], int] = {}
+        for k, loc in enumerate(state):
             if loc < COPY:
-                terms *= sizes[k]
-            elif loc >= 0:
+                role = (loc, sizes[k])
+                over[role] = over.get(role, 0) + 1
+                if over[role] > pending.get(role, 0):
+                    there_s += reduce_s[k]
+                if loc != goal[k]:
+                    terms *= sizes[k]
+                    away_s += reduce_s[k]
+            elif loc >= 0 and loc != goal[k]:
                 if loc in wanted:
-                    nbytes = float(final)
+                    foreign = True
+                else:
+                    there_s += leave_s[k]
                 missing *= sizes[k]
-        if not nbytes:
-            nbytes = final * (1 - 1 / missing)
+                away_s += leave_s[k]
+        if terms == missing == 1:
+            return 0.0, 0.0, int(state != goal)
+        nbytes = final if foreign else final * (1 - 1 / missing)
         if terms > 1:
-            nbytes = max(nbytes, whole * (terms - 1 + max(copies, 1) - 1) / ranks)
-        return (alpha_s + beta_s * nbytes, nbytes) if nbytes else (0.0, 0.0)
+            nbytes = max(nbytes, whole * (terms - 1 + again) / ranks)
+        return min(away_s, there_s + permute_s) + beta_s * nbytes, nbytes, 1
 
     return bound
 
 
 @lru_cache(maxsize=4096)
-def _least(mesh: Mesh, names: tuple[str, ...]) -> tuple[float, float]:
-    """The least alpha and the least seconds per received byte of any collective over some of the axes."""
-    alphas, betas = [], []
-    for r in range(1, len(names) + 1):
-        for chosen in combinations(names, r):
-            for kind in ("all_gather", "reduce_scatter", "all_to_all", "permute", "all_reduce"):
-                alpha_s, beta_s = mesh.alpha_beta(kind, chosen)
-                alphas.append(alpha_s)
-                betas.append(beta_s / 2 if kind == "all_reduce" else beta_s)
-    return min(alphas, default=0.0), min(betas, default=0.0)
+def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
+    """Least latency per part of a gather or all-to-all and of a reduction, by piece, of a permutation, and seconds per byte.
+
+    Pieces of equal size exchange roles, so each has the least of all of its size.
+    """
+    least = {kind: dict.fromkeys(sizes, float("inf")) for kind in KINDS}
+    rates = []
+    for kind, over in zip(KINDS, found.table, strict=True):
+        for bits, (alpha_s, beta_s) in enumerate(over[1:], 1):
+            who = [k for k in range(len(sizes)) if bits >> k & 1]
+            rates.append(beta_s / _share(kind, prod(sizes[k] for k in who)))
+            for k in who:
+                least[kind][sizes[k]] = min(least[kind][sizes[k]], alpha_s / (1 if kind == "permute" else len(who)))
+
+    def either(*kinds: str) -> tuple[float, ...]:
+        return tuple(min(least[kind][n] for kind in kinds) for n in sizes)
+
+    permute_s = min(least["permute"].values(), default=0.0)
+    return either("all_gather", "all_to_all"), either("reduce_scatter", "all_reduce"), permute_s, min(rates, default=0.0)
+
+
+def _share(kind: str, n: int) -> float:
+    """Bytes that a rank receives, of the larger of its parts before and after."""
+    return {"permute": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
 
 
 def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
@@ -191,8 +244,11 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
     wanted = {p.goal for p in pieces if p.goal >= 0}
     roomy = all(p.scratch >= 0 for p in pieces)
 
-    def with_(changes: dict[int, int]) -> Locations:
-        return tuple(changes.get(k, loc) for k, loc in enumerate(state))
+    def with_(who: tuple[int, ...], locations: Iterable[int]) -> Locations:
+        after = list(state)
+        for k, loc in zip(who, locations):
+            after[k] = loc
+        return tuple(after)
 
     def targets(k: int) -> list[int]:
         """Free slots for piece k: its goal, else its scratch slot, or the goal of one to exchange roles with later."""
@@ -209,7 +265,7 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
     copies = [k for k, loc in enumerate(state) if loc == COPY]
     for k in copies:
         if pieces[k].goal >= 0 and pieces[k].goal not in held:
-            yield "take_shard", (k,), with_({k: pieces[k].goal})
+            yield "take_shard", (k,), with_((k,), (pieces[k].goal,))
             if roomy:  # free, and less data makes every later move cheaper
                 return
     pending = [k for k, loc in enumerate(state) if loc < COPY and (loc != pieces[k].goal)]
@@ -217,15 +273,15 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         pending = [k for k, loc in enumerate(state) if loc < COPY and any(o < loc for o in state)]
     for k in copies:
         if pieces[k].goal < COPY:
-            yield "keep_first", (k,), with_({k: pieces[k].goal})
+            yield "keep_first", (k,), with_((k,), (pieces[k].goal,))
         if pending or pieces[k].goal >= 0:
             for slot in targets(k):  # less data for what follows; and a role that another piece may take over
-                yield "take_shard", (k,), with_({k: slot})
+                yield "take_shard", (k,), with_((k,), (slot,))
     yield from _reductions(state, targets, with_)
 
     loose = [k for k, loc in enumerate(state) if loc >= 0 and loc != pieces[k].goal]
     for who in _subsets(loose):
-        yield "all_gather", who, with_(dict.fromkeys(who, COPY))
+        yield "all_gather", who, with_(who, repeat(COPY))
     movers = [
         k
         for k in loose
@@ -236,35 +292,39 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
     for who in _subsets(movers):
         for slots in product(*(targets(k) for k in who)):
             if len(set(slots)) == len(slots):
-                yield "all_to_all", who, with_(dict(zip(who, slots)))
+                yield "all_to_all", who, with_(who, slots)
     yield from _exchanges(pieces, state, with_)
 
 
 def _reductions(
-    state: Locations, targets: Callable[[int], list[int]], with_: Callable[[dict[int, int]], Locations]
+    state: Locations, targets: Callable[[int], list[int]], with_: With
 ) -> Iterator[Step]:
     """All-reduces and reduce-scatters of the innermost kind of reduction that is pending."""
     code = max((loc for loc in state if loc < COPY), default=COPY)
     if code == COPY:
         return
     for who in _subsets([k for k, loc in enumerate(state) if loc == code]):
-        yield "all_reduce", who, with_(dict.fromkeys(who, COPY))
+        yield "all_reduce", who, with_(who, repeat(COPY))
         for slots in product(*(targets(k) for k in who)):
             if len(set(slots)) == len(slots):
-                yield "reduce_scatter", who, with_(dict(zip(who, slots)))
+                yield "reduce_scatter", who, with_(who, slots)
 
 
 def _exchanges(
-    pieces: tuple[Piece, ...], state: Locations, with_: Callable[[dict[int, int]], Locations]
+    pieces: tuple[Piece, ...], state: Locations, with_: With
 ) -> Iterator[Step]:
     """Permutations of ranks: pieces of equal size that are not at home exchange roles, one of them gets home."""
     away = [k for k, loc in enumerate(state) if loc != pieces[k].goal]
-    for r in (2, 3, 4):
+    for r, orders in _DERANGED.items():
         for who in combinations(away, r):
-            if len({pieces[k].size for k in who}) > 1 or not any(state[k] >= 0 for k in who):
+            roles = [state[k] for k in who]
+            if max(roles) < 0 or roles.count(roles[0]) == r or any(pieces[k].size != pieces[who[0]].size for k in who):
                 continue
-            for order in permutations(who):
-                new = {k: state[o] for k, o in zip(who, order)}
-                if all(k != o for k, o in zip(who, order)) and any(new[k] == pieces[k].goal for k in who):
-                    if len({state[k] for k in who}) > 1:
-                        yield "permute", who, with_(new)
+            for order in orders:
+                new = [roles[o] for o in order]
+                if any(loc == pieces[k].goal for k, loc in zip(who, new)):
+                    yield "permute", who, with_(who, new)
+
+
+# Orders of 2, 3 and 4 things in which none stays where it is.
+_DERANGED = {r: [p for p in permutations(range(r)) if all(k != o for k, o in enumerate(p))] for r in (2, 3, 4)}

@@ -31,6 +31,7 @@ from colofunc.planner.flows import ConvertS, copies_of, settled
 from colofunc.planner.lean import lean
 from colofunc.planner.memory import Liveness, liveness
 from colofunc.planner.model import Model, build_model
+from colofunc.planner.pending import reachable
 from colofunc.planner.problem import NORMAL, Effort
 from colofunc.planner.search import search
 from colofunc.program.ir import Node, Program, Value
@@ -153,6 +154,7 @@ def _fastest(
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, m[0], candidates, constraints) for m in ties.members]
+    options = reachable(program, ties, options)
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)

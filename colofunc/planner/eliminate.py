@@ -49,6 +49,9 @@ class Graph:
     def add(self, scope: Sequence[int], table: Array) -> None:
         """Add a table; axes are sorted by variable, a variable that appears twice is taken on its diagonal."""
         scope = tuple(scope)
+        if 1 in table.shape and len(scope) > 1:  # a variable with one option ties nobody to anybody
+            scope, table = tuple(v for v, n in zip(scope, table.shape) if n > 1) or scope[:1], table.squeeze()
+            table = table.reshape(1) if not table.ndim else table
         if len(scope) == 2 and scope[0] != scope[1]:
             if scope[0] > scope[1]:
                 scope, table = (scope[1], scope[0]), table.T
@@ -216,7 +219,7 @@ class _Work:
         self.buckets[v] = {}
         best = total.argmin(axis=0)
         self.choices.append((v, scope, best))
-        low = np.minimum(np.take_along_axis(total, best[None], axis=0)[0], BIG)
+        low = np.minimum(total.min(axis=0), BIG)
         if scope:
             self._put(scope, low)
         else:
