@@ -17,6 +17,7 @@ torch.memory_format, torch.layout). Nodes never mutate their inputs unless their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -79,7 +80,7 @@ class Node:
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
     loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
 
-    @property
+    @cached_property
     def refs(self) -> tuple[int, ...]:
         """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
         return tuple(_refs((self.args, self.kwargs)))
