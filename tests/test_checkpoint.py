@@ -141,3 +141,15 @@ def test_a_language_model_as_it_is(policy: str) -> None:
     assert again(staged, state, batch) > 0
     with cf.testing.float64():
         assert check(staged, state, batch).worst < 1e-10
+
+
+def test_a_chain_that_is_equally_narrow_everywhere_has_stages_too() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()))).double()
+    batch = {k: torch.randn(256, 16, dtype=torch.float64) for k in "xy"}
+    fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}))
+    budget = int(peak(cf.shard(step, cf.Mesh()), state, batch) * 0.6)
+    staged = cf.checkpoint(step, budget=budget)
+    assert peak(staged, state, batch) <= budget
+    check(staged, state, batch)

@@ -214,3 +214,14 @@ def test_on_real_ranks() -> None:
         assert held["device"] <= 80_000 and moved
         for name, p in params.items():
             assert (p - state["params"][name]).abs().max() <= 1e-10
+
+
+def test_a_host_without_room_is_named_and_more_is_made_again_instead() -> None:
+    step, *args = training(layers=6, rows=512)
+    tiers = tuple(attrs.evolve(t, capacity_bytes=120_000) if t.name == "host" else t for t in one().topology.tiers)
+    tight = cf.Mesh(topology=attrs.evolve(one().topology, tiers=tiers))
+    budget = int(peak(cf.shard(step, tight), *args) * 0.6)
+    with pytest.raises(cf.CapacityError, match="of host memory a rank, the topology has"):
+        cf.offload(cf.shard(step, tight), policy="host").lower(*args)
+    low = cf.offload(cf.checkpoint(cf.shard(step, tight)), budget=budget).lower(*args)
+    assert low.memory().peak_bytes["device"] <= budget and low.memory().peak_bytes.get("host", 0) <= 120_000

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from colofunc.errors import CapacityError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.update import IN_PLACE
@@ -46,6 +45,7 @@ class Offloaded:
     seconds: float
     exposed_s: float
     words: tuple[str, ...] = ()
+    short: str = ""  # what the host lacks
 
 
 def offload(
@@ -59,7 +59,7 @@ def offload(
     """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
 
     given: position of an input -> the tier that it lies in already. Where nothing fits, the leanest program: its peak is the
-    least budget. Raises CapacityError where the host cannot hold what does not stay.
+    least budget.
     """
     ground = ground_of(program, mesh, node_s, given)
     limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
@@ -71,9 +71,9 @@ def offload(
         best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
     assert best is not None, "the program as it is was tried"
     done = write(best.ground, best.on_host, best.items, best.trace, best.found)
-    _check_host(done, mesh)
-    peak = memory(done).peak_bytes["device"]
-    return Offloaded(done, peak, best.found.seconds, best.found.exposed_s, tuple(_words(best)))
+    report = memory(done)
+    short = _host_short(report.peak_bytes.get("host", 0), mesh)
+    return Offloaded(done, report.peak_bytes["device"], best.found.seconds, best.found.exposed_s, tuple(_words(best)), short)
 
 
 @attrs.frozen(eq=False)
@@ -189,13 +189,15 @@ def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
     )
 
 
-def _check_host(program: Program, mesh: Mesh) -> None:
-    peak, most = memory(program).peak_bytes.get("host", 0), mesh.capacity_bytes("host")
-    if most is not None and peak > most:
-        raise CapacityError(
-            f"what does not stay on the device takes {peak:,} B of host memory a rank, the topology has {most:,} B; use more ranks, "
-            "a larger budget, cf.checkpoint, or a topology with more host memory"
-        )
+def _host_short(peak: int, mesh: Mesh) -> str:
+    """What is wrong where the host cannot hold what does not stay on the device."""
+    most = mesh.capacity_bytes("host")
+    if most is None or peak <= most:
+        return ""
+    return (
+        f"what does not stay on the device takes {size_text(peak)} of host memory a rank, the topology has {size_text(most)}; use more "
+        "ranks, a larger budget, cf.checkpoint, or a topology with more host memory"
+    )
 
 
 def _words(best: _Found) -> Iterator[str]:

@@ -49,6 +49,11 @@ class Fitted:
     peak_bytes: int
     more_s: float
     words: tuple[str, ...] = ()
+    short: str = ""  # what another tier lacks
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether it runs within the budget, and all other memory there is."""
+        return self.peak_bytes <= budget_bytes and not self.short
 
 
 Finish = Callable[[Program], Fitted]
@@ -81,14 +86,14 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
         return _with_again(one, finish, node_s, plain_s)
 
     whole = tried(program)
-    if budget_bytes is None or (whole.peak_bytes <= budget_bytes and whole.more_s == 0):
+    if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s == 0):
         return whole, whole
     orders = list(_proposals(program, node_s))
     every = len(program.nodes) <= FEW
-    search = _all if every else _narrow if whole.peak_bytes <= budget_bytes else _bisect
+    search = _all if every else _narrow if whole.peak_bytes <= budget_bytes or whole.short else _bisect
     found = search(orders, tried, budget_bytes)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
-    fits = [f for f in (whole, *found) if f.peak_bytes <= budget_bytes]
+    fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
 
 
@@ -108,14 +113,14 @@ def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], 
 
 
 def _narrow(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
-    """All fit, because what does not is copied: some that lie apart, then those beside the fastest, ever closer."""
-    found: dict[int, Fitted] = {}
+    """Most fit, because what does not is copied: some that lie apart, then those beside the fastest, ever closer."""
+    found = {len(orders) - 1: tried(orders[-1]())} if orders else {}  # the leanest, which needs least of any memory
     low, high = 0, len(orders) - 1
     while low <= high:
         step = max(1, (high - low) // 4)
         for k in range(low, high + 1, step):
             found[k] = found[k] if k in found else tried(orders[k]())
-        best = min(found, key=lambda k: (found[k].peak_bytes > budget, found[k].more_s, k))
+        best = min(found, key=lambda k: (not found[k].fits(budget), found[k].more_s, k))
         if step == 1:
             break
         low, high = max(0, best - step + 1), min(len(orders) - 1, best + step - 1)

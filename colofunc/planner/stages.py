@@ -28,6 +28,8 @@ SMALL = 1 << 10
 """Values of so few bytes are kept whatever happens."""
 RISE = 1.25
 """Two cuts have at least so much more alive between them."""
+FEW = 3
+"""A chain that is equally narrow everywhere is cut behind so many values."""
 WAYS = 6
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]
@@ -164,9 +166,9 @@ class _Facts:
 
 
 def _cuts(facts: _Facts) -> list[int]:
-    """Nodes behind which the fewest bytes are alive, as seen from both sides."""
+    """Nodes behind which the fewest bytes are alive, as seen from both sides; where they stay as few, behind every few values."""
     first = facts.first or 0
-    change = [0] * (first + 1)
+    change, made = [0] * (first + 1), [0] * (first + 1)
     spans: dict[int, list[int]] = {}
     for v in facts.streams():
         reads = [k for k in facts.readers.get(v, []) if k < first]
@@ -176,6 +178,7 @@ def _cuts(facts: _Facts) -> list[int]:
         span[2] = max(span[2], facts.program.values[v].nbytes)
     for begin, end, nbytes in spans.values():
         if nbytes > SMALL:
+            made[begin] += nbytes
             change[begin] += nbytes
             change[end] -= nbytes
     alive, curve = 0, []
@@ -183,13 +186,17 @@ def _cuts(facts: _Facts) -> list[int]:
         alive += step
         curve.append(alive)
     found: list[tuple[int, int]] = []
-    low, at = float("inf"), -1
+    low, at, since = float("inf"), -1, 0
     for k, nbytes in enumerate(curve):
+        since += made[k]
         if nbytes and nbytes <= low:
+            if nbytes == low and since >= FEW * nbytes:
+                found.append((at, int(low)))
+                since = 0
             low, at = nbytes, k
         elif nbytes > low * RISE:
             found.append((at, int(low)))
-            low = float("inf")
+            low, since = float("inf"), 0
     near = [min(b for _, b in found[max(0, k - 1) : k + 2]) for k in range(len(found))]
     return [at for (at, nbytes), least in zip(found, near, strict=True) if nbytes <= 1.5 * least and at < first - 1]
 

@@ -64,4 +64,4 @@ def _refit(
     if policy is None:
         return fit(program, node_s, finish, budget_bytes)
     done = by_policy(program, node_s, policy, finish)
-    return (done if budget_bytes is None or done.peak_bytes <= budget_bytes else None), done
+    return (done if budget_bytes is None or done.fits(budget_bytes) else None), done

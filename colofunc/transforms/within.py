@@ -15,7 +15,7 @@ from math import inf
 
 import attrs
 
-from colofunc.errors import PlanError
+from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraints
 from colofunc.planner.offload import Offloaded
@@ -100,7 +100,7 @@ class Ending:
             return Fitted(done, 0 if budget_bytes is None and self.refit is None else self._peak(done), 0.0)
         moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)
-        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words)
+        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short)
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
@@ -136,9 +136,11 @@ def within(
             break  # the planner sees nothing for less
         done = ending.finish(decided, budget_bytes)
         if budget_bytes is None or aim is None:
+            if done.short:
+                raise CapacityError(done.short)
             return _told(decided, done)
         least = done if least is None else min(least, done, key=lambda fit: fit.peak_bytes)
-        if done.peak_bytes <= budget_bytes:
+        if done.fits(budget_bytes):
             fits.append((decided.plan.cost_s + done.more_s, decided, done))
         if fits and (done.more_s == 0 or k >= len(aims)):
             break
@@ -150,6 +152,8 @@ def within(
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
     less = ", ".join(["a smaller batch", *others])
     assert least is not None, "a plan was made, or the planner has said why not"
+    if least.short and least.peak_bytes <= (budget_bytes or 0):
+        raise CapacityError(least.short)
     raise PlanError(
         f"no plan found within {_gib(budget_bytes or 0)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
         f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
