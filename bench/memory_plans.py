@@ -113,7 +113,7 @@ CASES = (
 
 def staged(case: Case, step: Any) -> Any:
     """The step of a case on its machine."""
-    found = cf.shard(step, machine(case.device, "", case.host)(cf.Mesh(**axes_of(case.mesh))))
+    found = cf.shard(step, machine(case.device, "", case.host, "")(cf.Mesh(**axes_of(case.mesh))))
     budget = parse_bytes(case.budget, "budget") if case.budget else None
     for name in case.chain:
         if name == "checkpoint":

@@ -40,10 +40,7 @@ from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged, fresh
 
 EXAMPLES = ("example", "inputs")
-MOVES: dict[str, Callable[..., Any]] = {
-    "checkpoint": lambda step, budget: checkpoint(step, budget=budget),
-    "offload": lambda step, budget: offload(step, budget=budget),
-}
+MOVES: dict[str, Callable[[Any], Any]] = {"checkpoint": checkpoint, "offload": offload}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of training and inference steps, without the machine.")
 
@@ -67,10 +64,10 @@ def plan(
     console = Console() if sys.stdout.isatty() else Console(width=180)
     try:
         step, args = found(target, example)
-        staged = placed(step, axes_of(mesh), machine(device, topology, host), budget, [w for w in within.split(",") if w])
+        staged = placed(step, axes_of(mesh), machine(device, topology, host, budget), [w for w in within.split(",") if w])
         low: Lowered = staged.lower(*args)
-        report(console, low, target, budget, rows)
-        written(console, low, target, budget, picture, trace, save)
+        report(console, low, target, rows)
+        written(console, low, target, picture, trace, save)
     except ColofuncError as error:
         Console(stderr=True).print(f"colofunc: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
@@ -163,8 +160,11 @@ def axes_of(text: str) -> dict[str, int]:
     return axes
 
 
-def machine(device: str, topology: str, host: str) -> Callable[[Mesh], Mesh]:
-    """The mesh on what the options name: as many devices as it has ranks, at most eight in a node."""
+def machine(device: str, topology: str, host: str, budget: str) -> Callable[[Mesh], Mesh]:
+    """The mesh on what the options name: as many devices as it has ranks, at most eight in a node.
+
+    A budget is what a device has, so that it holds whatever the step says itself.
+    """
     if device and topology:
         raise InputError(f"--device {device} and --topology {topology} both name a machine; give one of them")
 
@@ -172,15 +172,21 @@ def machine(device: str, topology: str, host: str) -> Callable[[Mesh], Mesh]:
         name = topology or (f"{min(8, mesh.size)}x{device}" if device and mesh.size > 1 else device)
         found: Topology = resolve_topology(name) if name else mesh.topology
         if host:
-            room = parse_bytes(host, "--host")
-            tiers = (attrs.evolve(tier, capacity_bytes=room) if tier.name == "host" else tier for tier in found.tiers)
-            found = attrs.evolve(found, tiers=tuple(tiers))
+            found = _with_room(found, "host", parse_bytes(host, "--host"))
+        if budget:
+            has = found.tier("device").capacity_bytes
+            found = _with_room(found, "device", min(parse_bytes(budget, "--budget"), has if has is not None else sys.maxsize))
         return mesh.with_topology(found)
 
     return on
 
 
-def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], budget: str, within: list[str]) -> Staged:
+def _with_room(topology: Topology, name: str, nbytes: int) -> Topology:
+    tiers = (attrs.evolve(tier, capacity_bytes=nbytes) if tier.name == name else tier for tier in topology.tiers)
+    return attrs.evolve(topology, tiers=tuple(tiers))
+
+
+def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: list[str]) -> Staged:
     """The step on the machine, with what may be done to meet the budget, where it does not say so itself."""
     for name in within:
         if name not in MOVES:
@@ -192,10 +198,9 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], budget: 
     else:
         other = attrs.evolve(intent, options={**intent.options, "mesh": mesh})
         step = attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
-    limit = parse_bytes(budget, "--budget") if budget else mesh.capacity_bytes("device")
-    for name in within if limit is not None else ():
+    for name in within if mesh.capacity_bytes("device") is not None else ():
         if step.intent(name) is None:
-            step = MOVES[name](step, limit)
+            step = MOVES[name](step)
     staged: Staged = step.on("distributed") if mesh.size > 1 else step  # as real ranks run it: what is in flight counts
     return staged
 
@@ -203,15 +208,9 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], budget: 
 # ---- what is said ----
 
 
-def budget_of(low: Lowered, budget: str) -> int | None:
-    """The budget, or what the device has where that is less."""
-    limits = [low.mesh.capacity_bytes("device"), parse_bytes(budget, "--budget") if budget else None]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def report(console: Console, low: Lowered, target: str, budget: str, rows: int) -> None:
+def report(console: Console, low: Lowered, target: str, rows: int) -> None:
     """What was decided and why, what is held, and how long it takes."""
-    limit, host = budget_of(low, budget), low.mesh.capacity_bytes("host")
+    limit, host = low.mesh.capacity_bytes("device"), low.mesh.capacity_bytes("host")
     mesh = " ".join(f"{name}={n}" for name, n in low.plan.mesh) or "one device"
     words = [f"{target} on {low.mesh.topology.name}, {mesh}"]
     words += [f"{tier} {size_text(room)} a rank" for tier, room in (("device", limit), ("host", host)) if room is not None]
@@ -226,12 +225,12 @@ def report(console: Console, low: Lowered, target: str, budget: str, rows: int) 
     console.print(f"a step takes {time_text(played.end_s)}: {busy}; {low.cost().flops:.3g} operations a rank", highlight=False)
 
 
-def written(console: Console, low: Lowered, target: str, budget: str, picture: str, trace: str, save: str) -> None:
+def written(console: Console, low: Lowered, target: str, picture: str, trace: str, save: str) -> None:
     """The files that were asked for."""
     if picture:
         pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
         words = [f"{target} on {low.mesh.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
-        pictures.memory_picture(low, picture, budget_of(low, budget), " · ".join(words))
+        pictures.memory_picture(low, picture, low.mesh.capacity_bytes("device"), " · ".join(words))
     if trace:
         data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.mesh.topology.name}, as planned")
         try:

@@ -74,6 +74,12 @@ def test_a_budget_is_met_and_drawn(script, tmp_path):
     assert {e["cat"] for e in events if e["ph"] == "X"} == {"forward", "backward", "update"}
 
 
+def test_a_budget_holds_whatever_the_step_says_itself(script):
+    script.write_text(script.read_text() + "\nlarge = cf.checkpoint(cf.shard(step, cf.Mesh()), budget='1GiB')\n")
+    code, said = run(f"{script}:large", "--device", "rtx-2060", "--budget", "100KiB", "--within", "")
+    assert code == 1 and "no plan found within 102,400 B a rank" in said
+
+
 def test_a_mesh_has_as_many_devices(script):
     code, said = run(f"{script}:step", "--device", "a100-80g", "--mesh", "dp=2,tp=2", "--rows", 3)
     assert code == 0 and "on 4xa100-80g, dp=2 tp=2" in said and "strategy" in said and "collectives" in said
