@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.layout import Atom, Dim, Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind
 from colofunc.dtensor.strategies import FREE, build, lay_out, place, placements, usable
@@ -280,21 +280,48 @@ def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra:
     return tuple(found)
 
 
-def together(call: Call, rule: Rule | None, some: Sequence[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
-    """Strategies of several flows as one, where each has its axes on factors that the others leave whole, and beside open axes.
+def together(call: Call, rule: Rule | None, some: Sequence[Strategy], mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
+    """Strategies of several flows as one, where each has its axes where the others leave room, and beside open axes.
 
-    Stripes of a fused weight from one plan, rows of a flat batch from another: neither is enumerated, so neither is offered
-    beside the other.
+    Stripes of a fused weight from one plan, rows of a flat batch from another, sequences that two plans cut: neither is
+    enumerated, so neither is offered beside the other.
     """
     merged: dict[str, Dim] = {}
     for strategy in some:
         mine = _placement(rule, strategy) if rule is not None and strategy.local is None else {}
         split = {f: dim for f, dim in mine.items() if any(axis is not None for _, axis in dim)}
         taken = {axis for dim in merged.values() for _, axis in dim if axis is not None}
-        if not split or set(split) & set(merged) or taken & {axis for dim in split.values() for _, axis in dim}:
+        if not split or taken & {axis for dim in split.values() for _, axis in dim}:
             return ()
-        merged |= split
-    return beside(call, rule, build(call, rule, merged), mesh) if rule is not None else ()
+        for f, dim in split.items():
+            both = _refined(merged[f], dim) if f in merged else dim
+            if both is None:
+                return ()
+            merged[f] = both
+    return beside(call, rule, build(call, rule, merged), mesh, extra) if rule is not None else ()
+
+
+def _refined(one: Dim, other: Dim) -> Dim | None:
+    """One factor with the axes of both: (16 tp 8) and (128 cp) are (16 tp 4 cp); None where they do not fit."""
+    found: list[Atom] = []
+    at = 1
+    for before, n, axis in sorted([*_cuts(one), *_cuts(other)], key=lambda cut: cut[0]):
+        if before > at:
+            if before % at:
+                return None
+            found.append((before // at, None))
+            at = before
+        found.append((n, axis))
+        at *= n
+    rest, odd = divmod(prod(n for n, _ in one), at)
+    return None if odd else (*found, *([(rest, None)] if rest > 1 else []))
+
+
+def _cuts(dim: Dim) -> Iterator[tuple[int, int, str]]:
+    """(parts before it, its size, axis) of every axis in a dim."""
+    for k, (n, axis) in enumerate(dim):
+        if axis is not None:
+            yield prod(size for size, _ in dim[:k]), n, axis
 
 
 def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:

@@ -204,7 +204,7 @@ def constraints_of(
             odd.setdefault(item, []).extend(whole.offers[:1])
     for item, some in odd.items():
         at = program.nodes[item - len(program.inputs)]
-        if len(some) > 1 and (offers := together(call_of(at, program.values)[0], rule_of(at), some, mesh)):
+        if len(some) > 1 and (offers := together(call_of(at, program.values)[0], rule_of(at), some, mesh, extra_of(at))):
             items[item].append(Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers))
     return Constraints({item: tuple(some) for item, some in items.items()}, regather=regather, chunks=chunks, scatter=scatter)
 
@@ -494,7 +494,10 @@ def _alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) ->
         for axis in (a for _, a in mine if a in axes):
             whole = prod(size for size, a in _before(mine, axis) if a is None)  # axes of its own that are not decided yet do not count
             before = [(size, a) for size, a in _before(theirs, axis) if a not in axes]
-            if whole not in (prod(size for size, _ in before), prod(size for size, a in before if a is None)):
+            parts = {prod(size for size, a in before if a is None)}
+            for size in (size for size, a in before if a is not None):  # it splits a part of what stands before, or of the axis's own
+                parts |= {size * n for n in parts}
+            if whole not in parts:
                 return False
     return True
 
