@@ -1,4 +1,6 @@
-"""Tracing and planning without weights: OPT-30B for 2 x 4 A100s, GPT-2 small, each in a process of its own.
+"""Tracing and planning without weights: OPT-30B for 2 x 4 A100s, GPT-2 small, a mixture on four axes; each in a process of its own.
+
+The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks.
 
 Counted from the call of `step.lower` to its return: trace, simplify, plan, lower, check. Memory is the peak resident set
 of the whole process, libraries included.
@@ -9,19 +11,26 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import colofunc_plugins
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from colofunc_plugins import experts, tensor, zero
+from colofunc_plugins.sequence import ring
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
 
 import colofunc as cf
 from bench import Row, Section, fresh, peak_rss_bytes
 
-MODELS = ("opt-30b", "gpt2")
+LIMITS_S = {"opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0}
 
 
 def module_of(name: str) -> torch.nn.Module:
     with torch.device("meta"):
         if name == "gpt2":
             return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        if name == "mixtral on 4 axes":
+            size = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=16)
+            heads = dict(num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2)
+            return MixtralForCausalLM(MixtralConfig(**size, **heads, experts_implementation="grouped_mm"))
         width = 7168
         return OPTForCausalLM(
             OPTConfig(hidden_size=width, ffn_dim=4 * width, num_hidden_layers=48, num_attention_heads=56, word_embed_proj_dim=width)
@@ -32,8 +41,12 @@ def plan(name: str) -> dict[str, Any]:
     model, opt = cf.functional(module_of(name)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
-    ids = cf.abstract((8, 1024), torch.int64)
-    step = cf.shard(step_fn, cf.Mesh(dp=2, tp=4, topology="8xa100-80g"))
+    if name == "mixtral on 4 axes":
+        ids, mesh = cf.abstract((16, 16), torch.int64), cf.Mesh(dp=2, tp=2, cp=2, ep=2, topology="16xa100-80g")
+        step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), experts("ep"), plugins=[colofunc_plugins])
+    else:
+        ids = cf.abstract((8, 1024), torch.int64)
+        step = cf.shard(step_fn, cf.Mesh(dp=2, tp=4, topology="8xa100-80g"))
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         low = step.lower(state, {"input_ids": ids, "labels": ids})
@@ -49,9 +62,9 @@ def plan(name: str) -> dict[str, Any]:
 
 
 def bench() -> Section:
-    found = {name: fresh("planning", f"m.plan({name!r})") for name in MODELS}
+    found = {name: fresh("planning", f"m.plan({name!r})") for name in LIMITS_S}
     rows = []
-    for name, limit in zip(MODELS, (30.0, 5.0), strict=True):
+    for name, limit in LIMITS_S.items():
         one = found[name]
         if "failed" in one:
             figure = f"no plan after {one['cpu_s']:.1f} CPU s: {one['failed']}"
@@ -63,5 +76,8 @@ def bench() -> Section:
         big = name == "opt-30b"
         rows.append(Row(f"{name}: peak memory", f"{gib:.2f} GiB", "at most 2 GB" if big else "", gib <= 1.86 if big else None))
         rows.append(Row(f"{name}: plan", one["plan"]))
-    setting = f"Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G, torch {torch.__version__}"
+    setting = (
+        "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
+        f"16xA100-80G; torch {torch.__version__}"
+    )
     return Section("Trace and plan", setting, rows)

@@ -208,6 +208,9 @@ class _Work:
 
     def eliminate(self, v: int) -> None:
         items = self.buckets[v]
+        if len(items) == 1 and len(first := next(iter(items.values()))[0]) == 2:
+            self._fold(v, first[0] + first[1] - v)
+            return
         scope = tuple(sorted({u for s, _ in items.values() for u in s} - {v}))
         place = {v: 0} | {u: k for k, u in enumerate(scope, 1)}
         total = self.unary[v].reshape(-1, *([1] * len(scope)))
@@ -224,6 +227,15 @@ class _Work:
             self._put(scope, low)
         else:
             self.constant += float(low)
+
+    def _fold(self, v: int, u: int) -> None:
+        """Eliminate v, whose only table is with u: the most frequent case by far."""
+        ((key, (scope, table)),) = self.buckets[v].items()
+        total = self.unary[v][:, None] + (table if scope[0] == v else table.T)
+        self.buckets[v] = {}
+        del self.buckets[u][key]
+        self.choices.append((v, (u,), total.argmin(axis=0)))
+        self.unary[u] = self.unary[u] + np.minimum(total.min(axis=0), BIG)
 
     def recover(self, x: Sequence[int]) -> list[int]:
         """All options, from those of the variables that were not eliminated."""
