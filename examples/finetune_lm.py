@@ -56,6 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that run one after another")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what is computed in")
+    parser.add_argument("--budget", help="device memory a rank ('6GiB'): what does not fit is made again or on the host", default="")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args(argv)
 
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         step = cf.precision(step, args.precision)
     if args.microbatches > 1:
         step = cf.accumulate(step, microbatches=args.microbatches)
+    if args.budget:
+        step = cf.offload(cf.checkpoint(step), budget=args.budget)
 
     files = sorted(glob.glob(args.data, recursive=True))
     if not files:

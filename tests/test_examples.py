@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import colofunc as cf
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -86,3 +88,21 @@ def test_a_long_context_over_ring_and_zero(monkeypatch: pytest.MonkeyPatch, caps
     assert "cp: context parallel (striped)" in out and "dp: ZeRO-3" in out
     peaks = [float(line.split("peak ")[1].split()[0]) for line in out.splitlines() if "peak" in line and "tokens on" in line]
     assert len(peaks) == 2 and peaks[1] <= peaks[0]
+
+
+def test_a_fine_tuning_within_a_third_of_the_memory_has_the_same_losses(tiny_lm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=6, n_embd=64, n_head=2, vocab_size=256, n_positions=32, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tiny_lm[1])
+    main, peaks, call = script("finetune_lm", monkeypatch).main, [], cf.Staged.__call__
+
+    def counted(step, *args):
+        peaks.append(step.lower(*args).memory().peak_bytes["device"])
+        return call(step, *args)
+
+    monkeypatch.setattr(cf.Staged, "__call__", counted)
+    one = (*tiny_lm, "--dp", "1", "--tp", "1", "--batch", "2", "--steps", "2", "--save-every", "2", "--out")
+    whole = main([*one, str(tmp_path / "whole")])
+    budget = peaks[0] // 3
+    lean = main([*one, str(tmp_path / "lean"), "--budget", str(budget)])
+    assert peaks[-1] <= budget and all(abs(a - b) < 1e-4 for a, b in zip(lean, whole, strict=True))
