@@ -1,6 +1,7 @@
 """What every test run shares: one thread per process, fixed seeds, and reasons for what is skipped."""
 
 import importlib.util
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come from a server that has imported torch, three seconds of work less for each; and as users get them where just that
+    is tested, or what they print (a server has the files that were open at its start)."""
+    own = request.path.stem in ("test_distributed", "test_real_ranks") or "capfd" in request.fixturenames
+    if request.node.get_closest_marker("dist") and not own:
+        multiprocessing.set_forkserver_preload(["colofunc", "colofunc_plugins", "transformers"])
+        monkeypatch.setattr("colofunc.executors.launch.START", "forkserver")
 
 
 @pytest.fixture
