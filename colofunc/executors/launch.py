@@ -54,7 +54,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
         raise InputError(f"launch: {ranks} ranks; give at least 1")
     payload = _pack(fn, args)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context(START)
+    context: Any = multiprocessing.get_context(START)
     workers, pipes = [], []
     try:
         for rank in range(ranks):
