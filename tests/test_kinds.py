@@ -107,8 +107,8 @@ def kinds():
     return {
         "einsum": (sgd(lambda p, x: torch.einsum("bsd,hde->bhse", x, p["w"]).pow(2).mean()), {"w": r(4, 6, 2)}, r(4, 8, 6)),
         "torch.func.grad": (func_grad, {"w": r(6, 4)}, r(8, 6)),
-        "lstm": (*module(nn.LSTM(6, 8, batch_first=True), lambda y: y[0]), r(4, 5, 6)),
-        "bidirectional gru": (*module(nn.GRU(6, 8, batch_first=True, bidirectional=True), lambda y: y[0]), r(4, 5, 6)),
+        "lstm": (*module(nn.LSTM(6, 8, batch_first=True), lambda y: y[0]), r(4, 3, 6)),
+        "bidirectional gru": (*module(nn.GRU(6, 8, batch_first=True, bidirectional=True), lambda y: y[0]), r(4, 3, 6)),
         "encoder with dropout": (*module(encoder), r(4, 6, 8)),
         "fft": (sgd(lambda p, x: torch.fft.rfft(x * p["w"], dim=-1).abs().mean()), {"w": r(8)}, r(4, 8)),
         "topk": (sgd(lambda p, x: (x @ p["w"]).topk(2, -1).values.sum()), {"w": r(6, 8)}, r(8, 6)),
