@@ -11,6 +11,7 @@ import colofunc as cf
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
+from colofunc.integrations.own_rows import KEY, OwnRows  # noqa: E402
 from colofunc.integrations.transformers import ColofuncTrainer  # noqa: E402
 
 # Communication is free, so that tiny models are split at all.
@@ -207,6 +208,39 @@ def test_on_real_ranks(tmp_path: Path) -> None:
     for p, q in zip(loaded.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8)
     assert type(torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)) is transformers.TrainingArguments
+
+
+def own_rows(layout: str, pads: bool, rows: int = 4) -> Any:
+    """Rows of rank 0 as they are read where a plan has laid a batch so."""
+    own, ids = OwnRows(DP_TP), torch.zeros(rows, 3, dtype=torch.int64)
+    sampler = own.sampler(torch.utils.data.BatchSampler(range(6), rows, drop_last=False))
+    batch = own.placed({"input_ids": ids, "labels": ids, KEY: torch.tensor(next(iter(sampler)).told)})
+    assert batch.keys() == {"input_ids", "labels"}
+    own.found([cf.Spec(text).bind(DP_TP, (rows, 3)) for text in ("b s", layout)], batch, pads)
+    return own, [(list(indices), indices.told[1]) for indices in sampler]
+
+
+def test_rows_are_read_as_the_plan_has_them() -> None:
+    assert own_rows("b (s)", True)[1] == [([0, 1, 2, 3], 0), ([4, 5], 0)]  # no rank has rows of its own
+    assert own_rows("(dp b) s", True)[1] == [([0, 1], 4), ([4, 5], 4)]
+    assert own_rows("(dp b) s", False)[1] == [([0, 1], 4), ([4], 2)]
+    assert own_rows("(b dp) s", False)[1] == [([0, 2], 4), ([4], 2)]
+    assert own_rows("(dp tp) s", True)[1] == [([0], 4), ([4], 4)]
+    assert own_rows("(dp tp) s", False)[1] == [([0], 4), ([4, 5], 0)]  # 2 rows for 4 ranks
+    own, _ = own_rows("(dp b) s", True)
+    assert own.cut(5, None) is None and own.cut(6, None) == ([0, 1, 2], 6)  # batches of any size: never filled up
+
+
+def test_what_is_drawn_for_own_rows_leaves_shuffling_alone() -> None:
+    own, _ = own_rows("(dp b) s", True)
+    first, second = list(own.sampler(torch.utils.data.BatchSampler(range(8), 4, drop_last=False)))
+    data, collate = own.data([0.0] * 8), own.collate(lambda samples: {"x": torch.rand(len(samples))})
+    before = torch.get_rng_state()
+    drawn = [collate(data.__getitems__(some))["x"] for some in (first, second, first)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    with pytest.raises(cf.InputError, match="the first batches were mappings, and now list was collated"):
+        own.collate(lambda samples: samples)(data.__getitems__(first))
 
 
 # Batches of 4, the last of 2 (evaluated: of 3).

@@ -5,11 +5,12 @@ Problem: one bound for all is false in both directions. Gradients are far below 
 this way or that. Idea: three derivations.
 
     by dtype          the design's tolerance, of the coarsest dtype that the value was computed through: bound * max(1, max|b|)
-    half precisions   what one last place of every input does to this value, times PLACES, but not below bound * max|b|
+    half precisions   what one last place of every input does to this value, times PLACES: sums that cancel lose more than the bound,
+                      small values less. But not less than bound * max|b|
     an update         what its operator makes of a gradient that is off by as much as gradients may be, element by element:
                       |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not
 
-The second is never above the first. Values that are made of updated ones are allowed what updates are.
+Values that are made of updated ones are allowed what updates are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from colofunc.program.trace_record import flat_results, run_node
 HALVES = (torch.bfloat16, torch.float16)
 PLACES = 4.0  # a sum over k ranks rounds k terms and their sum, about sqrt(k + 1) / 2 last places: 2 for 16 ranks
 TRIES = 2
+FEW = 32  # elements, of which two tries may by chance show no rounding at all
 STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)
 UPDATES = {"colofunc.adamw": 1, "colofunc.sgd": 1, "colofunc.update": 2}  # elementwise over a parameter; which argument is the gradient
 Ran = Callable[[Node, Mapping[int, Tensor], Sequence[Any]], None]
@@ -87,6 +89,8 @@ class Allowed:
         self.updates = tolerance is None
         self.after = _after(program)
         self.known: dict[int, float] = {}
+        self.makers = program.producers()
+        self.relative: dict[int, float] = {}  # what rounding does, as a share of the value
         self.elements: dict[int, Tensor] = {}  # of results of updates, absolute
         self.spread = 0.0  # the largest of these
 
@@ -104,15 +108,19 @@ class Allowed:
         return self.known[id]
 
     def _measured(self, id: int, expected: Tensor) -> float:
-        """What rounding does to this value: at most the bound of its dtype, at least that of its own size."""
-        bound, finite = self.bounds[id], expected[torch.isfinite(expected)].double()
+        """What rounding does to this value, as a share of max(1, max|expected|)."""
+        bound, finite = self.bounds[id], expected[torch.isfinite(expected)]
         noise = 0.0
         for near in self.near:
             x = near.take(id)
             noise = max(noise, float((x.double() - expected.double()).abs().max()) if finite.numel() else 0.0)
         if not finite.numel() or not noise < float("inf"):
             return bound
-        return min(bound, max(PLACES * noise, bound * float(finite.abs().max())) / _scale(expected))
+        size, scale = float(finite.abs().max()), _scale(expected)
+        if expected.numel() < FEW and id in self.makers:  # then as much as in what it is made of
+            noise = max([noise, *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)])
+        self.relative[id] = min(noise / size, 1.0) if size else 0.0
+        return max(bound * size, PLACES * noise) / scale
 
     def ran(self, node: Node, values: Mapping[int, Tensor], results: Sequence[Any]) -> None:
         """Behind a node of the reference: how far its results may be off, if it is an update."""
