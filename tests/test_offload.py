@@ -6,6 +6,8 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
+from test_kinds import NAMES as KINDS
+from test_kinds import kinds
 from torch import nn
 
 import colofunc as cf
@@ -103,6 +105,15 @@ def test_policies_say_where_state_lies_and_where_it_is_updated() -> None:
     assert tiers["state.opt.exp_avg.4.weight"] == "host" and tiers["state.params.4.weight"] == "device"
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_steps_with_their_state_on_the_host(name: str) -> None:
+    with cf.testing.float64():
+        step, state, *batch = kinds()[name]
+        whole = peak(cf.shard(step, one()), state, *batch)
+        staged = cf.offload(cf.shard(step, one()), policy="host")
+        assert peak(staged, state, *batch) <= whole and check(staged, state, *batch, steps=2).leaves >= 2
+
+
 CHAINS = {
     "zero3": (cf.Mesh(dp=2, topology="8xa100-40g"), (zero(3, "dp"),), 0.5),
     "tensor": (cf.Mesh(tp=2, topology="8xa100-40g"), (tensor("1d", "tp"),), 0.5),
@@ -147,6 +158,7 @@ def test_a_part_of_the_device_and_all_of_it() -> None:
     step, *args = training()
     low = cf.offload(cf.shard(step, one()), budget=0.5).lower(*args)
     assert not copies(low) and low.plan.memory == ("everything stays on the device",)
+    assert low.plan.peak_bytes == low.memory().peak_bytes["device"]
     with pytest.raises(cf.PlanError, match="does not limit"):
         cf.offload(cf.shard(step, cf.Mesh(topology="ideal")), budget=0.5).lower(*args)
 

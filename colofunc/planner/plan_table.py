@@ -24,7 +24,7 @@ def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) ->
     if costly is not None:
         dearest = set(sorted(range(len(decisions)), key=lambda k: -decisions[k].cost_s)[:costly])
         decisions = [d for k, d in enumerate(decisions) if k in dearest]
-    table = Table(title=str(plan), title_justify="left", show_lines=False)
+    table = Table(title=str(plan), title_justify="left", show_lines=False, caption="\n".join(plan.memory) or None, caption_justify="left")
     for name in ("phase", "operator", "×", "rule", "strategy", "compute", "comm", "collectives", "why"):
         table.add_column(name, justify="right" if name in ("×", "compute", "comm") else "left", overflow="fold")
     for d in decisions:

@@ -161,8 +161,11 @@ def within(
 
 
 def _told(decided: Decided, done: Fitted) -> tuple[Decided, Program]:
-    """The plan says what was done to keep to the budget."""
-    return attrs.evolve(decided, plan=attrs.evolve(decided.plan, memory=done.words)), done.program
+    """The plan says what was done to keep to the budget, and what then is held and how long it takes."""
+    plan = decided.plan
+    if done.words:
+        plan = attrs.evolve(plan, memory=done.words, peak_bytes=done.peak_bytes, cost_s=plan.cost_s + done.more_s)
+    return attrs.evolve(decided, plan=plan), done.program
 
 
 def _gib(nbytes: int) -> str:
