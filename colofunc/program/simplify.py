@@ -3,7 +3,8 @@
 Problem: a trace holds what Python happened to do: copies that only mattered because tensors were mutated, views undone
 by views, the same thing computed in forward and again in backward. Idea: small passes, each Program -> Program.
 
-    tidy           copies, casts and views that change nothing; equal calls computed once; shifts are one operator
+    tidy           copies, casts and views that change nothing; equal calls computed once; shifts, and backward of
+                   activations that was taken apart, are one operator
     fold_masks     dense attention masks that depend on no input become `causal` and `window`
     fold_constants small tables that depend on no input become constants
     drop_dead      what no output needs
@@ -21,6 +22,7 @@ import attrs
 
 from colofunc.ops.targets import overload
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.simplify_backward import whole_backward
 from colofunc.program.simplify_known import fold_constants, fold_masks
 from colofunc.program.simplify_shifts import shifted
 
@@ -239,5 +241,6 @@ REWRITES: dict[str, Rewrite] = {
     "aten.transpose.int": _transpose,
     "aten.t.default": _t,
     "aten.cat.default": _cat,
+    "aten.mul.Tensor": lambda node, scope: whole_backward(node, scope.makers, scope.values),
     "aten.slice_scatter.default": _scatter,
 }
