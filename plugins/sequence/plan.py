@@ -101,13 +101,12 @@ class SequencePlan:
         nodes = [node for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
         calls, scores = [Attention.of(rules.call(node)) for node in nodes], list(written_out(program))
         self._check(calls, scores)
+        scores = scores if self.mode == "gather_kv" else []
         striped = self.mode != "ulysses" and self._striped(calls)
         inside = ("s", axis) if striped else (axis, "s")
         tokens = f"({' '.join((*heads, *inside) if striped else (axis, *heads, 's'))})"
-        # What has rows of tokens: q, k and v, or written-out scores, which have them as columns, too.
-        lies = {id: f"b h {tokens} e" for node in nodes for id in node.refs[:3]}
-        lies |= {(id := node.refs[0]): "b " + "h " * (len(program.values[id].shape) - 3) + f"{tokens} t" for node in scores}
-        rows = {id: program.values[id].shape[-2] for id in lies}
+        # What has rows of tokens: q, k and v; scores that are written out have them as columns, too.
+        rows = {id: program.values[id].shape[-2] for node in (*nodes, *scores) for id in node.refs[: 3 if node.target == FORWARD else 1]}
         lengths = {*rows.values(), *(program.values[node.refs[0]].shape[-1] for node in scores)}
         leaves = [v for v in (program.values[i] for i in program.inputs) if v.role == "batch" and len(v.shape) > 1]
         mine = [v for v in leaves if v.shape[1] in lengths]
@@ -115,7 +114,7 @@ class SequencePlan:
         self._divide(lengths, have, ranks)
         more: dict[str, Any] = dict(source=self.name, along=True, across=TARGETS, gathers=PRODUCTS if self.mode == "gather_kv" else ())
         found = [cf.Wish(v.name, f"b {tokens} ...", self.axes, ("batch",), **more) for v in mine]
-        wanted = {id: cf.Spec(spec).bind(mesh, program.values[id].shape) for id, spec in lies.items() if rows[id] not in have}
+        wanted = {id: cf.Spec(f"... {tokens} e").bind(mesh, program.values[id].shape) for id, size in rows.items() if size not in have}
         found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in origins(program, rules, wanted).items()]
         return [*found, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
