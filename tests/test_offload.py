@@ -190,6 +190,13 @@ def test_a_missing_wait_shows_as_nan() -> None:
     assert any(torch.isnan(out[0]).any() for out in outs if out[0].is_floating_point())
 
 
+def test_compare_looks_at_the_program_with_copies() -> None:
+    step, *args = training()
+    for chain in (cf.shard(step, one()), cf.accumulate(cf.shard(step, one()), 2)):
+        low = cf.offload(chain, budget=int(peak(chain, *args) * 0.6)).lower(*args)
+        assert copies(low) and low.compare(*args).first is None and low.check_finite(*args).first is None
+
+
 def test_the_program_is_saved_with_its_tiers() -> None:
     step, *args = training()
     low = cf.offload(cf.shard(step, one()), policy="host").lower(*args)

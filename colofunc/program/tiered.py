@@ -102,9 +102,10 @@ class Tiered:
     def _root(self, storage: int) -> int:
         return self.lies.storages[storage].value
 
-    def _new(self, like: int, tier: str) -> int:
+    def _new(self, like: int, tier: str, of: int | None = None) -> int:
+        """A value in a tier. A copy is of no global value: it may not be there yet, or have been written to."""
         new, self._next = self._next, self._next + 1
-        self.values[new] = attrs.evolve(self.program.values[like].in_tier(tier), id=new)
+        self.values[new] = attrs.evolve(self.program.values[like].in_tier(tier), id=new, of=of)
         return new
 
     def _lies(self, tier: str, storage: int, new: int, root: int) -> None:
@@ -158,7 +159,7 @@ class Tiered:
         if written(node) or kind_of(node) == ("wait", False):
             have[id] = have[self.lies.within[id]]  # the same memory, whatever was written to it since
             return
-        new = tuple(None if o is None else self._new(o, tier) for o in node.outs)
+        new = tuple(None if o is None else self._new(o, tier, self.program.values[o].of) for o in node.outs)
         args, kwargs = (map_refs(tree, lambda i: Ref(self.get(tier, i))) for tree in (node.args, node.kwargs))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs, outs=new))
         for old, made in zip(node.outs, new, strict=True):
