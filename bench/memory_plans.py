@@ -104,8 +104,8 @@ CASES = (
     Case("SD2 UNet, 16 images, bf16, made again", lambda: unet(16), "a100-80g", LEAN, "14.5GB"),
     Case("SD2 UNet, 16 images, bf16, made again and moved", lambda: unet(16), "a100-80g", MOVED, "11.6GB", published="11.6 GB"),
     Case("SD2 UNet, fine-tuning, 1 image in 8 GB", lambda: unet(1), "a100-40g", MOVED, "8GB", host="32GiB"),
-    Case("GPT 1.5B on 6 GB", lambda: gpt(1600, 48, 25, 4), "rtx-2060", MOVED, "6GB"),
-    Case("GPT 18B on 24 GB", lambda: gpt(6144, 40, 48, 4), "rtx-3090", MOVED, "24GB", host="512GiB"),
+    Case("GPT 1.5B on 6 GB, 1 row", lambda: gpt(1600, 48, 25, 1), "rtx-2060", MOVED, "6GB"),
+    Case("GPT 18B on 24 GB, 1 row", lambda: gpt(6144, 40, 48, 1), "rtx-3090", MOVED, "24GB", host="512GiB"),
     Case("OPT-30B on one device of 40 GB", lambda: opt(7168, 48, 56, 8), "a100-40g", MOVED, "40GB", host="512GiB"),
     Case("OPT-66B on 8 devices of 80 GB", lambda: opt(9216, 64, 72, 8), "a100-80g", MOVED, "80GB", mesh="dp=8"),
 )  # fmt: skip

@@ -190,8 +190,16 @@ def test_update_becomes_in_place():
 
 
 @pytest.mark.parametrize("unsafe", [dict(reads_after=True), dict(returns_old=True), dict(view=True, reads_after=True)])
-def test_update_stays_functional_where_the_old_value_is_read(unsafe):
-    assert "colofunc.adamw_" not in [n.target for n in in_place(adamw_program(**unsafe)).nodes]
+def test_update_leaves_alone_an_old_value_that_is_read(unsafe):
+    p = adamw_program(**unsafe)
+    q = in_place(p)
+    (update,) = (n for n in q.nodes if n.target == "colofunc.adamw_")
+    assert update.args[0].id not in q.inputs and q.outputs[0] not in q.inputs  # a copy of the parameter is updated
+    inputs = adamw_inputs()
+    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
+    got = run_simulated(q, MESH, inputs)
+    for a, b in zip(want, got):
+        torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
 
 
 def test_updates_move_up_to_their_gradient():
