@@ -318,11 +318,6 @@ REFUSED = (
         lambda cell, sizes: cell.kind == "experts" and cell.tensor in GRIDS,
         "a grid holds products of an activation with a weight, and most of a mixture's work is experts' grouped products",
     ),
-    Refusal(
-        r"experts\(ep\): .*followed to \{ep: b0\} clashes with tensor\(1d, tp\).*(ulysses\(sp\)|ring\(cp\))",
-        lambda cell, sizes: cell.kind == "experts" and cell.tensor == "1d+sp" and cell.context != "none",
-        "three plans that deal one flattened row of tokens (experts, sequence-sharded 1d, context) are not searched together",
-    ),
 )
 
 
