@@ -25,8 +25,8 @@ from colofunc.program.memory import Lies, lies, memory
 from colofunc.program.tiered import Tiered, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
-SMALL = 1000
-"""A storage of less than this part of the budget stays where it is, unless that alone exceeds the budget."""
+SMALL, LITTLE = 1000, 50
+"""A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of it."""
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +86,7 @@ def trace_of(
             changed.setdefault(ground.lies.home[i], set()).add(k)
     busy = _in_flight(ground, changed)
     base = np.asarray(ground.held[:count], dtype=np.int64).copy()
-    floor, shared = limit // SMALL, _shared(ground.lies)
+    floor, shared = _floor(ground, limit), _shared(ground.lies)
     outputs = {ground.lies.home[o] for o in program.outputs}
     items, chosen = [], []
     for s in dict.fromkeys(ground.lies.home.values()):
@@ -111,6 +111,17 @@ def trace_of(
         chosen.append(s)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
     return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
+
+
+def _floor(ground: Ground, limit: int) -> int:
+    """Bytes below which a storage is not worth a copy."""
+    sizes = sorted(s.nbytes for s in ground.lies.storages if s.tier == "device" and s.inside is None)
+    total = 0
+    for nbytes in sizes:
+        total += nbytes
+        if total > limit // LITTLE or nbytes >= limit // SMALL:
+            return min(nbytes, limit // SMALL)
+    return limit // SMALL
 
 
 def _shared(found: Lies) -> set[int]:
