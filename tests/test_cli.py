@@ -110,7 +110,7 @@ def test_a_mesh_has_as_many_devices(script):
 )
 def test_what_is_missing_is_said(script, words, says):
     code, said = run(*(word.format(script) for word in words))
-    assert code == 1 and " ".join(says.format(script).split()) in said
+    assert code == 1 and says.format(script).replace(" ", "") in said.replace(" ", "")  # long paths are broken over lines
 
 
 def test_a_script_without_an_example_is_told_how(tmp_path):
