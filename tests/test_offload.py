@@ -105,7 +105,10 @@ def test_policies_say_where_state_lies_and_where_it_is_updated() -> None:
     assert tiers["state.opt.exp_avg.4.weight"] == "host" and tiers["state.params.4.weight"] == "device"
 
 
-@pytest.mark.parametrize("name", KINDS)
+LONG = ("lstm", "bidirectional gru")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.sweep] * (n in LONG)) for n in KINDS])
 def test_kinds_of_steps_with_their_state_on_the_host(name: str) -> None:
     with cf.testing.float64():
         step, state, *batch = kinds()[name]
