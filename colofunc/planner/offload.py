@@ -38,11 +38,9 @@ LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"
 
 @attrs.frozen(eq=False)
 class Offloaded:
-    """A program with copies in it. `seconds`: of its timeline; `exposed_s`: what copies add to it."""
+    """A program with copies in it. `exposed_s`: what they add to its timeline."""
 
     program: Program
-    peak_bytes: int
-    seconds: float
     exposed_s: float
     words: tuple[str, ...] = ()
     short: str = ""  # what the host lacks
@@ -71,9 +69,8 @@ def offload(
         best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
     assert best is not None, "the program as it is was tried"
     done = write(best.ground, best.on_host, best.items, best.trace, best.found)
-    report = memory(done)
-    short = _host_short(report.peak_bytes.get("host", 0), mesh)
-    return Offloaded(done, report.peak_bytes["device"], best.found.seconds, best.found.exposed_s, tuple(_words(best)), short)
+    short = _host_short(memory(done).peak_bytes.get("host", 0), mesh)
+    return Offloaded(done, best.found.exposed_s, tuple(_words(best)), short)
 
 
 @attrs.frozen(eq=False)

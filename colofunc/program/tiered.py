@@ -117,11 +117,11 @@ class Tiered:
     def run(self, index: int) -> None:
         """Write a node down, its operands in the tier where it runs."""
         node, tier = self.program.nodes[index], "host" if index in self.on_host else "device"
-        if self._is_view(node):
+        if is_view(node, self.lies):
             return  # taken where somebody reads it
         tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
-        reads = zip(node.refs, tiers, strict=True)
-        args, kwargs = (map_refs(tree, lambda _: Ref(self._operand(*next(reads)))) for tree in (node.args, node.kwargs))
+        reads = zip(tiers, node.refs, strict=True)
+        args, kwargs = (map_refs(tree, lambda _: Ref(self.get(*next(reads)))) for tree in (node.args, node.kwargs))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
         for i in written(node):
             storage, other = self.lies.home[i], "device" if tier == "host" else "host"
@@ -134,9 +134,6 @@ class Tiered:
                 self.have[tier].setdefault(storage, {})[o] = o
                 if o == self._root(storage) or kind_of(node) == ("wait", False):  # before its wait a value is not there
                     self.base[tier][storage] = self.have[tier][storage][self._root(storage)] = o
-
-    def _operand(self, id: int, tier: str) -> int:
-        return self.get(tier, id)
 
     def get(self, tier: str, id: int) -> int:
         """The value as it lies in a tier: copied there, or taken again as a view of what is there."""
@@ -166,13 +163,6 @@ class Tiered:
             if old is not None and made is not None:
                 have[old] = made
 
-    def _is_view(self, node: Node) -> bool:
-        """Whether all that a node does is look at memory that is there."""
-        outs = [o for o in node.outs if o is not None]
-        if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
-            return False
-        return all(o in self.lies.within for o in outs)
-
     def finish(self) -> Program:
         """The program; outputs that are state of the host lie there."""
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
@@ -185,12 +175,19 @@ class Tiered:
         return attrs.evolve(self.program, nodes=tuple(self.nodes), values=values, outputs=outputs)
 
 
+def is_view(node: Node, lies: Lies) -> bool:
+    """Whether all that a node does is look at memory that is there."""
+    outs = [o for o in node.outs if o is not None]
+    if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
+        return False
+    return all(o in lies.within for o in outs)
+
+
 def readers(program: Program, lies: Lies) -> Mapping[int, list[int]]:
     """Storage -> the nodes that read or write values in it, views left out: these look when they are read."""
-    looks = Tiered(program, lies, ())
     found: dict[int, list[int]] = {}
     for k, node in enumerate(program.nodes):
-        if not looks._is_view(node):
+        if not is_view(node, lies):
             for storage in dict.fromkeys((*_homes(lies, node.refs), *_homes(lies, (o for o in node.outs if o is not None)))):
                 found.setdefault(storage, []).append(k)
     return found
