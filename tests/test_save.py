@@ -27,6 +27,7 @@ from colofunc.dtensor.parts import parts
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import disk, files, folder, regions
+from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -271,7 +272,11 @@ def test_only_the_blocks_that_a_part_needs_are_read(tmp_path, monkeypatch) -> No
     x = torch.arange(64 * 16 * 4, dtype=torch.int32).reshape(64, 16, 4)
     cf.save(tmp_path / "c", {"x": x}, random=False)
     read: list[int] = []
-    monkeypatch.setattr(files, "_read_all", lambda fd, to, at, inner=files._read_all: read.append(len(to)) or inner(fd, to, at))
+    def counted(path, blocks, done):
+        read.extend(len(memory) for _, memory in blocks)
+        fetch(path, blocks, done)
+
+    monkeypatch.setattr(files, "fetch", counted)
     (entry,) = cf.load(tmp_path / "c", mesh=cf.Mesh(a=4), specs="(a x) ...").values()
     assert torch.equal(entry.full(), x) and sum(read) == x.nbytes
     read.clear()
@@ -541,7 +546,7 @@ def test_files_that_were_exchanged(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="the bytes of 'w'"):
         cf.load(tmp_path / "c1")
     data_file(tmp_path / "c1").unlink()
-    with pytest.raises(CheckpointError, match="which holds 'w', cannot be opened"):
+    with pytest.raises(CheckpointError, match="which holds 'w', cannot be read"):
         cf.load(tmp_path / "c1")
 
 

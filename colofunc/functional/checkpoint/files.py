@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ import torch
 
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.disk import Stream, stream
+from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 
 BLOCK_BYTES = 1 << 20
-READ_BLOCKS = 8  # in one call
 # The names of the format; a dtype that it lacks is stored as bytes (the index knows what they are).
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -204,44 +203,26 @@ def _read_blocks(
     """Read the needed blocks to their places in `target`, which begins at block `first`."""
     sums = np.frombuffer(piece.sums, dtype="<u4")
     path = folder / piece.file
+    wanted = (first + np.flatnonzero(needed)).tolist()
+    blocks = []
+    for k in wanted:
+        begin, end = k * BLOCK_BYTES, min((k + 1) * BLOCK_BYTES, piece.nbytes)
+        blocks.append((piece.start + begin, target[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]))
+
+    def check(at: int, count: int) -> None:
+        k, memory = wanted[at], blocks[at][1]
+        if count < len(memory):
+            raise CheckpointError(
+                f"{path} is truncated: {name!r} should reach byte {piece.start + piece.nbytes}, the file has "
+                f"{path.stat().st_size}; load another checkpoint, or copy this one again"
+            )
+        if verify and (k >= len(sums) or zlib.crc32(memory) != sums[k]):
+            raise CheckpointError(
+                f"{path}: the bytes of {name!r} {piece.region.text()} are not those that were saved (checksum of block "
+                f"{k}); load another checkpoint, or copy this one again"
+            )
+
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fetch(path, blocks, check)
     except OSError as error:
-        raise CheckpointError(f"{path}, which holds {name!r}, cannot be opened ({error}); the checkpoint is incomplete") from error
-    try:
-        for low, high in _runs(needed):
-            begin = first + low
-            end = min((first + high) * BLOCK_BYTES, piece.nbytes)
-            run = target[low * BLOCK_BYTES : low * BLOCK_BYTES + end - begin * BLOCK_BYTES]
-            if _read_all(fd, run, piece.start + begin * BLOCK_BYTES) < len(run):
-                raise CheckpointError(
-                    f"{path} is truncated: {name!r} should reach byte {piece.start + piece.nbytes}, the file has "
-                    f"{os.fstat(fd).st_size}; load another checkpoint, or copy this one again"
-                )
-            for k in range(begin, first + high) if verify else ():
-                block = run[(k - begin) * BLOCK_BYTES : (k - begin + 1) * BLOCK_BYTES]
-                if k >= len(sums) or zlib.crc32(block) != sums[k]:
-                    raise CheckpointError(
-                        f"{path}: the bytes of {name!r} {piece.region.text()} are not those that were saved (checksum of block "
-                        f"{k}); load another checkpoint, or copy this one again"
-                    )
-    finally:
-        os.close(fd)
-
-
-def _runs(needed: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of needed blocks in a row, at most `READ_BLOCKS` at a time: a call that waits may be woken late."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], needed, [0]))))
-    for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        for at in range(low, high, READ_BLOCKS):
-            yield at, min(at + READ_BLOCKS, high)
-
-
-def _read_all(fd: int, target: memoryview, at: int) -> int:
-    done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done:]], at + done)
-        if count == 0:
-            break
-        done += count
-    return done
+        raise CheckpointError(f"{path}, which holds {name!r}, cannot be read ({error}); the checkpoint is incomplete") from error
