@@ -3,8 +3,8 @@
     copying = COPIER.start("to_device", (x,), device)     # runs beside what the device computes
     copying.wait()                                        # the device's later work waits, or the host where it got the data
 
-On a CPU all tiers are RAM, so a copy is done when it has started. Buffers on the host are pinned, which is what lets a copy
-run beside compute; torch keeps them in size classes and gives them again.
+On a CPU device and host are RAM, so a copy is done when it has started. Buffers on the host are pinned, which is what lets a copy
+run beside compute; torch keeps them in size classes and gives them again. What lies on disk is moved by the threads of its store.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from colofunc.executors.disk_tensors import Moving, OnDisk, reading, writing
 from colofunc.ops.copies import duplicate
 
 
@@ -39,8 +40,10 @@ class Copier:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
-    def start(self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device) -> Copying:
+    def start(self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device) -> Copying | Moving:
         """Begin `to_host(x)`, `to_device(x)` or `put(into, x)`."""
+        if isinstance(operands[0], OnDisk):
+            return writing(operands[0], operands[1]) if kind == "put" else reading(operands[0])
         if device.type != "cuda":
             return Copying(operands[0].copy_(operands[1]) if kind == "put" else duplicate(operands[0]))
         source = operands[-1]

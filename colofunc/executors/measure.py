@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from colofunc.errors import CapacityError
+from colofunc.executors.disk_tensors import OnDisk
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
 from colofunc.executors.source import Writer
 from colofunc.mesh import Mesh
@@ -132,11 +133,13 @@ def _held(env: dict[str, object], holders: Mapping[str, Holder], ranks: int) -> 
         tensor = env.get(name)
         if not isinstance(tensor, torch.Tensor):
             continue
-        storage = tensor.untyped_storage()
+        where, nbytes = id(tensor), tensor.nbytes
+        if not isinstance(tensor, OnDisk):
+            where, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         for rank in who:
-            if (rank, storage.data_ptr()) in seen:
+            if (rank, where) in seen:
                 continue
-            seen.add((rank, storage.data_ptr()))
+            seen.add((rank, where))
             key = (rank, tier)
-            held[key] = held.get(key, 0) + storage.nbytes()
+            held[key] = held.get(key, 0) + nbytes
     return held

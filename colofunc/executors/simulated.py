@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from colofunc.errors import InputError, ProgramError
+from colofunc.executors.copies import COPIER
+from colofunc.executors.disk_tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
 from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
@@ -94,7 +96,7 @@ def distinct(inputs: Sequence[Shards], lanes: int) -> tuple[Partition, list[torc
         mine: list[int] = []
         for shard in shards:
             # Different objects may be views of the same memory; writing to it once per object would be wrong.
-            key = (shard.data_ptr(), shard.stride()) if shard.numel() else id(shard)
+            key = (shard.data_ptr(), shard.stride()) if shard.numel() and not isinstance(shard, OnDisk) else id(shard)
             if key not in classes:
                 classes[key] = len(classes)
                 flat.append(shard)
@@ -110,7 +112,7 @@ def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequen
         starts.append(starts[-1] + max(lanes) + 1)
     owners: dict[int, int] = {}
     shared: set[int] = set()
-    addresses = [x.untyped_storage().data_ptr() for x in flat]
+    addresses = [0 if isinstance(x, OnDisk) else x.untyped_storage().data_ptr() for x in flat]
     owner = [k for k, lanes in enumerate(partition) for _ in range(max(lanes) + 1)]
     for address, k in zip(addresses, owner, strict=True):
         if address and owners.setdefault(address, k) != k:
@@ -152,6 +154,7 @@ class SimulatedWires:
         self.mesh = mesh
         self.ranks: Sequence[int] = range(mesh.size)
         self._hidden: dict[int, tuple[str, ...]] = {}  # started value -> per lane, the variable that has the result
+        self._writing: dict[int, tuple[str, ...]] = {}  # the same of what is written to disk: what waits for it
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind == "wait":
@@ -220,6 +223,11 @@ class SimulatedWires:
 
     def _wait(self, writer: Writer, node: Node) -> None:
         (ref,) = node.args
+        if ref.id in self._writing:
+            ends = self._writing.pop(ref.id)
+            for name, lane in writer.assign(only(node), ends):
+                writer.line(f"{name} = {ends[lane]}")
+            return
         if ref.id not in self._hidden:
             raise ProgramError(f"wait for value {ref.id} ({writer.program.values[ref.id].name}), which nothing has started")
         hidden, source = self._hidden.pop(ref.id), writer.where[ref.id]
@@ -230,7 +238,9 @@ class SimulatedWires:
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
-        if kind == "put":
+        if any(writer.program.values[i].tier == "disk" for i in (*node.refs, *(o for o in node.outs if o is not None))):
+            self._disk(writer, node, kind, asynchronous)
+        elif kind == "put":
             into, x = node.refs
             writer.separate((into,), list(zip(writer.where[into], writer.where[x], strict=True)))
             source, target = writer.where[x], writer.where[into]
@@ -241,13 +251,42 @@ class SimulatedWires:
             if not asynchronous:
                 return
             writer.where[only(node)] = target
+            self._hidden[only(node)] = source
         else:
             source = writer.where[node.refs[0]]
             copy = writer.bind(unfilled_copy if asynchronous else duplicate, f"{kind}_start" if asynchronous else kind)
             for name, lane in writer.assign(only(node), source):
                 writer.line(f"{name} = {copy}({source[lane]})")
-        if asynchronous:
-            self._hidden[only(node)] = source
+            if asynchronous:
+                self._hidden[only(node)] = source
+
+    def _disk(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        """Threads move the bytes from the start on; until the wait there is NaN, or an error where a file is read."""
+        start, device = writer.bind(COPIER.start, "disk_start"), writer.bind(writer.device, "device")
+        if kind == "put":
+            writer.separate(node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))
+        operands = list(zip(*(writer.where[i] for i in node.refs), strict=True))
+        writer.disk += 1
+        moves = {names: f"d{writer.disk}_{k}" for k, names in enumerate(dict.fromkeys(operands))}
+        for names, move in moves.items():
+            writer.line(f"{move} = {start}({kind!r}, ({', '.join(names)},), {device})" + ("" if asynchronous else ".wait()"))
+        mine = tuple(moves[names] for names in operands)
+        if not node.outs:
+            writer.line(f"del {', '.join(moves.values())}")
+            return
+        out = only(node)
+        if not asynchronous:
+            writer.where[out] = mine
+            return
+        writer.extra[out] = tuple(moves.values())
+        ends = tuple(f"{move}.wait()" for move in mine)
+        if kind == "put":
+            writer.where[out], self._writing[out] = writer.where[node.refs[0]], ends
+            return
+        blank = writer.bind(unfilled_copy, f"{kind}_start")
+        for name, lane in writer.assign(out, mine):
+            writer.line(f"{name} = {blank}({operands[lane][0]})")
+        self._hidden[out] = ends
 
     # ---- without communication ----
 

@@ -89,6 +89,7 @@ class Writer:
         self._splits = count()
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
         self.serial = 0
+        self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)
 
     # ---- pieces ----

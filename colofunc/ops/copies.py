@@ -1,7 +1,8 @@
 """Copies between tiers of memory, as operators of a program.
 
     to_host(x)           x's content in host memory                   to_device(x)     and back in the device's
-    put(into, x)         x written over a host tensor that is there already: state that has its place
+    to_disk(x)           x's content on disk, from where `to_host` reads it
+    put(into, x)         x written over a tensor of the host or the disk that is there already: state that has its place
 
 Each has a `_start` form that gives a value which may be read only behind its `wait`, as collectives have: the copy runs
 beside what stands between. `put_start` gives `into` itself, as it will be. Dims keep the order in which they lie, so that
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from colofunc.ops.define import define
 
-COPIES = frozenset({"to_host", "to_device", "put"})
+COPIES = frozenset({"to_host", "to_device", "to_disk", "put"})
 
 
 def duplicate(x: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 define("wait(Tensor(a) x) -> Tensor(a)", _itself, _itself)
-for _name in ("to_host", "to_device"):
+for _name in ("to_host", "to_device", "to_disk"):
     define(f"{_name}(Tensor x) -> Tensor", duplicate, _like)
     define(f"{_name}_start(Tensor x) -> Tensor", duplicate, _like)
 define("put(Tensor(a!) into, Tensor x) -> ()", _put, _put_fake)

@@ -312,6 +312,7 @@ class _Spread:
         for store in self.stores.get(p, ()):
             begin = max(self.down, self.now, self.read.get(store.item, 0.0))
             self.down = store.end = self.ready[store.item] = begin + self.links.store_s(self.facts.nbytes[store.item])
+            self.up = self.down if self.links.one_queue else self.up
             self.storing[store.item] = store
         for store in self.limits.get(p, ()):
             self._await(store, p)
@@ -342,6 +343,7 @@ class _Spread:
         size = self.facts.nbytes[stay.item]
         begin = max(self.up, self.now, self.ready.get(stay.item, 0.0))
         self.up = begin + self.links.fetch_s(size)
+        self.down = self.up if self.links.one_queue else self.down
         self.landing[stay.first] = self.up
         self.bytes[p : stay.first] += size
         self.started[index] = True

@@ -19,10 +19,10 @@ import numpy as np
 
 from colofunc.mesh import Mesh
 from colofunc.planner.residency import Item, Links, Residency, Trace
-from colofunc.program.facts import is_wire, kind_of, written
+from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, lies, memory
-from colofunc.program.tiered import Tiered, readers
+from colofunc.program.tiered import TIERS, Tiered, Tiers, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
@@ -31,7 +31,7 @@ SMALL, LITTLE = 1000, 50
 
 @attrs.frozen(eq=False)
 class Ground:
-    """What does not change from candidate to candidate. `held`: bytes of device memory at each node, everything in place.
+    """What does not change from candidate to candidate. `held`: bytes of the near tier at each node, everything in place.
 
     given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its body
     takes on the host.
@@ -46,6 +46,7 @@ class Ground:
     links: Links
     given: Mapping[int, str] = attrs.field(factory=dict)
     host_reads: Mapping[int, frozenset[int]] = attrs.field(factory=dict)
+    tiers: Tiers = TIERS
 
 
 def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str] | None = None) -> Ground:
@@ -61,11 +62,12 @@ def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node
     return Ground(program, found, tuple(held), readers(program, found), device_s, host_s, links_of(mesh), given)
 
 
-def links_of(mesh: Mesh) -> Links:
-    """Bandwidths and latency between device and host, as every rank has them at once."""
-    up, down = mesh.copy_s(1 << 30, "host", "device"), mesh.copy_s(1 << 30, "device", "host")
-    latency = min(mesh.copy_s(1, "host", "device"), up)
-    return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency)
+def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
+    """Bandwidths and latency between two tiers, as every rank has them at once. A disk has one queue for both directions."""
+    near, far = tiers
+    up, down = mesh.copy_s(1 << 30, far, near), mesh.copy_s(1 << 30, near, far)
+    latency = min(mesh.copy_s(1, far, near), up)
+    return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
 def _touched(node: Node, program: Program) -> int:
@@ -78,7 +80,7 @@ def trace_of(
     ground: Ground, on_host: frozenset[int], states: Mapping[int, str | None], limit: int, activations: bool = True
 ) -> tuple[list[int], Trace]:
     """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is said."""
-    program, storages = ground.program, ground.lies.storages
+    program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
     changed: dict[int, set[int]] = {}
     for k, node in enumerate(program.nodes):
@@ -93,13 +95,13 @@ def trace_of(
         storage, value = storages[s], program.values[storages[s].value]
         uses, home, tier = ground.uses.get(s, []), s in states, states.get(s)
         there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
-        if storage.tier != "device" or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
+        if storage.tier != near or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
             continue
         if not home and (s in outputs or storage.born < 0 or not activations) and not there:
             continue
-        if value.nbytes < floor and tier != "host" and not there:
+        if value.nbytes < floor and tier != far and not there:
             continue
-        if home and tier == "device" and not there:
+        if home and tier == near and not there:
             continue
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
@@ -107,7 +109,7 @@ def trace_of(
             continue  # a scalar that the host reads
         uses = sorted({*uses, *busy.get(s, ())})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
-        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != "host"))
+        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far))
         chosen.append(s)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
     return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
@@ -115,7 +117,7 @@ def trace_of(
 
 def _floor(ground: Ground, limit: int) -> int:
     """Bytes below which a storage is not worth a copy."""
-    sizes = sorted(s.nbytes for s in ground.lies.storages if s.tier == "device" and s.inside is None)
+    sizes = sorted(s.nbytes for s in ground.lies.storages if s.tier == ground.tiers[0] and s.inside is None)
     total = 0
     for nbytes in sizes:
         total += nbytes
@@ -130,10 +132,10 @@ def _shared(found: Lies) -> set[int]:
 
 
 def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
-    """Storage -> positions at which a started collective reads or fills it; its result is `changed` where it is waited for."""
+    """Storage -> positions at which a started collective or copy reads or fills it; its result is `changed` where it is waited for."""
     program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
     for k, node in enumerate(program.nodes):
-        if is_wire(node) and node.target.endswith("_start"):
+        if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
             started.update({o: k for o in node.outs if o is not None})
         elif kind_of(node) == ("wait", False) and node.refs[0] in started:
             begin = started[node.refs[0]]
@@ -146,8 +148,8 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[in
 def write(ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency) -> Program:
     """The program with the copies in it."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
-    home |= {s for s, tier in ground.given.items() if tier != "device"}
-    out = Tiered(ground.program, ground.lies, home, on_host)
+    home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
+    out = Tiered(ground.program, ground.lies, home, on_host, ground.tiers)
     starts: dict[int, list[int]] = {}
     waits: dict[int, list[int]] = {}
     for m, move in enumerate(found.moves):

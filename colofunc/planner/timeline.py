@@ -55,6 +55,7 @@ class Links:
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
     latency_s: float
+    one_queue: bool = False  # copies of both directions wait for one another
 
     def fetch_s(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.to_device_bytes_per_s
@@ -211,12 +212,14 @@ class _Play:
             item = self.moves[index].item
             self.out.move_start[index] = begin = max(self.down, self.control, self.read.get(item, 0.0))
             self.down = end[index] = self.ready[item] = begin + self.links.store_s(self.lanes.nbytes[item])
+            self.up = self.down if self.links.one_queue else self.up
         for index in self.free.get(p, ()):
             self.control = max(self.control, end[index])
         for index in self.fetches.get(p, ()):
             item = self.moves[index].item
             self.out.move_start[index] = begin = max(self.up, self.control, self.ready.get(item, 0.0))
             self.up = end[index] = begin + self.links.fetch_s(self.lanes.nbytes[item])
+            self.down = self.up if self.links.one_queue else self.down
         for index in self.due.get(p, ()):
             self.control = max(self.control, end[index])
 

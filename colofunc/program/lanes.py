@@ -2,7 +2,7 @@
 
 Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
 order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
-out; what lies on the host is computed there. A plain collective or copy holds the device up, a started one only at its wait.
+out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a started one only at its wait.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -13,7 +13,8 @@ The trips of a loop follow one another. Seconds are those of the planner: roofli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -24,7 +25,7 @@ from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.memory_report import MemoryReport, operator
 
-LANES = ("compute", "collectives", "to device", "to host", "host")
+LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
 
 
 @attrs.frozen
@@ -59,12 +60,17 @@ class Lanes:
 
 def lanes(program: Program, mesh: Mesh, rule_of: RuleOf) -> Lanes:
     """Play a local program as it stands: what real ranks run is `overlapped` first."""
-    return _Player(program, mesh, rule_of).play()
+    return played(program, mesh, partial(node_s, mesh=mesh, rule_of=rule_of))
+
+
+def played(program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, Value]], float]) -> Lanes:
+    """`lanes` where somebody says how long an operator of the device takes."""
+    return _Player(program, mesh, seconds).play()
 
 
 class _Player:
-    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf) -> None:
-        self.program, self.mesh, self.rule_of = program, mesh, rule_of
+    def __init__(self, program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, Value]], float]) -> None:
+        self.program, self.mesh, self.device_s = program, mesh, seconds
         self.free = dict.fromkeys(LANES, 0.0)
         self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
         self.busy: list[Busy] = []
@@ -96,7 +102,7 @@ class _Player:
         return clock if apart else begin + seconds
 
     def _loop(self, index: int, loop: Loop, begin: float) -> float:
-        trip = self.bodies[index] = lanes(loop.body, self.mesh, self.rule_of)
+        trip = self.bodies[index] = played(loop.body, self.mesh, self.device_s)
         for k in range(loop.trips):
             now = begin + k * trip.end_s
             self.busy += [attrs.evolve(b, start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
@@ -108,18 +114,24 @@ class _Player:
         if is_wire(node):
             return "collectives"
         if is_copy(node):
-            return "to device" if node.target.startswith("colofunc.to_device") else "to host"
+            source, target = self._ends(node)
+            return "disk" if "disk" in (source, target) else "to device" if target == "device" else "to host"
         lies = [self.program.values[i].tier for i in (*node.refs, *(o for o in node.outs if o is not None))]
         return "host" if lies and all(tier == "host" for tier in lies) else "compute"
+
+    def _ends(self, node: Node) -> tuple[str, str]:
+        """The tiers that a copy leads from and to."""
+        into = node.refs[0] if node.target.startswith("colofunc.put") else node.outs[0]
+        assert into is not None, "a copy that nobody has is not made"
+        return self.program.values[node.refs[-1]].tier, self.program.values[into].tier
 
     def _seconds(self, node: Node) -> float:
         values = self.program.values
         if is_copy(node):
-            source, target = ("host", "device") if node.target.startswith("colofunc.to_device") else ("device", "host")
-            return self.mesh.copy_s(values[node.refs[-1]].nbytes, source, target)
+            return self.mesh.copy_s(values[node.refs[-1]].nbytes, *self._ends(node))
         if self._lane(node) == "host":
             return self.mesh.host_s(_touched(node, values))
-        return node_s(node, values, self.mesh, self.rule_of)
+        return self.device_s(node, values)
 
 
 def _touched(node: Node, values: Mapping[int, Value]) -> int:

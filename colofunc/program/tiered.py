@@ -10,6 +10,9 @@ it down, and whatever has to be in a tier and is not gets there by a copy right 
 
 Views are not copied: a view of a tensor that moved is taken again from its copy. Nodes that are to run on the host read and
 make what lies there.
+
+The same holds between any two neighbours among the tiers: `near`, where nodes read, and `far`. A program whose copies lead to
+the host is written down once more with part of what lies there on disk; what lies elsewhere is left as it is.
 """
 
 from __future__ import annotations
@@ -23,70 +26,80 @@ from colofunc.program.facts import is_copy, kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.memory import Lies
 
-TIERS = ("device", "host")
+Tiers = tuple[str, str]  # where nodes read, and where what has no room there lies
+TIERS: Tiers = ("device", "host")
 
 
 class Tiered:
-    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end on the host."""
+    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier."""
 
-    def __init__(self, program: Program, lies: Lies, home: Collection[int], on_host: Collection[int] = ()) -> None:
+    def __init__(
+        self, program: Program, lies: Lies, home: Collection[int], on_host: Collection[int] = (), tiers: Tiers = TIERS
+    ) -> None:
         self.program = program
         self.lies = lies
         self.home = frozenset(home)
         self.on_host = frozenset(on_host)  # nodes that run there
+        self.near, self.far = tiers
         self.values = dict(program.values)
         self.nodes: list[Node] = []
         self.maker = {o: node for node in program.nodes for o in node.outs if o is not None}
-        self.base: dict[str, dict[int, int]] = {tier: {} for tier in TIERS}  # storage -> value that has all of it in a tier
-        self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in TIERS}  # storage -> value -> what it is there
+        self.base: dict[str, dict[int, int]] = {tier: {} for tier in tiers}  # storage -> value that has all of it in a tier
+        self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in tiers}  # storage -> value -> what it is there
         self._started: dict[tuple[int, str], int] = {}
         self._next = max(program.values, default=-1) + 1
-        for i in program.inputs:
-            tier = "host" if lies.home[i] in self.home else "device"
+        for i in filter(self._mine, program.inputs):
+            tier = self.far if lies.home[i] in self.home else self.near
             self.values[i] = self.values[i].in_tier(tier)
             self._lies(tier, lies.home[i], i, i)
 
     # ---- copies ----
 
     def fetch(self, storage: int) -> None:
-        """Copy to the device, now."""
-        self._lies("device", storage, self._emit("to_device", storage), self._root(storage))
+        """Copy to where nodes read, now."""
+        self._lies(self.near, storage, self._emit(self.near, storage), self._root(storage))
 
     def store(self, storage: int) -> None:
-        """Copy to the host, now."""
+        """Copy to the far tier, now."""
         if storage in self.home:
             into = self._root(storage)
-            self.nodes.append(self._node("put", storage, (Ref(into), Ref(self._from(storage, "device"))), ()))
-            self._lies("host", storage, into, into)
+            self.nodes.append(self._node("put", storage, (Ref(into), Ref(self._from(storage, self.near))), ()))
+            self._lies(self.far, storage, into, into)
         else:
-            self._lies("host", storage, self._emit("to_host", storage), self._root(storage))
+            self._lies(self.far, storage, self._emit(self.far, storage), self._root(storage))
 
     def start(self, storage: int, kind: str) -> None:
         """Begin a "fetch" or a "store"; `wait` ends it."""
         if kind == "fetch":
-            self._started[storage, kind] = self._emit("to_device_start", storage)
+            self._started[storage, kind] = self._emit(self.near, storage, "_start")
         elif storage in self.home:
             into = self._root(storage)
-            new = self._new(into, "host")
-            self.nodes.append(self._node("put_start", storage, (Ref(into), Ref(self._from(storage, "device"))), (new,)))
+            new = self._new(into, self.far)
+            self.nodes.append(self._node("put_start", storage, (Ref(into), Ref(self._from(storage, self.near))), (new,)))
             self._started[storage, kind] = new
         else:
-            self._started[storage, kind] = self._emit("to_host_start", storage)
+            self._started[storage, kind] = self._emit(self.far, storage, "_start")
 
     def wait(self, storage: int, kind: str) -> None:
         """What was copied may be read from here on."""
-        tier = "device" if kind == "fetch" else "host"
+        tier = self.near if kind == "fetch" else self.far
         started = self._started.pop((storage, kind))
         new = self._new(self._root(storage), tier)
         self.nodes.append(self._node("wait", storage, (Ref(started),), (new,)))
         self._lies(tier, storage, new, self._root(storage))
 
-    def _emit(self, name: str, storage: int) -> int:
-        to = "device" if name.startswith("to_device") else "host"
+    def _emit(self, to: str, storage: int, start: str = "") -> int:
         new = self._new(self._root(storage), to)
-        source = self._from(storage, "host" if to == "device" else "device")
-        self.nodes.append(self._node(name, storage, (Ref(source),), (new,)))
+        source = self._from(storage, self._other(to))
+        self.nodes.append(self._node(f"to_{to}{start}", storage, (Ref(source),), (new,)))
         return new
+
+    def _other(self, tier: str) -> str:
+        return self.far if tier == self.near else self.near
+
+    def _mine(self, id: int) -> bool:
+        """Whether a value is one of those that may move."""
+        return self.program.values[id].tier == self.near
 
     def _from(self, storage: int, tier: str) -> int:
         if storage not in self.base[tier]:
@@ -116,19 +129,19 @@ class Tiered:
 
     def run(self, index: int) -> None:
         """Write a node down, its operands in the tier where it runs."""
-        node, tier = self.program.nodes[index], "host" if index in self.on_host else "device"
-        if is_view(node, self.lies):
+        node, tier = self.program.nodes[index], self.far if index in self.on_host else self.near
+        if is_view(node, self.lies) and all(self._mine(o) for o in node.outs if o is not None):
             return  # taken where somebody reads it
         tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
         reads = zip(tiers, node.refs, strict=True)
         args, kwargs = (map_refs(tree, lambda _: Ref(self.get(*next(reads)))) for tree in (node.args, node.kwargs))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
-        for i in written(node):
-            storage, other = self.lies.home[i], "device" if tier == "host" else "host"
+        for i in filter(self._mine, written(node)):
+            storage, other = self.lies.home[i], self._other(tier)
             self.base[other].pop(storage, None)
             self.have[other].pop(storage, None)
         for o in node.outs:
-            if o is not None:
+            if o is not None and self._mine(o):
                 self.values[o] = self.program.values[o].in_tier(tier)
                 storage = self.lies.home[o]
                 self.have[tier].setdefault(storage, {})[o] = o
@@ -137,11 +150,13 @@ class Tiered:
 
     def get(self, tier: str, id: int) -> int:
         """The value as it lies in a tier: copied there, or taken again as a view of what is there."""
+        if not self._mine(id):
+            return id
         storage = self.lies.home[id]
         if storage not in self.have[tier]:
             if self.lies.storages[storage].value != id and id not in self.lies.within:
                 raise ProgramError(f"%{id} shares memory with another result of its operator and cannot be copied by itself")
-            self.fetch(storage) if tier == "device" else self.store(storage)
+            self.fetch(storage) if tier == self.near else self.store(storage)
         have = self.have[tier][storage]
         chain = []
         while id not in have:
@@ -164,11 +179,11 @@ class Tiered:
                 have[old] = made
 
     def finish(self) -> Program:
-        """The program; outputs that are state of the host lie there."""
+        """The program; outputs that are state of the far tier lie there."""
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
         homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
         outputs = tuple(
-            self.get("host" if lies & self.home else "device", o) for o, lies in zip(self.program.outputs, homes, strict=True)
+            self.get(self.far if lies & self.home else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True)
         )
         used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
         values = {id: v for id, v in self.values.items() if id in used}

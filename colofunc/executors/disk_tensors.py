@@ -1,0 +1,204 @@
+"""Tensors that lie on disk, and the host memory that they are read into.
+
+Problem: a program reads and writes values in the tier "disk", and between its steps a state with parts there is looked
+at, saved and handed on like any other. Idea: a part on disk is a tensor without memory that knows its chunk of a
+`DiskStore`. A program's copies move it beside what else runs; any other operator reads it and works on what it has read.
+
+    room = Room("/nvme", [x.nbytes for x in parts])   # taken now, or an error
+    there = [room.keep(x) for x in parts]             # OnDisk, written; the parts may go
+    copying = reading(there[0])                       # ahead of its use
+    copying.wait() + 1;  there[1] + 1                 # the same, but for the time that it takes
+
+What is read lies in buffers that begin at a page, so that direct I/O needs no second copy; they are given again, by size, and
+never hold more at once than was in use at the busiest moment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from colofunc import compat
+from colofunc.errors import DiskError
+from colofunc.executors.disk import DiskStore
+from colofunc.executors.disk_layout import BLOCK_BYTES, padded
+from colofunc.executors.disk_queue import Ticket
+
+aten = torch.ops.aten
+_LIKE = frozenset({aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})
+_ITSELF = frozenset({aten.detach.default, aten.alias.default})
+
+
+class OnDisk(torch.Tensor):
+    """A tensor whose elements are a chunk of a store. It keeps its store alive."""
+
+    store: DiskStore
+    chunk: int
+    writing: Ticket | None  # a write that nobody has waited for
+    __torch_function__ = compat.no_torch_function
+
+    @staticmethod
+    def __new__(cls, store: DiskStore, chunk: int, like: torch.Tensor) -> OnDisk:
+        """`like`: shape, strides and dtype."""
+        self: OnDisk = compat.wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu")
+        self.store, self.chunk, self.writing = store, chunk, None
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        """Nothing: `__new__` has done it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _ITSELF:
+            return args[0]
+        if func is aten.copy_.default and isinstance(args[0], OnDisk):
+            return writing(args[0], args[1].read() if isinstance(args[1], OnDisk) else args[1]).wait()
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments) and isinstance(args[0], OnDisk):
+            raise DiskError(f"{func} cannot write to {args[0]!r}. Try: x.clone() first, which reads it into memory")
+        if func in _LIKE:
+            return func(args[0].shadow(), *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"})
+        args, kwargs = pytree.tree_map_only(OnDisk, OnDisk.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def read(self) -> torch.Tensor:
+        """The elements, in memory of their own."""
+        return reading(self).wait()
+
+    def shadow(self) -> torch.Tensor:
+        """A tensor without elements that lies as this one does."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"on_disk({list(self.shape)}, {str(self.dtype).removeprefix('torch.')}, chunk {self.chunk} of {self.store.path!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.read()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    # What torch does in C++ with the data itself.
+
+    def tolist(self) -> Any:
+        return self.read().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.read().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        raise DiskError(f"{self!r} has no address. Try: x.clone(), which reads it into memory")
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """x, read where it lies on disk."""
+    return x.read() if isinstance(x, OnDisk) else x
+
+
+# ---- copies in flight ----
+
+
+class Moving:
+    """A read or write under way. `wait` gives its result; a failure is raised there."""
+
+    __slots__ = ("_ended", "_result", "_ticket")
+
+    def __init__(self, result: torch.Tensor, ticket: Ticket, ended: Callable[[], None] | None = None) -> None:
+        self._result, self._ticket, self._ended = result, ticket, ended
+
+    def wait(self) -> torch.Tensor:
+        self._ticket.wait()
+        if self._ended is not None:
+            self._ended()
+        return self._result
+
+
+def reading(x: OnDisk) -> Moving:
+    """Begin to read `x` into a buffer, which is the result. Raises DiskError where a write has not been waited for."""
+    if x.writing is not None:
+        raise DiskError(f"{x!r} is read while it is being written. Try: wait for the write first")
+    flat = STAGING.empty(x.numel() * x.itemsize)
+    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), x.store.read(x.chunk, flat))
+
+
+def writing(x: OnDisk, source: torch.Tensor) -> Moving:
+    """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result."""
+    if source.stride() != x.stride() or source.device.type != "cpu":
+        source = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source)
+    x.writing = x.store.write(x.chunk, source.as_strided((x.numel(),), (1,)))
+
+    def ended() -> None:
+        x.writing = None
+
+    return Moving(x, x.writing, ended)
+
+
+class Staging:
+    """Buffers for what is read: page-aligned, given again by size, never more than were in use at the busiest moment."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free_bytes = self._used_bytes = self.peak_bytes = 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A tensor of so many bytes, of any content; its memory comes back when nobody has it."""
+        free = self._free.get(nbytes)
+        if free:
+            memory = free.pop()
+            self._free_bytes -= nbytes
+        else:
+            self._make_room(nbytes)
+            memory = mmap.mmap(-1, max(nbytes, 1))
+        self._used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        array = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(array, self._back, memory, nbytes).atexit = False
+        return torch.from_numpy(array)
+
+    def _back(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._used_bytes -= nbytes
+        self._free_bytes += nbytes
+        self._free.setdefault(nbytes, []).append(memory)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let go of buffers of other sizes, so that those in use and those that wait are no more than were ever in use."""
+        most = max(self.peak_bytes, self._used_bytes + nbytes)
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self._used_bytes + nbytes + self._free_bytes > most:
+                self._free[size].pop()
+                self._free_bytes -= size
+
+
+STAGING = Staging()
+"""One for the process, as memory is."""
+
+
+# ---- room for a state ----
+
+
+class Room:
+    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where they cannot be."""
+
+    def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0) -> None:
+        block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
+        self.store = DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes)
+        self._next = 0
+
+    def keep(self, x: torch.Tensor) -> OnDisk:
+        """x on disk, in the next chunk. It is there when this returns."""
+        found = OnDisk(self.store, self._next, torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        self._next += 1
+        writing(found, x).wait()
+        return found
+
+
+def stores_of(parts: Iterable[torch.Tensor]) -> list[DiskStore]:
+    """The stores that these parts lie in."""
+    return list({id(x.store): x.store for x in parts if isinstance(x, OnDisk)}.values())

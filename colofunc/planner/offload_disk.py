@@ -1,0 +1,89 @@
+"""Disk: what the host has no room for lies there, and is read into host memory before its use and written back behind it.
+
+Problem: where state of the host exceeds the host, a second choice of the same kind has to be made: what stays, what goes, and
+when it moves, on a drive that is slower than any link. Idea: a program whose copies lead to the host is again a trace of uses,
+one tier lower. Host storages are its items, the host's peak its budget, the disk its far tier, with one queue for both
+directions; the same search decides (`residency`), and the same hand writes it down (`Tiered`).
+
+    host: w (state)                        host: -
+    to_device(%w)             ->           %1 = to_host_start(%w @disk) .. %2 = wait(%1); to_device(%2)
+    put(%w, %new)                          put(%2, %new); put_start(%w @disk, %2) .. wait
+
+What is read lies in host memory that the plan counts, so reading ahead stops where the host's budget does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload_trace import Ground, NodeS, links_of, trace_of, write
+from colofunc.planner.plan_table import time_text
+from colofunc.planner.residency import Residency, Trace, least_budget, reside
+from colofunc.program.ir import Program
+from colofunc.program.lanes import played
+from colofunc.program.memory import lies, memory
+from colofunc.program.tiered import Tiers, readers
+
+TIERS: Tiers = ("host", "disk")
+NOTHING: frozenset[int] = frozenset()
+
+
+@attrs.frozen(eq=False)
+class Lowered:
+    """A program with part of the host's tier on disk. `exposed_s`: what that adds. `least_bytes`: of host memory that it needs."""
+
+    program: Program
+    exposed_s: float
+    least_bytes: int
+    words: tuple[str, ...]
+
+
+def on_disk(program: Program, mesh: Mesh, node_s: NodeS, host_bytes: int | None, given: Mapping[int, str]) -> Lowered:
+    """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk", if said."""
+    ground = _ground(program, mesh, node_s, given)
+    states = _states(ground, given)
+    limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
+    items, trace = trace_of(ground, NOTHING, states, limit, activations=False)
+    least = least_budget(trace)[0]
+    found = reside(trace, max(limit, least), ground.links)
+    done = write(ground, NOTHING, items, trace, found)
+    return Lowered(done, found.exposed_s, least, tuple(_words(ground, items, trace, found)))
+
+
+def _ground(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
+    """Positions take as long as the device is held up there: what runs beside it takes none."""
+    found = lies(program)
+    lanes = played(program, mesh, node_s)
+    starts = (*lanes.starts_s, lanes.end_s)
+    seconds = tuple(b - a for a, b in zip(starts, starts[1:], strict=False))
+    held = memory(program).timeline.get("host", (0,) * len(program.nodes))
+    tiers = {found.home[program.inputs[k]]: tier for k, tier in given.items() if tier == "disk"}
+    return Ground(program, found, held, readers(program, found), seconds, seconds, links_of(mesh, TIERS), tiers, tiers=TIERS)
+
+
+def _states(ground: Ground, given: Mapping[int, str]) -> dict[int, str | None]:
+    """Storages of inputs that lie on the host between steps. What the step captured stays in memory, where its owner has it."""
+    program = ground.program
+    return {
+        ground.lies.home[i]: given.get(k)
+        for k, i in enumerate(program.inputs)
+        if program.values[i].tier == "host" and program.values[i].role != "frozen" and i not in program.constants
+    }
+
+
+def _words(ground: Ground, items: Collection[int], trace: Trace, found: Residency) -> Iterator[str]:
+    away = [k for k, item in enumerate(trace.items) if item.home and k not in found.residents]
+    if not away:
+        return
+    by_role: dict[str, int] = {}
+    for k, s in enumerate(items):
+        if k in set(away):
+            role = ground.program.values[ground.lies.storages[s].value].role
+            by_role[role] = by_role.get(role, 0) + trace.items[k].nbytes
+    kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items()))
+    read, written = found.moved_bytes
+    yield f"on disk: {kept}; read a step: {size_text(read)}, written: {size_text(written)}, {time_text(found.exposed_s)} of it not hidden"
