@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
-    "agree", "allowed", "compare", "compile", "decide", "differing", "executed", "finite", "lowered", "observe",
+    "agree", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "lowered", "observe",
     "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
 )  # fmt: skip
 

@@ -40,15 +40,15 @@ class OnDisk(torch.Tensor):
     """A tensor whose elements are a chunk of a store. It keeps its store alive."""
 
     store: DiskStore
-    chunk: int
+    number: int  # of its chunk
     writing: Ticket | None  # a write that nobody has waited for
     __torch_function__ = compat.no_torch_function
 
     @staticmethod
-    def __new__(cls, store: DiskStore, chunk: int, like: torch.Tensor) -> OnDisk:
+    def __new__(cls, store: DiskStore, number: int, like: torch.Tensor) -> OnDisk:
         """`like`: shape, strides and dtype."""
         self: OnDisk = compat.wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu")
-        self.store, self.chunk, self.writing = store, chunk, None
+        self.store, self.number, self.writing = store, number, None
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -77,7 +77,7 @@ class OnDisk(torch.Tensor):
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"on_disk({list(self.shape)}, {str(self.dtype).removeprefix('torch.')}, chunk {self.chunk} of {self.store.path!r})"
+        return f"on_disk({list(self.shape)}, {str(self.dtype).removeprefix('torch.')}, chunk {self.number} of {self.store.path!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.read()
@@ -125,14 +125,14 @@ def reading(x: OnDisk) -> Moving:
     if x.writing is not None:
         raise DiskError(f"{x!r} is read while it is being written. Try: wait for the write first")
     flat = STAGING.empty(x.numel() * x.itemsize)
-    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), x.store.read(x.chunk, flat))
+    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), x.store.read(x.number, flat))
 
 
 def writing(x: OnDisk, source: torch.Tensor) -> Moving:
     """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result."""
     if source.stride() != x.stride() or source.device.type != "cpu":
         source = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source)
-    x.writing = x.store.write(x.chunk, source.as_strided((x.numel(),), (1,)))
+    x.writing = x.store.write(x.number, source.as_strided((x.numel(),), (1,)))
 
     def ended() -> None:
         x.writing = None

@@ -42,7 +42,7 @@ Place = Callable[[Sequence[State], Room], Sequence[str | None]]
 class MemoryPolicy:
     """Which tier state lies in, and where it is updated; None leaves a choice to cost.
 
-    place: the tier of each state between steps ("device", "host" or None), given all of them. update: "device", "host" or None.
+    place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device", "host" or None.
     activations: whether what forward keeps for backward may be copied to the host.
     """
 
@@ -55,14 +55,15 @@ class MemoryPolicy:
 SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
 DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
+DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states], activations=False)
 HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 
 
 def places(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
     """What the policy says, or an error that says what is wrong with it."""
     found = list(policy.place(states, room))
-    wrong = [tier for tier in found if tier not in ("device", "host", None)]
+    wrong = [tier for tier in found if tier not in ("device", "host", "disk", None)]
     if len(found) != len(states) or wrong:
         said = f"{wrong[0]!r}" if wrong else f"{len(found)} tiers for {len(states)} states"
-        raise PlanError(f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host' or None for each state")
+        raise PlanError(f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host', 'disk' or None for each state")
     return found

@@ -8,7 +8,7 @@ do. Every choice is scored by the same timeline of compute, host and copy engine
     program -> items, uses, seconds -> reside() per split of the updates -> the fastest -> program with copies
 
 The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is not
-worth a copy and stays.
+worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.update import IN_PLACE
 from colofunc.planner.memory_policies import AUTO, MemoryPolicy, Room, State, places
+from colofunc.planner.offload_disk import on_disk
 from colofunc.planner.offload_loops import opened
 from colofunc.planner.offload_trace import Ground, NodeS, ground_of, trace_of, write
 from colofunc.planner.plan_table import time_text
@@ -53,10 +54,13 @@ def offload(
     budget_bytes: int | None,
     policy: MemoryPolicy = AUTO,
     given: Mapping[int, str] | None = None,
+    host_bytes: int | None = None,
+    disk: bool = False,
 ) -> Offloaded:
     """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
 
-    given: position of an input -> the tier that it lies in already. Where nothing fits, the leanest program: its peak is the
+    given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than the
+    topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its peak is the
     least budget.
     """
     ground = ground_of(program, mesh, node_s, given)
@@ -69,8 +73,13 @@ def offload(
         best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
     assert best is not None, "the program as it is was tried"
     done = write(best.ground, best.on_host, best.items, best.trace, best.found)
-    short = _host_short(memory(done).peak_bytes.get("host", 0), mesh)
-    return Offloaded(done, best.found.exposed_s, tuple(_words(best)), short)
+    words, exposed_s = tuple(_words(best)), best.found.exposed_s
+    rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
+    below, most = _below(ground, policy, budget_bytes, mesh, given or {}), min(rooms, default=None)
+    if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
+        lower = on_disk(done, mesh, node_s, most, below)
+        done, exposed_s, words = lower.program, exposed_s + lower.exposed_s, (*words, *lower.words)
+    return Offloaded(done, exposed_s, words, _host_short(memory(done).peak_bytes.get("host", 0), most, disk))
 
 
 @attrs.frozen(eq=False)
@@ -100,10 +109,25 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
 
 
 def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
-    """Storage of each state -> the tier that the policy or the caller says; None: open."""
+    """Storage of each state -> the tier that the policy or the caller says, seen from the device; None: open."""
     states = _states(ground)
+    said = {**dict(zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True)), **ground.given}
+    return {s: "host" if tier == "disk" else tier for s, tier in said.items()}
+
+
+def _said(ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> Sequence[str | None]:
     room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
-    return {**dict(zip(states, places(policy, [_state(ground, s) for s in states], room), strict=True)), **ground.given}
+    return places(policy, [_state(ground, s) for s in states], room)
+
+
+def _below(
+    ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh, given: Mapping[int, str]
+) -> dict[int, str]:
+    """Position of an input -> host or disk, where it lies there already or the policy says disk. Above, both are the host."""
+    states = _states(ground)
+    disk = {s for s, tier in zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True) if tier == "disk"}
+    said = {k: "disk" for k, i in enumerate(ground.program.inputs) if ground.lies.home[i] in disk}
+    return {**said, **{k: tier for k, tier in given.items() if tier != "device"}}
 
 
 def _other_bytes(ground: Ground, states: Sequence[int]) -> int:
@@ -186,14 +210,15 @@ def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
     )
 
 
-def _host_short(peak: int, mesh: Mesh) -> str:
+def _host_short(peak: int, most: int | None, disk: bool) -> str:
     """What is wrong where the host cannot hold what does not stay on the device."""
-    most = mesh.capacity_bytes("host")
     if most is None or peak <= most:
         return ""
+    there = "and not on disk " if disk else ""
+    more = "" if disk else ', cf.offload(disk="DIR")'
     return (
-        f"what does not stay on the device takes {size_text(peak)} of host memory a rank, the topology has {size_text(most)}; use more "
-        "ranks, a larger budget, cf.checkpoint, or a topology with more host memory"
+        f"what does not stay on the device {there}takes {size_text(peak)} of host memory a rank, the topology has or host= allows "
+        f"{size_text(most)}; use more ranks, a larger budget, cf.checkpoint{more}, or a topology with more host memory"
     )
 
 

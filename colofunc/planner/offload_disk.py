@@ -15,6 +15,7 @@ What is read lies in host memory that the plan counts, so reading ahead stops wh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 
 import attrs
 
@@ -58,8 +59,7 @@ def _ground(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str
     """Positions take as long as the device is held up there: what runs beside it takes none."""
     found = lies(program)
     lanes = played(program, mesh, node_s)
-    starts = (*lanes.starts_s, lanes.end_s)
-    seconds = tuple(b - a for a, b in zip(starts, starts[1:], strict=False))
+    seconds = tuple(later - now for now, later in pairwise((*lanes.starts_s, lanes.end_s)))
     held = memory(program).timeline.get("host", (0,) * len(program.nodes))
     tiers = {found.home[program.inputs[k]]: tier for k, tier in given.items() if tier == "disk"}
     return Ground(program, found, held, readers(program, found), seconds, seconds, links_of(mesh, TIERS), tiers, tiers=TIERS)

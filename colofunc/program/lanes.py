@@ -2,7 +2,8 @@
 
 Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
 order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
-out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a started one only at its wait.
+out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a
+started one only at its wait.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|

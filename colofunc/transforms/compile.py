@@ -24,6 +24,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.disk_tensors import stores_of
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
@@ -33,6 +34,7 @@ from colofunc.program.chunks import buffers_of
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
+from colofunc.transforms.disk_state import Shelves
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
@@ -45,9 +47,10 @@ Leaf = torch.Tensor
 class Ready:
     """A lowered step and, from the first call on, the backend that runs it."""
 
-    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None, fn: Callable[..., Any]) -> None:
+    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None, fn: Callable[..., Any], disk: str | None) -> None:
         self.low = low
         self.watch = watch
+        self.disk = disk  # the directory of what lies on disk
         self._executor = executor
         self._compared: set[str] = set()
         self._hidden: tuple[list[int], list[list[torch.Tensor]]] | None = None
@@ -124,8 +127,10 @@ class StepCompiler:
         names, layouts = ready.low.traced.names, ready.low.input_layouts
         ready.hidden()
         placed = []
+        shelves = Shelves(ready.disk, first, layouts, ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            placed.append(place(leaf, layout, ready.low.mesh, ready.backend, True, name))
+            placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name), layout))
+        shelves.commit()
         placed = side_by_side(placed, ready.buffers)
         return unflatten(first_tree, [_owned(parts, layout, ready) for parts, layout in zip(placed, layouts, strict=False)])
 
@@ -157,7 +162,9 @@ class StepCompiler:
             if runs:
                 backend_for(mesh_of(staged), staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(mesh_of(staged), staged.executor)
-            ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch, staged.fn)
+            intent = staged.intent("offload")
+            disk = None if intent is None else intent.options["disk"]
+            ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch, staged.fn, disk)
             known.append(ready)
         self._last = leaves, tree, around
         return ready
@@ -260,9 +267,12 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     low = ready.low
     donated = set(low.donated)
     inputs = []
+    shelves = Shelves(ready.disk, leaves, low.input_layouts, low.mesh, ready.backend)
     for i, leaf in enumerate(leaves):
         copy = i in donated and not _is_owned(leaf)
-        inputs.append(place(leaf, low.input_layouts[i], low.mesh, ready.backend, copy, low.traced.names[i]))
+        parts = place(leaf, low.input_layouts[i], low.mesh, ready.backend, copy, low.traced.names[i])
+        inputs.append(shelves.keep(parts, low.input_layouts[i]))
+    shelves.commit()
     if low.traced.uses_seed:
         seed = main_seed(ready.watch, draw_seed())
         inputs.append([seed] * len(ready.backend.ranks(low.mesh)))
@@ -270,9 +280,14 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     inputs = side_by_side(inputs, ready.buffers)
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
+    stores = stores_of(part for parts in inputs for part in parts)
     try:
         outs = ready.run(inputs)
+        for store in stores:
+            store.commit()
     except Exception as error:
+        for store in stores:
+            store.rollback()
         if before != [compat.version(part) for leaf in mine for part in leaf.parts]:
             for leaf in mine:
                 leaf.consume(f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)")

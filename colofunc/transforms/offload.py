@@ -3,64 +3,102 @@
     step = cf.offload(cf.shard(step_fn, mesh, zero(3, "dp")), budget="6GiB")     # the fastest way within it
     step = cf.offload(step_fn, budget=0.5)                                       # half of what the device has
     step = cf.offload(step_fn, policy="host")                                    # all state on the host, whatever fits
+    step = cf.offload(step_fn, budget="6GiB", host="16GiB", disk="/nvme")        # what the host has no room for, on disk
 
 Problem: what does not fit is moved by hooks that learn too late what is needed next. Idea: the step is one program, so all
 uses are known; `planner/offload.py` decides what stays, what is copied when, and where updates run, by the time that it
-takes on a timeline of compute, host and copy engines. State that does not stay lies on the host from `step.init` on, and its
-spec says so (`(dp o) i @host`). The numbers are the same.
+takes on a timeline of compute, host and copy engines. State that does not stay lies on the host, or on disk, from `step.init`
+on, and its spec says so (`(dp o) i @host`). The numbers are the same.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from colofunc.errors import InputError, PlanError, near
+from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner import offload as planner
-from colofunc.planner.memory_policies import AUTO, DEVICE, HOST, MemoryPolicy
+from colofunc.planner.memory_policies import AUTO, DEVICE, DISK, HOST, MemoryPolicy
+from colofunc.planner.offload_trace import NodeS
+from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
-BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST)}
+BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST, DISK)}
 
 
 def offload(
-    step_fn: Callable[..., Any] | None = None, *, budget: str | int | float = "auto", policy: str | MemoryPolicy = "auto"
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    budget: str | int | float = "auto",
+    policy: str | MemoryPolicy = "auto",
+    host: str | int | float = "auto",
+    disk: str | os.PathLike[str] | None = None,
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
     budget: "6GiB", a number of bytes, a part of the device's memory (0.5), or "auto": all of it. policy: "auto" decides by
-    time; "device" moves nothing, "host" keeps all state on the host; plugins have more (`gemini`), or a `MemoryPolicy`.
+    time; "device" moves nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
+    host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
+    holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
+    more, and what a killed process left goes when the next one begins there.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
-    limit, part = _budget(budget)
+    limit, part = _budget(budget, "budget")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
-    options = {"budget_bytes": limit, "budget_part": part, "policy": policy}
-    intent = Intent("offload", options, move=partial(_move, policy))
+    if disk is not None and not isinstance(disk, str | os.PathLike):
+        raise InputError(f"cf.offload(disk={disk!r}): give the path of a directory, such as '/nvme/me'")
+    if disk is None and policy in ("disk", DISK):
+        raise InputError("cf.offload(policy='disk') needs a directory; write cf.offload(..., disk='/nvme/me')")
+    room = _budget(host, "host")
+    directory = None if disk is None else os.fspath(disk)
+    options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory}
+    intent = Intent("offload", options, move=partial(_move, policy, room, disk is not None))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
     return staged
 
 
-def _budget(budget: str | int | float) -> tuple[int | None, float | None]:
-    """(bytes, part of the device's memory); neither: all of it."""
+def _budget(budget: str | int | float, word: str) -> tuple[int | None, float | None]:
+    """(bytes, part of the memory that there is); neither: all of it."""
     if budget == "auto":
         return None, None
     if isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise InputError(f"cf.offload(budget={budget}): a fraction is above 0 and at most 1; write bytes as a whole number or '6GiB'")
+            raise InputError(f"cf.offload({word}={budget}): a fraction is above 0 and at most 1; write bytes as a whole number or '6GiB'")
         return None, budget
-    return parse_bytes(budget, "cf.offload(budget=)"), None
+    return parse_bytes(budget, f"cf.offload({word}=)"), None
 
 
-def _move(policy: str | MemoryPolicy, policies: Mapping[str, Any], given: Mapping[int, str]) -> Any:
+def _move(
+    policy: str | MemoryPolicy, host: tuple[int | None, float | None], disk: bool, policies: Mapping[str, Any], given: Mapping[int, str]
+) -> Any:
     """What `within.Ending` wants, once plugins and arguments are known."""
     found = policy if isinstance(policy, MemoryPolicy) else {**BUILT_IN, **policies}.get(policy)
     if found is None:
         names = (*BUILT_IN, *policies)
         raise PlanError(f"cf.offload has no policy {policy!r}{near(str(policy), names, 'policies')}")
-    return partial(planner.offload, policy=found, given=given)
+
+    def move(program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None) -> planner.Offloaded:
+        return planner.offload(program, mesh, node_s, budget_bytes, found, given, _host_bytes(host, mesh), disk)
+
+    return move
+
+
+def _host_bytes(host: tuple[int | None, float | None], mesh: Mesh) -> int | None:
+    nbytes, part = host
+    if part is None:
+        return nbytes
+    capacity = mesh.capacity_bytes("host")
+    if capacity is None:
+        raise PlanError(
+            f"cf.offload(host={part}) is a part of the host's memory, which topology {mesh.topology.name!r} does not limit; give bytes "
+            "such as '16GiB', or a topology"
+        )
+    return int(part * capacity)

@@ -1,0 +1,65 @@
+"""State on disk: room for it is taken before anything is placed, and each part goes there as soon as it is made.
+
+    shelves = Shelves("/nvme", leaves, layouts, mesh, backend)     # takes the room, or fails
+    for leaf, layout in zip(leaves, layouts):
+        shelves.keep(place(leaf, layout, mesh, backend), layout)   # on disk where the layout says so; the part may go
+    shelves.commit()
+
+What lies on disk already stays where it is. Ranks of one process that hold the same part share its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.lazy import part_key
+from colofunc.dtensor.tensor import DTensor
+from colofunc.executors.backend import Backend
+from colofunc.executors.disk_tensors import OnDisk, Room
+from colofunc.mesh import Mesh
+
+
+class Shelves:
+    """Room on disk for those of a step's inputs that are to lie there and do not yet; for nothing where no directory is named."""
+
+    def __init__(
+        self, directory: str | None, leaves: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh, backend: Backend
+    ) -> None:
+        self._mesh, self._ranks = mesh, backend.ranks(mesh)
+        new = [(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=False) if layout.tier == "disk" and not _is_there(leaf)]
+        sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in range(len(self._keys(layout)))]
+        self._room = None if directory is None or not new else Room(directory, sizes, self._ranks[0])
+
+    def _keys(self, layout: Layout) -> dict[tuple[int, ...], int]:
+        """The distinct parts of the ranks in this process: a rank that has each."""
+        return {part_key(layout, self._mesh, rank): rank for rank in reversed(self._ranks)}
+
+    def keep(self, parts: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+        """The parts, on disk where their layout says so."""
+        if self._room is None or layout.tier != "disk" or all(isinstance(part, OnDisk) for part in parts):
+            return parts
+        done: dict[tuple[int, ...], torch.Tensor] = {}
+        for rank, part in zip(self._ranks, parts, strict=True):
+            key = part_key(layout, self._mesh, rank)
+            if key not in done:
+                done[key] = self._room.keep(part)
+        return [done[part_key(layout, self._mesh, rank)] for rank in self._ranks]
+
+    def commit(self) -> None:
+        """What was kept counts from now on, whatever happens to the step."""
+        if self._room is not None:
+            self._room.store.commit()
+
+
+def _is_there(leaf: torch.Tensor) -> bool:
+    return isinstance(leaf, DTensor) and all(isinstance(part, OnDisk) for part in leaf.parts)
+
+
+def _part_bytes(leaf: torch.Tensor, layout: Layout) -> int:
+    nbytes = leaf.dtype.itemsize
+    for size in layout.local_shape:
+        nbytes *= size
+    return nbytes
