@@ -25,7 +25,7 @@ class Dealt:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (self.axis,)
+        return tuple(self.axis.split())
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         return [cf.Wish("batch*", self.spec, self.axes, ("batch",), f"dealt({self.axis})", along=True)]
@@ -42,20 +42,21 @@ PLANS = {
     "blocks": Dealt("s", "b (s t) ..."),
     "stripes": Dealt("c", "b (t c) ..."),
     "more": Dealt("u", "b (u t) ..."),
+    "levels": Dealt("o i", "(o i b) ..."),  # hybrid: rows over two axes
 }
-THREE = [("rows", "blocks", "stripes"), ("rows", "stripes", "more"), ("rows", "blocks", "more")]
+THREE = [("rows", "blocks", "stripes"), ("rows", "stripes", "more"), ("rows", "blocks", "more"), ("levels", "blocks", "stripes")]
 
 
 @pytest.mark.parametrize("names", [*itertools.combinations(PLANS, 2), *THREE], ids="-".join)
 def test_plans_that_cut_one_flat_dim_in_different_places(names: tuple[str, ...]) -> None:
     """Two axes in blocks on the tokens themselves, too: the later one lies inside the earlier."""
     plans = [PLANS[name] for name in names]
-    mesh = cf.Mesh(**{plan.axis: 2 for plan in plans}, topology="8xa100-80g")
+    mesh = cf.Mesh(**{axis: 2 for plan in plans for axis in plan.axes}, topology="16xa100-80g")
     step = cf.shard(flat, mesh, *plans)
     args = torch.randn(4, 8, dtype=torch.float64), torch.randn(ROWS, TOKENS, 8, dtype=torch.float64)
     low = step.lower(*args)
     product = next(n for n in low.program.nodes if n.target == "colofunc.linear")
-    assert low.program.values[product.refs[0]].shape == (ROWS * TOKENS // 2 ** len(plans), 8)
+    assert low.program.values[product.refs[0]].shape == (ROWS * TOKENS // mesh.size, 8)
     assert not any(kind in ("all_gather", "all_to_all") for kind, _ in low.cost().calls)
     assert check(step, *args, steps=1).worst < 1e-10
 

@@ -334,14 +334,15 @@ def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
 
 
 def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
-    """(placement with some axes inside its factors, the axes left)."""
+    """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their order."""
     if not axes:
         yield placement, ()
         return
-    for some, rest in _among(placement, axes[1:], mesh):
-        yield some, (axes[0], *rest)
+    *first, last = axes
+    for some, rest in _among(placement, tuple(first), mesh):
+        yield some, (*rest, last)
         for factor, dim in some.items():
-            for both in _within(dim, axes[0], mesh.axis_size(axes[0])):
+            for both in _within(dim, last, mesh.axis_size(last)):
                 yield {**some, factor: both}, rest
 
 
