@@ -19,6 +19,7 @@ step the same way to count moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, combinations
 from operator import itemgetter
 from typing import NamedTuple
@@ -42,7 +43,7 @@ from colofunc.planner.timeline import (
     simulate,
 )  # fmt: skip
 
-__all__ = ["Item", "Links", "Move", "Residency", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
+__all__ = ["Item", "Links", "Move", "Residency", "Search", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
 WORK = 150_000  # positions and uses that one call may walk through, over all candidates
 
@@ -81,6 +82,7 @@ MANY = tuple(
     for filled in (1.0, 0.8, 0.5, 0.0)
 )
 MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
+SKETCH = (STARTS[1], STARTS[2], STARTS[4])  # where little may be tried
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -103,15 +105,7 @@ def least_budget(trace: Trace) -> tuple[int, int]:
 
 def reside(trace: Trace, budget_bytes: int, links: Links) -> Residency:
     """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget."""
-    _check_trace(trace)
-    least, position = least_budget(trace)
-    if budget_bytes < least:
-        raise PlanError(
-            f"a budget of {budget_bytes} bytes is below the least possible, {least} bytes: position {position} holds "
-            f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items at once. "
-            f"Try: a budget of at least {least}, or smaller items"
-        )
-    return _Search(trace, budget_bytes, links).run()
+    return Search(trace, budget_bytes, links).run()
 
 
 def _check_trace(trace: Trace) -> None:
@@ -142,23 +136,48 @@ class _Found:
         return self.seconds, self.moved
 
 
-class _Search:
+class Search:
     """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
 
     def __init__(self, trace: Trace, budget: int, links: Links) -> None:
+        _check_trace(trace)
+        least, position = least_budget(trace)
+        if budget < least:
+            raise PlanError(
+                f"a budget of {budget} bytes is below the least possible, {least} bytes: position {position} holds "
+                f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items at once. "
+                f"Try: a budget of at least {least}, or smaller items"
+            )
         self.trace, self.budget, self.links = trace, budget, links
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
         self.known: dict[tuple[tuple[int, ...], int, int, bool], tuple[float, int]] = {}
         self.best: _Found | None = None
+        self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
         self.left = min(500, max(9, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.still = self._everything()  # where nothing has to move there is nothing to search
+
+    @property
+    def many(self) -> bool:
+        """Whether the trace is small enough to try all there is to try."""
+        return self.left > MANY_FROM
+
+    def sketch(self, points: Sequence[Point] = SKETCH) -> Residency:
+        """The best of a few candidates."""
+        if self.still is not None:
+            return self.still
+        for point in points:
+            if point.order < len(self.orders):
+                self._at(point)
+        assert self.best is not None
+        return self._result(self.best)
 
     def run(self) -> Residency:
-        everything = self._everything()
-        if everything is not None:
-            return everything
+        """The best of all that the work allows."""
+        if self.still is not None:
+            return self.still
         self._search()
         assert self.best is not None
         return self._result(self.best)
@@ -244,33 +263,37 @@ class _Search:
 
     # ---- which of them ----
 
-    def _search(self) -> None:
-        """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
-        orders, floors, seen = [], [], set[tuple[int, ...]]()
+    @cached_property
+    def orders(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        """Distinct orders of home items that may stay; with the least budget, and the bytes, of the first 0, 1, 2, ... of them."""
+        found: dict[tuple[int, ...], tuple[list[int], list[int], np.ndarray]] = {}
         for order in self._orders():
             fitting, least = self._fitting(order)
-            if tuple(fitting) not in seen:
-                seen.add(tuple(fitting))
-                orders.append(fitting)
-                floors.append(least)
-        held = [np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order], dtype=np.int64))) for order in orders]
+            held = np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in fitting], dtype=np.int64)))
+            found.setdefault(tuple(fitting), (fitting, least, held))
+        return list(found.values())
 
-        def at(point: Point) -> tuple[float, int]:
-            bytes_ = held[point.order]
-            count = int(np.searchsorted(bytes_, point.stay * float(bytes_[-1]), side="right")) - 1
-            least, taken = floors[point.order][count], int(bytes_[count])
-            spent = least + int((self.budget - least) * point.spent)
-            return self.score([*self.fixed, *orders[point.order][:count]], taken + int((spent - taken) * point.filled), spent, point.push)
+    def _at(self, point: Point) -> tuple[float, int]:
+        """What a point of the search costs."""
+        order, floors, held = self.orders[point.order]
+        count = int(np.searchsorted(held, point.stay * float(held[-1]), side="right")) - 1
+        least, taken = floors[count], int(held[count])
+        spent = least + int((self.budget - least) * point.spent)
+        before = self.best
+        found = self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent, point.push)
+        self.where = point if self.best is not before else self.where
+        return found
 
-        ranked = sorted(
-            ((at(point), point) for point in (MANY if self.left > MANY_FROM else STARTS) if point.order < len(orders)), key=itemgetter(0)
-        )
-        for best, where in ranked[:3]:
+    def _search(self) -> None:
+        """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
+        starts = [point for point in (MANY if self.many else STARTS) if point.order < len(self.orders)]
+        starts += [self.where] if self.where is not None and self.where not in starts else []
+        for best, where in sorted(((self._at(point), point) for point in starts), key=itemgetter(0))[:3]:
             step = 0.2
             while self.open and step > 0.01:
                 before = best
-                for point in where.around(step, len(orders)):
-                    if self.open and (found := at(point)) < best:
+                for point in where.around(step, len(self.orders)):
+                    if self.open and (found := self._at(point)) < best:
                         best, where = found, point
                 if best == before:
                     step /= 2
