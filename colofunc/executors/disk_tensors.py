@@ -37,21 +37,24 @@ _ITSELF = frozenset({aten.detach.default, aten.alias.default})
 
 
 class OnDisk(torch.Tensor):
-    """A tensor whose elements are a chunk of a store. It keeps its store alive."""
+    """A tensor whose elements are a chunk of a store, which it keeps alive, or in files that have not been read yet."""
 
-    store: DiskStore
+    store: DiskStore | None
     number: int  # of its chunk
+    source: Callable[[], torch.Tensor] | None  # reads what is in no store
     writing: Ticket | None  # a write that nobody has waited for
     __torch_function__ = compat.no_torch_function
 
     @staticmethod
-    def __new__(cls, store: DiskStore, number: int, like: torch.Tensor) -> OnDisk:
-        """`like`: shape, strides and dtype."""
+    def __new__(
+        cls, like: torch.Tensor, store: DiskStore | None = None, number: int = 0, source: Callable[[], torch.Tensor] | None = None
+    ) -> OnDisk:
+        """`like`: shape, strides and dtype. One without a store is read by `source`, and cannot be written."""
         self: OnDisk = compat.wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu")
-        self.store, self.number, self.writing = store, number, None
+        self.store, self.number, self.source, self.writing = store, number, source, None
         return self
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `__new__` has done it."""
 
     @classmethod
@@ -70,14 +73,15 @@ class OnDisk(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The elements, in memory of their own."""
-        return reading(self).wait()
+        return reading(self).wait() if self.source is None else self.source()
 
     def shadow(self) -> torch.Tensor:
         """A tensor without elements that lies as this one does."""
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"on_disk({list(self.shape)}, {str(self.dtype).removeprefix('torch.')}, chunk {self.number} of {self.store.path!r})"
+        where = "in a checkpoint" if self.store is None else f"chunk {self.number} of {self.store.path!r}"
+        return f"on_disk({list(self.shape)}, {str(self.dtype).removeprefix('torch.')}, {where})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.read()
@@ -110,11 +114,12 @@ class Moving:
 
     __slots__ = ("_ended", "_result", "_ticket")
 
-    def __init__(self, result: torch.Tensor, ticket: Ticket, ended: Callable[[], None] | None = None) -> None:
+    def __init__(self, result: torch.Tensor, ticket: Ticket | None, ended: Callable[[], None] | None = None) -> None:
         self._result, self._ticket, self._ended = result, ticket, ended
 
     def wait(self) -> torch.Tensor:
-        self._ticket.wait()
+        if self._ticket is not None:
+            self._ticket.wait()
         if self._ended is not None:
             self._ended()
         return self._result
@@ -124,12 +129,16 @@ def reading(x: OnDisk) -> Moving:
     """Begin to read `x` into a buffer, which is the result. Raises DiskError where a write has not been waited for."""
     if x.writing is not None:
         raise DiskError(f"{x!r} is read while it is being written. Try: wait for the write first")
+    if x.store is None:
+        return Moving(x.read(), None)
     flat = STAGING.empty(x.numel() * x.itemsize)
     return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), x.store.read(x.number, flat))
 
 
 def writing(x: OnDisk, source: torch.Tensor) -> Moving:
     """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result."""
+    if x.store is None:
+        raise DiskError(f"{x!r} is not to be written. Try: cf.offload(step, disk=...), which gives it room, or x.clone()")
     if source.stride() != x.stride() or source.device.type != "cpu":
         source = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source)
     x.writing = x.store.write(x.number, source.as_strided((x.numel(),), (1,)))
@@ -183,6 +192,11 @@ STAGING = Staging()
 # ---- room for a state ----
 
 
+def unread(shape: Sequence[int], dtype: torch.dtype, source: Callable[[], torch.Tensor]) -> OnDisk:
+    """A tensor that `source()` reads whenever it is looked at, until a step gives it room on its own disk."""
+    return OnDisk(torch.empty(tuple(shape), dtype=dtype, device="meta"), source=source)
+
+
 class Room:
     """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where they cannot be."""
 
@@ -193,12 +207,28 @@ class Room:
 
     def keep(self, x: torch.Tensor) -> OnDisk:
         """x on disk, in the next chunk. It is there when this returns."""
-        found = OnDisk(self.store, self._next, torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        found = OnDisk(torch.empty(x.shape, dtype=x.dtype, device="meta"), self.store, self._next)
         self._next += 1
         writing(found, x).wait()
         return found
 
 
-def stores_of(parts: Iterable[torch.Tensor]) -> list[DiskStore]:
-    """The stores that these parts lie in."""
-    return list({id(x.store): x.store for x in parts if isinstance(x, OnDisk)}.values())
+class Together:
+    """What a step may write to, of all parts that it is given: all of it counts at its end, or none.
+
+    Where no part lies on disk there is nothing to do.
+    """
+
+    def __init__(self, parts: Iterable[torch.Tensor]) -> None:
+        self._parts = [x for x in parts if isinstance(x, OnDisk)]
+        self._stores = list({id(x.store): x.store for x in self._parts if x.store is not None}.values())
+
+    def commit(self) -> None:
+        for store in self._stores:
+            store.commit()
+
+    def rollback(self) -> None:
+        for store in self._stores:
+            store.rollback()
+        for x in self._parts:
+            x.writing = None

@@ -98,7 +98,8 @@ def save(
 
     format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been
     copied; the rest happens in a thread, which ends before the interpreter does, and what goes wrong is raised by
-    `wait()` or the next save. keep: of the folders beside `path` whose names differ in numbers only, this many newest
+    `wait()` or the next save. State that lies on disk is not copied, since memory has no room for it: then it returns when all is
+    written. keep: of the folders beside `path` whose names differ in numbers only, this many newest
     stay. deadline_s: how long ranks wait for each other. Raises CheckpointError where another process saves to the
     same folder or the disk is full; the folder is then as it was before.
     """
@@ -109,6 +110,7 @@ def save(
     saver = _saver()
     failed = saver.settle()
     job = _prepared(path, lambda: _Job.make(path, state, batches, random, keep, deadline_s).copied(None if wait else format))
+    wait = wait or job.large
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
     writing = _begin(job, failed)
@@ -178,9 +180,14 @@ class _Job:
         items = [item for leaf in leaves for item in leaf.items(ranks.rank)]
         return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
 
+    @property
+    def large(self) -> bool:
+        """Whether part of the state lies on disk, because memory has no room for it."""
+        return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
+
     def copied(self, format: str | None) -> _Job:
-        """With copies of everything, so that the next step may write in place; None: as it is."""
-        if format is None:
+        """With copies of everything, so that the next step may write in place; None, or with state on disk: as it is."""
+        if format is None or self.large:
             return self
         if format == "dcp" and self.ranks.size == 1:
             plain = {leaf.name: leaf.tensor.full() if isinstance(leaf.tensor, DTensor) else leaf.tensor.clone() for leaf in self.leaves}

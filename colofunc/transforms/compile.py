@@ -24,7 +24,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
-from colofunc.executors.disk_tensors import stores_of
+from colofunc.executors.disk_tensors import Together
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
@@ -280,14 +280,12 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     inputs = side_by_side(inputs, ready.buffers)
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
-    stores = stores_of(part for parts in inputs for part in parts)
+    disk = Together(part for parts in inputs for part in parts)
     try:
         outs = ready.run(inputs)
-        for store in stores:
-            store.commit()
+        disk.commit()
     except Exception as error:
-        for store in stores:
-            store.rollback()
+        disk.rollback()
         if before != [compat.version(part) for leaf in mine for part in leaf.parts]:
             for leaf in mine:
                 leaf.consume(f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)")

@@ -18,7 +18,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
-from colofunc.executors.disk_tensors import OnDisk, Room
+from colofunc.executors.disk_tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 
 
@@ -38,14 +38,14 @@ class Shelves:
         return {part_key(layout, self._mesh, rank): rank for rank in reversed(self._ranks)}
 
     def keep(self, parts: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-        """The parts, on disk where their layout says so."""
-        if self._room is None or layout.tier != "disk" or all(isinstance(part, OnDisk) for part in parts):
+        """The parts, on disk where their layout says so and a directory is named."""
+        if self._room is None or layout.tier != "disk" or all(map(_has_place, parts)):
             return parts
         done: dict[tuple[int, ...], torch.Tensor] = {}
         for rank, part in zip(self._ranks, parts, strict=True):
             key = part_key(layout, self._mesh, rank)
             if key not in done:
-                done[key] = self._room.keep(part)
+                done[key] = self._room.keep(in_memory(part))
         return [done[part_key(layout, self._mesh, rank)] for rank in self._ranks]
 
     def commit(self) -> None:
@@ -55,7 +55,12 @@ class Shelves:
 
 
 def _is_there(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, DTensor) and all(isinstance(part, OnDisk) for part in leaf.parts)
+    return isinstance(leaf, DTensor) and all(map(_has_place, leaf.parts))
+
+
+def _has_place(part: torch.Tensor) -> bool:
+    """Whether it lies in a store; one of a checkpoint is there to be read only."""
+    return isinstance(part, OnDisk) and part.store is not None
 
 
 def _part_bytes(leaf: torch.Tensor, layout: Layout) -> int:

@@ -20,6 +20,7 @@ from colofunc.dtensor.lazy import make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
+from colofunc.executors.disk_tensors import in_memory
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
 from colofunc.functional.checkpoint.pages import copy
@@ -82,7 +83,7 @@ class Leaf:
         if not isinstance(x, DTensor):
             return make(x)
         part = x.parts[held] if len(x.parts) == x.mesh.size else x.local
-        return unpadded(part, x.sharding, x.mesh, held)
+        return unpadded(in_memory(part), x.sharding, x.mesh, held)
 
 
 def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:

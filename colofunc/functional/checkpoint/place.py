@@ -7,6 +7,7 @@ needs, take the overlap with every piece, and read no more; a part that all rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from colofunc.dtensor.spec import Spec, bind
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
 from colofunc.executors.backend import backend_for
+from colofunc.executors.disk_tensors import unread
 from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
 from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
@@ -88,10 +90,16 @@ def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device | str 
     where = _device(mesh, device) if layout.tier == "device" else torch.device("cpu")
     for rank in backend.ranks(mesh):
         region = region_of(layout, mesh, rank)
-        if region not in done:
-            done[region] = _padded(entry.region(region), layout, mesh, rank).to(where)
+        if region not in done and layout.tier == "disk":  # too large for memory: read when a step puts it on its own disk
+            done[region] = unread(layout.local_shape, entry.dtype, partial(_part, entry, region, layout, mesh, rank))
+        elif region not in done:
+            done[region] = _part(entry, region, layout, mesh, rank).to(where)
         parts.append(done[region])
     return DTensor(parts, layout, mesh, backend, owned=True)
+
+
+def _part(entry: Entry, region: Region, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    return _padded(entry.region(region), layout, mesh, rank)
 
 
 def _device(mesh: Mesh, device: torch.device | str | None) -> torch.device:
