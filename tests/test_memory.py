@@ -14,7 +14,7 @@ from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Ref
-from colofunc.program.memory import memory
+from colofunc.program.memory import _run_meta, memory
 from colofunc.program.schedule import overlap
 
 R = Ref
@@ -205,3 +205,11 @@ def test_real_ranks_hold_what_the_accountant_says():
         for counted, least, real in zip(says, without, holds, strict=True):
             assert least <= real <= counted  # to the byte where no copy is sent; gloo copies the half that is for the other
         assert sum(a == b for a, b in zip(says, holds, strict=True)) > len(says) / 2
+
+
+def test_a_mode_around_the_caller_changes_no_figure():
+    low = cf.shard(lambda x: (x + 1) * x, cf.Mesh()).lower(torch.ones(13))
+    before = low.memory().timeline
+    _run_meta.cache_clear()
+    with cf.testing.float64():
+        assert low.memory().timeline == before

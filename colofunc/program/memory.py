@@ -274,7 +274,8 @@ def _rearranged(meta: Meta, steps: Any) -> Made:
 
 
 def _tensor(meta: Meta) -> torch.Tensor:
-    return torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta")
+    with compat.no_function_modes():
+        return torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta")
 
 
 def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> tuple[Made | None, ...]:
@@ -322,7 +323,8 @@ def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtyp
     keywords = {k: real(v) for k, v in kwargs}
     if target.startswith("aten.") and takes_device(target) and not (metas and keywords.get("device") is None):
         keywords["device"] = place
-    results = _flat(resolve(target)(*real(args), **keywords))
+    with compat.no_function_modes():  # what is around the caller changes no program
+        results = _flat(resolve(target)(*real(args), **keywords))
     if target == "aten.native_batch_norm.default" and args[5] is False:
         results = (results[0], *(x.new_empty(0) for x in results[1:]))  # only training has statistics to save
     made = _describe(results, operands)
