@@ -250,7 +250,8 @@ class SimulatedWires:
                 writer.line(f"{spoil}({name})" if asynchronous else f"{name}.copy_({given})")
             if not asynchronous:
                 return
-            writer.where[only(node)] = target
+            for name, lane in writer.assign(only(node), target):
+                writer.line(f"{name} = {target[lane]}")  # a variable of its own: `into` may die before it or after it
             self._hidden[only(node)] = source
         else:
             source = writer.where[node.refs[0]]
