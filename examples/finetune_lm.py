@@ -2,6 +2,7 @@
 
     python examples/finetune_lm.py --model path/to/llama --data "texts/*.txt" --out run        # simulated ranks
     torchrun --nproc-per-node 2 examples/finetune_lm.py --model ... --data ... --out run --tp 1 # real ranks (gloo)
+    python examples/finetune_lm.py --model ... --data ... --out run --budget 6GiB --host 8GiB --disk /nvme/me # larger than memory
 
 Weights go from the folder straight into the ranks' parts. Every `--save-every` steps the state, the position in the data
 and the random numbers are written beside the training; started again with the same arguments, after `kill -9` or a power
@@ -57,6 +58,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that run one after another")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what is computed in")
     parser.add_argument("--budget", help="device memory a rank ('6GiB'): what does not fit is made again or on the host", default="")
+    parser.add_argument("--disk", help="directory for state that memory has no room for; without --host for all of it", default="")
+    parser.add_argument("--host", help="host memory a rank for what is not on the device", default="")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args(argv)
 
@@ -77,8 +80,10 @@ def main(argv: list[str] | None = None) -> list[float]:
         step = cf.precision(step, args.precision)
     if args.microbatches > 1:
         step = cf.accumulate(step, microbatches=args.microbatches)
-    if args.budget:
-        step = cf.offload(cf.checkpoint(step), budget=args.budget)
+    if args.budget or args.disk or args.host:
+        policy = "disk" if args.disk and not args.host else "auto"
+        memory = {"budget": args.budget or "auto", "host": args.host or "auto", "disk": args.disk or None}
+        step = cf.offload(cf.checkpoint(step), policy=policy, **memory)
 
     files = sorted(glob.glob(args.data, recursive=True))
     if not files:

@@ -79,6 +79,27 @@ def test_a_fine_tuning_that_is_killed_goes_on_bit_for_bit(tiny_lm, tmp_path: Pat
     assert after < before - 0.1
 
 
+def test_with_its_state_on_disk_the_losses_are_the_same_also_behind_a_kill(
+    tiny_lm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, nvme = script("finetune_lm", monkeypatch).main, tmp_path / "nvme"
+    nvme.mkdir()
+    sizes = (*tiny_lm, "--dp", "1", "--tp", "1")
+    whole = main([*sizes, "--out", str(tmp_path / "whole")])
+    command = [sys.executable, str(EXAMPLES / "finetune_lm.py"), *sizes, "--disk", str(nvme), "--out", str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout:
+            if line.startswith("step 4"):
+                left = [path.name for path in nvme.iterdir()]
+                run.kill()
+                break
+    assert run.wait() == -signal.SIGKILL and left  # its files lie there until the next one comes
+    rest = main([*sizes, "--disk", str(nvme), "--out", str(tmp_path / "killed")])
+    assert 2 <= len(rest) < 8 and rest == whole[-len(rest) :]
+    a, b = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed"))
+    assert a == b and not set(left) & {path.name for path in nvme.iterdir()}
+
+
 def test_a_long_context_over_ring_and_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Twice the tokens on twice the ranks leave a rank's peak where it was: weights are split further, activations equal."""
     pytest.importorskip("transformers")
