@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import colofunc as cf
 from colofunc.dtensor.parts import parts
 from colofunc.errors import CheckpointError, InputError
+from colofunc.executors import disk_files
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import disk, files, folder, regions
 from colofunc.functional.checkpoint.fetch import fetch
@@ -299,24 +300,24 @@ def test_what_is_loaded_holds_no_more_memory_than_it_shows(tmp_path) -> None:
 def test_a_stream_writes_the_bytes_that_it_is_given(tmp_path, monkeypatch, how) -> None:
     """Of any lengths, over many buffers, whatever the file system takes."""
     monkeypatch.setattr(disk, "BUFFER_BYTES", 8192)
-    pwrite, control, flags = os.pwrite, disk.fcntl.fcntl, []
+    pwrite, control, flags = os.pwrite, disk_files.fcntl.fcntl, []
 
     def write(fd: int, data: Any, at: int) -> int:
-        direct = bool(disk.DIRECT & control(fd, disk.fcntl.F_GETFL))
+        direct = bool(disk_files.DIRECT & control(fd, disk_files.fcntl.F_GETFL))
         flags.append(direct)
         if how == "refused when written" and direct:
             raise OSError(errno.EINVAL, "Invalid argument")
         return pwrite(fd, data[: 4096 if how == "short writes" else None], at)
 
     def controlled(fd: int, what: int, *args: int) -> int:
-        if how == "refused when set" and args and args[0] & disk.DIRECT:
+        if how == "refused when set" and args and args[0] & disk_files.DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return control(fd, what, *args)
 
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(disk.fcntl, "fcntl", controlled)
+    monkeypatch.setattr(disk_files.fcntl, "fcntl", controlled)
     if how == "no such flag":
-        monkeypatch.setattr(disk, "DIRECT", 0)
+        monkeypatch.setattr(disk_files, "DIRECT", 0)
     made = torch.Generator().manual_seed(0)
     parts = [os.urandom(int(n)) for n in torch.randint(0, 20_000, (30,), generator=made)]
     with open(tmp_path / "f", "xb", buffering=0) as file, disk.stream(file.fileno()) as out:

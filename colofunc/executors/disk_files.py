@@ -55,6 +55,18 @@ def disk_error(doing: str, path: str | os.PathLike[str], error: OSError, more: s
     return DiskError(f"{doing} {os.fspath(path)!r}: {error.strerror or error}{more}. Try: {hint}")
 
 
+def set_direct(fd: int, on: bool) -> bool:
+    """Pass the page cache from now on, or no longer; whether it does: some file systems cannot."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return on and DIRECT != 0
+
+
 # ---- the folder of one store ----
 
 
@@ -106,13 +118,7 @@ class Files:
 
     def _set_direct(self, on: bool) -> None:
         for fd in self._fds:
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                on = False
+            on = set_direct(fd, on)
         self.direct = on
 
     def commit(self, found: Committed, durable: bool) -> None:

@@ -13,7 +13,6 @@ that, the same buffers are written the usual way.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -24,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from colofunc.executors.disk_files import set_direct
+
 BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
 BUFFERS, WRITERS = 4, 2
-DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -114,16 +114,6 @@ def stream(fd: int) -> Iterator[Stream]:
 def memory(buffer: Buffer) -> memoryview:
     whole: Any = buffer
     return memoryview(whole)
-
-
-def set_direct(fd: int, on: bool) -> None:
-    """Write past the page cache from now on, or no longer; nothing where the file system cannot."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
 
 
 def write_at(fd: int, data: memoryview, at: int) -> None:
