@@ -9,7 +9,7 @@ is chosen by time. Plugins name policies with the hook `colofunc_memory_policies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -43,13 +43,15 @@ class MemoryPolicy:
     """Which tier state lies in, and where it is updated; None leaves a choice to cost.
 
     place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device", "host" or None.
-    activations: whether what forward keeps for backward may be copied to the host.
+    activations: whether what forward keeps for backward may be copied to the host. where: glob of module paths -> "host" or "device",
+    where their operators run; of others cost decides (`host_operators`).
     """
 
     name: str
     place: Place = attrs.field(default=lambda states, room: [None] * len(states), repr=False)
     update: str | None = None
     activations: bool = True
+    where: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
 
 SCALAR = 8  # bytes of a step count, which goes with nobody

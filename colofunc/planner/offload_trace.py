@@ -70,9 +70,14 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
+GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"})
+"""Operators that read few rows of their first operand."""
+
+
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
-    ids = (*node.refs, *written(node), *(o for o in node.outs if o is not None))
+    outs = tuple(o for o in node.outs if o is not None)
+    ids = (*node.refs[1:], *outs, *outs) if node.target in GATHERS else (*node.refs, *written(node), *outs)
     return sum(program.values[i].nbytes for i in ids)
 
 
@@ -97,8 +102,8 @@ def trace_of(
         there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
         if storage.tier != near or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
             continue
-        if not home and (s in outputs or storage.born < 0 or not activations) and not there:
-            continue
+        if not home and (storage.born < 0 or ((s in outputs or not activations) and not there)):
+            continue  # what the caller holds stays; a copy of it that the host needs is one more
         if value.nbytes < floor and tier != far and not there:
             continue
         if home and tier == near and not there:
