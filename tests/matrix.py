@@ -195,10 +195,10 @@ class Cell:
 
 
 @functools.cache
-def _module(kind: str, dtype: torch.dtype) -> Any:
+def _module(kind: str, dtype: torch.dtype, layers: int = LAYERS) -> Any:
     """The model, once: cells do not change it."""
     torch.manual_seed(0)
-    size = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=HEADS,
+    size = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=HEADS,
                 max_position_embeddings=TOKENS, bos_token_id=1, eos_token_id=1)  # fmt: skip
     if kind == "dense":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=2 * WIDTH, **size)).to(dtype)
@@ -207,10 +207,10 @@ def _module(kind: str, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def step_of(kind: str, extra: str = "", precision: str = "float64") -> tuple[Any, Any, Any]:
+def step_of(kind: str, extra: str = "", precision: str = "float64", layers: int = LAYERS) -> tuple[Any, Any, Any]:
     """(step, state, batch) of a cell, before any transform."""
     wide = precision == "float64"
-    model = cf.functional(_module(kind, torch.float64 if wide else torch.float32))
+    model = cf.functional(_module(kind, torch.float64 if wide else torch.float32, layers))
     torch.manual_seed(1)  # after the module: whether it was made before must not change what is drawn next
     if extra == "lora":
         model = cf.lora(model, where="*.q_proj", rank=4)

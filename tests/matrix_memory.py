@@ -1,0 +1,199 @@
+"""The combination matrix in a narrow memory: recomputation and offload beside every parallel mode, on simulated ranks.
+
+    {checkpoint, offload, both} x the cells of `matrix.py`
+
+    outcome = run(Narrow(Cell("zero3", kind="experts"), "both"))
+
+A cell is one of the matrix within a share of what it holds without a budget. It is *equal* when two steps give what the function
+itself gives on one device, the modes' signatures are there, and memory shows its own:
+
+- no simulated rank ever holds more than the budget, and the most that one holds is what the plan says, to the byte; so is
+  every other position of the program, in both tiers;
+- `offload`: state lies on the host, and something that forward made goes there and comes back;
+- `checkpoint`: some operator of the forward pass runs more often than without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import matrix
+import narrow
+from matrix import Cell, Outcome, signature, staged, step_of
+
+import colofunc as cf
+from colofunc.executors.measure import measure
+from colofunc.program.facts import is_copy
+from colofunc.program.ir import Program
+from colofunc.testing import check
+from colofunc.transforms.observe import arguments_of
+
+
+@attrs.frozen
+class Memory:
+    """A column's entry. `shares`: of the bytes that a cell holds without a budget, tightest first; the first that can be is taken."""
+
+    within: Callable[[Any, int], Any]
+    shares: tuple[float, ...]
+    away: bool = False  # something lies on the host
+    again: bool = False  # something is made again
+
+
+MEMORY: Mapping[str, Memory] = {
+    "checkpoint": Memory(lambda step, budget: cf.checkpoint(step, budget=budget), (0.6, 0.8), again=True),
+    "offload": Memory(lambda step, budget: cf.offload(step, budget=budget), (0.35, 0.5, 0.7), away=True),
+    "both": Memory(
+        lambda step, budget: cf.offload(cf.checkpoint(step, policy="dots"), budget=budget), (0.3, 0.45, 0.6), away=True, again=True
+    ),
+}
+
+
+@attrs.frozen
+class Narrow:
+    """A cell of the matrix within a budget."""
+
+    cell: Cell
+    column: str
+    layers: int = 1
+    shares: tuple[float, ...] = ()  # instead of the column's
+
+    def __str__(self) -> str:
+        return f"{self.column}-{self.cell}"
+
+
+# ---- a cell ----
+
+
+def run(some: Narrow) -> Outcome:
+    """Plan within the budget, check what is held, run two steps, compare. Raises AssertionError where the cell is broken."""
+    cell = some.cell
+    step, state, batch = step_of(cell.kind, cell.extra, cell.precision, some.layers)
+    if cell.precision == "bf16":
+        return _run(some, step, state, batch, functools.partial(narrow.check, known=_known(cell.kind, cell.extra, some.layers)))
+    with cf.testing.float64():
+        return _run(some, step, state, batch, check)
+
+
+@functools.cache
+def _known(kind: str, extra: str, layers: int) -> narrow.Known:
+    step, state, batch = step_of(kind, extra, "bf16", layers)
+    return narrow.measured(staged(Cell(kind=kind, precision="bf16", extra=extra), step).reference, state, batch)
+
+
+def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[..., Any]) -> Outcome:
+    try:
+        whole = staged(some.cell, step).lower(state, batch)
+    except cf.ColofuncError as error:
+        sizes = some.cell.sizes or {}
+        known = [r for r in matrix.REFUSED if re.search(r.says, str(error)) and r.holds(some.cell, sizes)]
+        if not known:
+            raise
+        return Outcome(some.cell, 0.0, known[0].why)
+    within, budget, low = _tightest(some, step, state, batch, whole.memory().peak_bytes["device"])
+    wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low, whole.program), *held(within, low, state, batch, budget)]
+    assert not wrong, f"{some} on {some.cell.sizes}: " + "; ".join(wrong) + f"\n{low.plan}"
+    return Outcome(some.cell, compare(within, state, batch).worst)
+
+
+def _tightest(some: Narrow, step: Any, state: Any, batch: Any, whole: int) -> tuple[Any, int, Any]:
+    """(the step within the first share that can be, its budget, lowered)."""
+    memory = MEMORY[some.column]
+    shares = some.shares or memory.shares
+    for share in shares:
+        within = memory.within(staged(some.cell, step), int(whole * share))
+        try:
+            return within, int(whole * share), within.lower(state, batch)
+        except cf.PlanError as error:
+            if "no plan found within" not in str(error) or share == shares[-1]:
+                raise
+    raise AssertionError("a column has shares")
+
+
+# ---- signatures ----
+
+
+def held(within: Any, low: Any, state: Any, batch: Any, budget: int) -> list[str]:
+    """What does not agree between the budget, the plan, the accountant, and what simulated ranks hold while they run."""
+    given = arguments_of(low, within.arguments((state, batch)))
+    measured, counted = measure(low.program, low.mesh, given.copies(range(len(given.shards)))), low.memory()
+    most = max(measured.timeline["device"])
+    wrong = [f"{most:,} B held, the budget is {budget:,} B"] if most > budget else []
+    wrong += [f"the plan says {low.plan.peak_bytes:,} B, {most:,} B are held"] if low.plan.peak_bytes != most else []
+    for tier, line in counted.timeline.items():
+        off = [k for k, (a, b) in enumerate(zip(line, measured.timeline[tier], strict=True)) if a != b]
+        wrong += [f"{tier}: {line[k]:,} B counted and {measured.timeline[tier][k]:,} B held at operator {k}" for k in off[:3]]
+    return wrong
+
+
+def shown(memory: Memory, low: Any, whole: Program) -> list[str]:
+    """What a column does not show; empty if all is there."""
+    wrong = []
+    if memory.away:
+        lasting = {leaf.name for leaf in low.plan.inputs if leaf.name.startswith("state.")}
+        names = {n for n, lay in zip(low.traced.names, low.input_layouts, strict=False) if lay.tier == "host" and n in lasting}
+        wrong += [] if any("weight" in name or "proj" in name for name in names) else ["no weight or moment lies on the host"]
+        made = memory.again or any(_goes_and_comes(p) for p in _programs(low.program))
+        wrong += [] if made else ["nothing that is made goes to the host"]
+    if memory.again:
+        more = _work(low.program) - _work(whole)
+        wrong += [] if more else ["nothing is made again"]
+    return wrong
+
+
+def _goes_and_comes(program: Program) -> bool:
+    """Whether a value that an operator made is copied to the host, and from there back."""
+    there = {o for node in program.nodes if node.target.startswith("colofunc.to_host") for o in node.outs if o is not None}
+    for node in program.nodes:  # behind its wait it has another number
+        if node.target == "colofunc.wait" and node.refs[0] in there:
+            there.update(o for o in node.outs if o is not None)
+    return any(node.target.startswith("colofunc.to_device") and node.refs[0] in there for node in program.nodes)
+
+
+def _programs(program: Program) -> list[Program]:
+    """A program and the bodies of its loops."""
+    return [program, *(p for node in program.nodes if node.loop is not None for p in _programs(node.loop.body))]
+
+
+def _work(program: Program) -> Counter[tuple[str, str]]:
+    """How often each operator of each module runs in forward."""
+    return Counter(
+        (node.target, node.path)
+        for each in _programs(program)
+        for node in each.nodes
+        if node.phase == "forward" and node.loop is None and not is_copy(node) and node.target != "colofunc.wait"
+    )
+
+
+
+# ---- which cells ----
+
+QUICK = (
+    Narrow(Cell("zero3", kind="experts"), "both"),
+    Narrow(Cell("zero1", "1d"), "both"),
+    Narrow(Cell("hybrid", context="ring", ranks=8), "both"),
+    Narrow(Cell(tensor="1d+sp", precision="bf16"), "both"),
+    Narrow(Cell("zero2", context="ulysses", extra="accumulate"), "both"),
+    Narrow(Cell(tensor="2d"), "both"),
+    Narrow(Cell("zero3"), "checkpoint"),
+    Narrow(Cell(kind="experts"), "offload"),
+    Narrow(Cell(context="ring", extra="lora"), "offload"),
+)
+"""Each mode beside each column, two modes at a time; grids over three axes take as long to plan as all of these: they are in the sweep."""
+
+
+def sweep() -> list[Narrow]:
+    """All columns beside every mode alone on 4 ranks and 8, every pair on the smallest mesh that holds it, and each extra."""
+    cells = [c for c in matrix.every() if matrix.modes_in(c) == 1 and c.ranks in (4, 8)]
+    smallest: dict[tuple[str, ...], Cell] = {}
+    for c in matrix.every():
+        if matrix.modes_in(c) == 2:
+            smallest.setdefault((c.zero, c.tensor, c.context, c.kind, c.precision), c)
+    plain = (Cell("zero1"), Cell("zero2"), Cell("zero3"), Cell(context="ring"))
+    extras = [attrs.evolve(c, extra=extra) for extra in matrix.EXTRAS[1:] for c in plain]
+    alone = [Narrow(c, column, layers=2) for c in (*cells, *extras) for column in MEMORY]
+    return [*alone, *(Narrow(c, "both") for c in smallest.values()), *(Narrow(c, "offload") for c in smallest.values())]
