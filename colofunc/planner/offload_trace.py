@@ -27,6 +27,8 @@ from colofunc.program.tiered import TIERS, Tiered, Tiers, readers
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
 """A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of it."""
+FEW = 1 << 12
+"""Of what one tier makes and the other reads, so many bytes are copied right before they are read, which nobody plans."""
 
 
 @attrs.frozen(eq=False)
@@ -110,7 +112,7 @@ def trace_of(
             continue
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
-        if not home and value.nbytes < floor and there:
+        if not home and value.nbytes < min(floor, FEW) and there:
             continue  # a scalar that the host reads
         uses = sorted({*uses, *busy.get(s, ())})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
