@@ -67,6 +67,21 @@ def test_the_host_holds_what_it_may_and_the_disk_the_rest(tmp_path: Path, room: 
     assert check(staged, *args, steps=2).worst == 0.0
 
 
+def test_activations_that_no_memory_holds_go_to_disk_and_come_back(tmp_path: Path) -> None:
+    step, *args = training(layers=2)
+    base = cf.shard(step, one())
+    staged = cf.offload(base, budget=int(0.4 * peak(base, *args)), host=60_000 + 1_500, disk=tmp_path)
+    low, state = staged.lower(*args), staged.init(*args)
+    spilled = [n for n in low.program.nodes if n.target.startswith("colofunc.to_disk")]
+    assert len(spilled) >= 3 and low.memory().peak_bytes["host"] <= 61_500
+    agrees(low, state, args[1])
+    for _ in range(3):  # its room is given again
+        state, _ = staged(state, args[1])
+    assert len([path for path in files(tmp_path) if path.name == "version-0"]) == 2  # of the state, and of the step
+    assert len([path for path in files(tmp_path) if path.name == "version-1"]) == 1
+    assert check(staged, *args, steps=2).worst == 0.0
+
+
 def test_where_the_host_has_room_nothing_lies_on_disk(tmp_path: Path) -> None:
     step, *args = training(layers=2)
     plain, named = (cf.offload(cf.shard(step, one()), policy="host", disk=disk).lower(*args) for disk in (None, tmp_path))

@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-from colofunc.executors.disk_tensors import Moving, OnDisk, reading, writing
+from colofunc.executors.disk_tensors import SCRATCH, Moving, OnDisk, reading, writing
 from colofunc.ops.copies import duplicate
 
 
 class Copying:
     """A copy in flight."""
 
-    __slots__ = ("_ready", "_result")
+    __slots__ = ("_ready", "result")
 
     def __init__(self, result: torch.Tensor, ready: Callable[[], Any] | None = None) -> None:
-        self._result = result
+        self.result = result
         self._ready = ready
 
     def wait(self) -> torch.Tensor:
         """The copy, safe to read for whoever runs next in its tier."""
         if self._ready is not None:
             self._ready()
-        return self._result
+        return self.result
 
 
 class Copier:
@@ -41,7 +41,10 @@ class Copier:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     def start(self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device) -> Copying | Moving:
-        """Begin `to_host(x)`, `to_device(x)` or `put(into, x)`."""
+        """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`."""
+        if kind == "to_disk":
+            scratch = SCRATCH.get()
+            return Copying(duplicate(operands[0])) if scratch is None else scratch.write(operands[0])
         if isinstance(operands[0], OnDisk):
             return writing(operands[0], operands[1]) if kind == "put" else reading(operands[0])
         if device.type != "cuda":

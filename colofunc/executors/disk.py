@@ -121,6 +121,7 @@ class DiskStore:
     sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_layout.disk_bytes`).
     threads: how many move blocks; 4 fill a drive. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
+    versions: 1 for what is never committed, which takes half the room.
     keep: whether the files outlive the process; otherwise `close` or the end of the process removes them, and after a
     kill the next store in the same directory does. Only one thread may call methods at a time.
     Raises DiskError before anything is left on disk where the directory is missing, not writable or too small.
@@ -136,8 +137,9 @@ class DiskStore:
         block_bytes: int = BLOCK_BYTES,
         rank: int = 0,
         keep: bool = False,
+        versions: int = len(VERSIONS),
     ) -> None:
-        layout = Layout.of(sizes, block_bytes)
+        layout = Layout.of(sizes, block_bytes, versions)
         threads = _threads(threads, buffers_bytes, block_bytes)
         self._start(create(directory, layout, rank, keep), None, threads)
 
@@ -265,6 +267,8 @@ class DiskStore:
         a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called.
         """
         self._ours("commit to")
+        if self._files.layout.versions == 1:
+            raise DiskError(f"the store at {self.path!r} has one version of each chunk, so nothing is committed. Try: versions=2")
         self._workers.wait_for_writes()
         records = self._records
         for chunk, error in records.failed.items():

@@ -82,7 +82,7 @@ class Files:
         self._fds: list[int] = []
 
     def open_versions(self, create: bool) -> None:
-        for name in VERSIONS:
+        for name in VERSIONS[: self.layout.versions]:
             # Opened without O_DIRECT: a file system that refuses it would have made the file already.
             flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
             self._fds.append(os.open(name, flags, 0o600, dir_fd=self._folder_fd))
@@ -204,16 +204,17 @@ def reopen(directory: str | os.PathLike[str], rank: int | None) -> tuple[Files, 
 
 def _room(parent: Path, layout: Layout) -> str:
     room = os.statvfs(parent)
-    free, needed = room.f_bavail * room.f_frsize, disk_bytes(layout.sizes)
+    free, needed = room.f_bavail * room.f_frsize, disk_bytes(layout.sizes, layout.versions)
+    versions = "two versions" if layout.versions > 1 else "one version"
     return (
-        f"needed: {size_text(needed)} = {needed} bytes for two versions of every chunk ({len(layout.sizes)}); "
+        f"needed: {size_text(needed)} = {needed} bytes for {versions} of every chunk ({len(layout.sizes)}); "
         f"free: {size_text(free)} = {free} bytes"
     )
 
 
 def _check_room(parent: Path, layout: Layout, others: Sequence[Path]) -> None:
     room = os.statvfs(parent)
-    if disk_bytes(layout.sizes) > room.f_bavail * room.f_frsize:
+    if disk_bytes(layout.sizes, layout.versions) > room.f_bavail * room.f_frsize:
         lying = f"; stores that lie there: {', '.join(sorted(path.name for path in others))}" if others else ""
         why = f"has too little room ({_room(parent, layout)}{lying})"
         raise DiskError(f"the disk directory {str(parent)!r} {why}. Try: {TRY[errno.ENOSPC]}")

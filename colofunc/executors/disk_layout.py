@@ -40,16 +40,17 @@ class Layout:
     block_bytes: int
     offsets: tuple[int, ...]  # of chunk k in a file; one more: the file's bytes
     blocks: tuple[int, ...]  # first block of chunk k; one more: all blocks
+    versions: int = len(VERSIONS)  # 1: what is written never has to outlive its overwriting
 
     @staticmethod
-    def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> Layout:
+    def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES, versions: int = len(VERSIONS)) -> Layout:
         if block_bytes <= 0 or block_bytes % PAGE_BYTES:
             raise DiskError(f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}")
         if (negative := next((k for k, size in enumerate(sizes) if size < 0), None)) is not None:
             raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
         offsets = accumulate((padded(size) for size in sizes), initial=0)
         blocks = accumulate((-(-size // block_bytes) for size in sizes), initial=0)
-        return Layout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks))
+        return Layout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks), versions)
 
     @property
     def file_bytes(self) -> int:
@@ -60,9 +61,9 @@ class Layout:
         return slice(self.blocks[chunk], self.blocks[chunk + 1])
 
 
-def disk_bytes(sizes: Sequence[int]) -> int:
+def disk_bytes(sizes: Sequence[int], versions: int = len(VERSIONS)) -> int:
     """What a store of such chunks takes on disk, without its index (4 bytes per chunk and block)."""
-    return len(VERSIONS) * sum(padded(size) for size in sizes)
+    return versions * sum(padded(size) for size in sizes)
 
 
 def checksum(data: Buffer) -> int:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -112,17 +114,17 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 class Moving:
     """A read or write under way. `wait` gives its result; a failure is raised there."""
 
-    __slots__ = ("_ended", "_result", "_ticket")
+    __slots__ = ("_ended", "_ticket", "result")
 
     def __init__(self, result: torch.Tensor, ticket: Ticket | None, ended: Callable[[], None] | None = None) -> None:
-        self._result, self._ticket, self._ended = result, ticket, ended
+        self.result, self._ticket, self._ended = result, ticket, ended
 
     def wait(self) -> torch.Tensor:
         if self._ticket is not None:
             self._ticket.wait()
         if self._ended is not None:
             self._ended()
-        return self._result
+        return self.result
 
 
 def reading(x: OnDisk) -> Moving:
@@ -211,6 +213,42 @@ class Room:
         self._next += 1
         writing(found, x).wait()
         return found
+
+
+class Scratch:
+    """Room for values of a step that go to disk and come back within it: one chunk for each, taken when this is made.
+
+    A chunk is free again when nobody has the tensor in it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0) -> None:
+        block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
+        self._store = DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=1)
+        self._free: dict[int, list[int]] = {}
+        for number, nbytes in enumerate(sizes):
+            self._free.setdefault(nbytes, []).append(number)
+
+    def write(self, x: torch.Tensor) -> Moving:
+        free = self._free.get(x.nbytes)
+        if not free:
+            raise DiskError(f"there is no room for another {x.nbytes} bytes in {self._store.path!r}. Try: step.init, or the step by itself")
+        number = free.pop()
+        found = OnDisk(torch.empty_like(x, device="meta", memory_format=torch.preserve_format), self._store, number)
+        weakref.finalize(found, free.append, number).atexit = False
+        return writing(found, x)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What runs inside and writes a value to disk writes it here."""
+        before = SCRATCH.set(self)
+        try:
+            yield
+        finally:
+            SCRATCH.reset(before)
+
+
+SCRATCH: ContextVar[Scratch | None] = ContextVar("SCRATCH", default=None)
+"""Where the step that runs writes values of its own. Outside of one a tensor has one tier, and to write it there is to copy it."""
 
 
 class Together:

@@ -281,8 +281,10 @@ class SimulatedWires:
             return
         writer.extra[out] = tuple(moves.values())
         ends = tuple(f"{move}.wait()" for move in mine)
-        if kind == "put":
-            writer.where[out], self._writing[out] = writer.where[node.refs[0]], ends
+        if kind in ("put", "to_disk"):
+            self._writing[out] = ends
+            for name, lane in writer.assign(out, mine):
+                writer.line(f"{name} = {mine[lane]}.result")
             return
         blank = writer.bind(unfilled_copy, f"{kind}_start")
         for name, lane in writer.assign(out, mine):

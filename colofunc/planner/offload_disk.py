@@ -48,7 +48,7 @@ def on_disk(program: Program, mesh: Mesh, node_s: NodeS, host_bytes: int | None,
     ground = _ground(program, mesh, node_s, given)
     states = _states(ground, given)
     limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
-    items, trace = trace_of(ground, NOTHING, states, limit, activations=False)
+    items, trace = trace_of(ground, NOTHING, states, limit)
     least = least_budget(trace)[0]
     found = reside(trace, max(limit, least), ground.links)
     done = write(ground, NOTHING, items, trace, found)

@@ -24,7 +24,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
-from colofunc.executors.disk_tensors import Together
+from colofunc.executors.disk_tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
@@ -34,7 +34,7 @@ from colofunc.program.chunks import buffers_of
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
-from colofunc.transforms.disk_state import Shelves
+from colofunc.transforms.disk_state import Shelves, scratch_sizes
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
@@ -94,6 +94,12 @@ class Ready:
         return buffers_of(self.low.program)
 
     @cached_property
+    def scratch(self) -> Scratch | None:
+        """Room on disk for values of the step itself; None where none goes there."""
+        sizes = scratch_sizes(self.low.program, len(self.backend.ranks(self.low.mesh)))
+        return Scratch(self.disk, sizes, self.backend.ranks(self.low.mesh)[0]) if self.disk is not None and sizes else None
+
+    @cached_property
     def backend(self) -> Backend:
         return backend_for(self.low.mesh, self._executor)
 
@@ -126,6 +132,7 @@ class StepCompiler:
         ready.compare("init", first)
         names, layouts = ready.low.traced.names, ready.low.input_layouts
         ready.hidden()
+        _ = ready.scratch  # its room is taken now, or not at all
         placed = []
         shelves = Shelves(ready.disk, first, layouts, ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
@@ -280,9 +287,10 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     inputs = side_by_side(inputs, ready.buffers)
     mine = [leaf for i in low.donated if isinstance(leaf := leaves[i], DTensor) and leaf.owned]
     before = [compat.version(part) for leaf in mine for part in leaf.parts]
-    disk = Together(part for parts in inputs for part in parts)
+    disk, scratch = Together(part for parts in inputs for part in parts), ready.scratch
     try:
-        outs = ready.run(inputs)
+        with nullcontext() if scratch is None else scratch.used():
+            outs = ready.run(inputs)
         disk.commit()
     except Exception as error:
         disk.rollback()

@@ -20,6 +20,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk_tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
+from colofunc.program.ir import Program
 
 
 class Shelves:
@@ -68,3 +69,9 @@ def _part_bytes(leaf: torch.Tensor, layout: Layout) -> int:
     for size in layout.local_shape:
         nbytes *= size
     return nbytes
+
+
+def scratch_sizes(program: Program, ranks: int) -> list[int]:
+    """Bytes of what each of so many ranks writes to disk within a step."""
+    written = [program.values[node.outs[0]] for node in program.nodes if node.target.startswith("colofunc.to_disk") and node.outs[0]]
+    return [value.nbytes for value in written for _ in range(ranks)]
