@@ -23,7 +23,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.budget import fit, least_error
+from colofunc.planner.budget import at_price, fit, least_error
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
@@ -95,8 +95,10 @@ def assign(
     memo: Memo | None = None,
     fresh: bool = True,
     few: bool = False,
+    price_s: float = 0.0,
 ) -> Assignment:
-    """The cheapest assignment found whose peak is within `budget_bytes`.
+    """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where every
+    byte at its peak costs so many seconds.
 
     `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
     per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
@@ -111,9 +113,10 @@ def assign(
     if memo.fastest is None:
         memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few)
     found = memo.fastest
-    if budget_bytes is None or peak(found) <= budget_bytes:
+    if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
         return found
     least: list[tuple[int, Mapping[str, int], Assignment]] = []
+    dear: list[Assignment] = []
     always, never = (frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is how) for how in (True, False))
     for ids in dict.fromkeys((always, (_parameters(program) | always) - never)):
         regather = copies_of(program, ids)
@@ -125,6 +128,9 @@ def assign(
             memo.models[regather] = again, liveness(program, again, found.ties)
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
+        if price_s or budget_bytes is None:
+            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, memo.fits.get(regather, ()))))
+            continue
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])
         result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
@@ -132,6 +138,8 @@ def assign(
             before.append(result.choice)
             return make(result.choice)
         least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
+    if price_s or budget_bytes is None:
+        return min(dear, key=lambda a: a.cost_s + price_s * a.peak_bytes)
     nbytes, roles, leanest = min(least, key=lambda item: item[0])
     if nbytes <= budget_bytes * (1 + slack):
         return leanest
@@ -181,6 +189,7 @@ def assign_by_axes(
     effort: Effort = NORMAL,
     slack: float = 0.0,
     memo: Memo | None = None,
+    price_s: float = 0.0,
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
@@ -197,6 +206,7 @@ def assign_by_axes(
         memo: Memo | None = None,
         decided: Sequence[str] = mesh.axis_names,
         fresh: bool = True,
+        price_s: float = 0.0,
     ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
@@ -205,18 +215,21 @@ def assign_by_axes(
         keyed = mine if fixed is None else mine | _apart(fixed)
         begin = () if current is None else (current,)
         few = len(some) > 2
-        return assign(program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few)
+        return assign(
+            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, price_s
+        )  # fmt: skip
 
     together = _together(constraints, open_axes)
     if len(open_axes) <= 2:
-        return solve_for(tuple(open_axes), None, budget_bytes, memo)
+        return solve_for(tuple(open_axes), None, budget_bytes, memo, price_s=price_s)
     rest = [a for a in open_axes if not any(a in block for block in together)]
     said = {a for some in constraints.items.values() for c in some for a in c.axes}
     left = [a for a in rest if a not in said]
     blocks = [*together, *((a,) for a in rest if a in said), *(tuple(left[k : k + 2]) for k in range(0, len(left), 2))]
-    current: Assignment | None = None
+    known = memo.fastest if memo is not None else None  # nothing of this depends on a budget
+    current = known
     decided = [a for a in mesh.axis_names if a not in open_axes]
-    for block in blocks:  # the budget binds only once every axis has had its turn
+    for block in blocks if known is None else ():  # the budget binds only once every axis has had its turn
         decided += block
         current = solve_for(block, current, None, None, decided)
     assert current is not None
@@ -224,15 +237,17 @@ def assign_by_axes(
     if len(blocks[-1]) == 1:  # this axis has just had its turn
         still = 1
         turns = turns[open_axes.index(blocks[-1][0]) + 1 :]
-    for axis in turns:
+    for axis in turns if known is None else ():
         before = current.cost_s
         current = solve_for((axis,), current, None, fresh=False)
         still = still + 1 if current.cost_s >= before * (1 - ENOUGH) else 1
         if still >= len(open_axes):
             break
+    if memo is not None:
+        memo.fastest = current
     if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
         current = solve_for(tuple(open_axes[:2]), current, budget_bytes)
-    return current
+    return solve_for(tuple(open_axes[:2]), current, None, price_s=price_s) if price_s else current
 
 
 def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, ...]]:

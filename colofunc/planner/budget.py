@@ -2,7 +2,8 @@
 
 Problem: seconds and bytes are two goals. Idea: charge `price` seconds per byte of everything that is alive at the peak
 and minimise the sum. A price of zero gives the fastest choice, a high one the leanest; the smallest price whose choice
-fits is found by bisection. What is alive at the peak changes with the choice, so the charge is averaged over the
+fits is found by bisection; where what is too much can be made again or moved, the price is what that costs (`at_price`).
+What is alive at the peak changes with the choice, so the charge is averaged over the
 choices seen so far (a subgradient). In the end options are given back what they would like best, while it fits.
 
 Source: Lagrangian relaxation for the constrained problem, Fisher (Management Science 27, 1981).
@@ -97,6 +98,36 @@ def fit(
     if best is None:
         return Fit(None, *least)
     return Fit(_give_back(model, best[1], measure, budget_bytes), *least, best[2])
+
+
+TURNS = 3
+"""What is alive at the peak changes with the choice, so it is charged anew so often."""
+
+
+def at_price(
+    model: Model,
+    live: Liveness,
+    start: Sequence[int],
+    price_s_per_byte: float,
+    seed: int,
+    effort: Effort,
+    before: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs time:
+    to make it again, or to copy it. `before`: choices that were good at other prices."""
+    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+    peak = live.peak(start)
+    charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
+    best, x = (model.true_cost(start) + price_s_per_byte * peak.nbytes, list(start)), list(start)
+    for turn in range(TURNS):
+        priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
+        y = search(priced, [x, *before], seed, light, fresh=turn == 0)
+        peak = live.peak(y)
+        best = min(best, (model.true_cost(y) + price_s_per_byte * peak.nbytes, y))
+        if y == x:
+            break
+        x, charge = y, charge.mixed(peak, 1 / (2 + turn / 2))
+    return best[1]
 
 
 def _extra(model: Model, charge: _Charge, price: float) -> list[Array]:

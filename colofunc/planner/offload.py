@@ -14,37 +14,52 @@ worth a copy and stays. What the host then has no room for goes to the disk, whe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.update import IN_PLACE
+from colofunc.planner.host_operators import check_where, told, with_operators
 from colofunc.planner.memory_policies import AUTO, MemoryPolicy, Room, State, places
 from colofunc.planner.offload_disk import on_disk
 from colofunc.planner.offload_loops import opened
 from colofunc.planner.offload_trace import Ground, NodeS, ground_of, trace_of, write
 from colofunc.planner.plan_table import time_text
-from colofunc.planner.residency import Residency, Trace, least_budget, reside
+from colofunc.planner.residency import SKETCH, Point, Residency, Search, Trace, least_budget
 from colofunc.program.facts import written
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 
 SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5)
 """Shares of the updates, by bytes, that are tried on the host."""
+FULL = 2
+"""Of a large program so many splits are searched in full, those that look best in a sketch."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
 CAST = "aten._to_copy.default"
 LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
 
 
+@attrs.frozen
+class Hint:
+    """What was best for a program: the share of the updates on the host, and where the search for copies ended."""
+
+    share: float
+    point: Point | None
+
+
 @attrs.frozen(eq=False)
 class Offloaded:
-    """A program with copies in it. `exposed_s`: what they add to its timeline."""
+    """A program with copies in it. `exposed_s`: by how much its timeline is longer than all work on the device, one after the
+    other (less than nothing where the host takes work off it). `over`: bytes by which its peak exceeds the budget."""
 
     program: Program
     exposed_s: float
     words: tuple[str, ...] = ()
     short: str = ""  # what the host lacks
+    over: int = 0
+    hint: Hint = Hint(0.0, None)
 
 
 def offload(
@@ -56,30 +71,35 @@ def offload(
     given: Mapping[int, str] | None = None,
     host_bytes: int | None = None,
     disk: bool = False,
+    like: Hint | None = None,
 ) -> Offloaded:
     """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
 
     given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than the
     topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its peak is the
-    least budget.
+    least budget. like: only what was best for another order of the same work is tried, and no copies are written: an estimate.
     """
+    check_where(policy.where, program)
     ground = ground_of(program, mesh, node_s, given)
     limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
     best: _Found | None = None
     for each in (ground, opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit)):
         if each is None or (best is not None and best.over == 0 and not best.found.moves):
             continue
-        found = _search(each, policy, _placed(each, policy, budget_bytes, mesh), limit)
+        found = _search(each, policy, _placed(each, policy, budget_bytes, mesh), limit, like)
         best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
     assert best is not None, "the program as it is was tried"
-    done = write(best.ground, best.on_host, best.items, best.trace, best.found)
-    words, exposed_s = tuple(_words(best)), best.found.exposed_s
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
     below, most = _below(ground, policy, budget_bytes, mesh, given or {}), min(rooms, default=None)
+    exposed_s, hint = _longer_s(ground, best), Hint(best.share, best.point)
+    if like is not None:
+        return Offloaded(program, exposed_s, (), "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks), best.over, hint)
+    done, words = write(best.ground, best.on_host, best.items, best.trace, best.found), tuple(_words(best))
     if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
         lower = on_disk(done, mesh, node_s, most, below)
         done, exposed_s, words = lower.program, exposed_s + lower.exposed_s, (*words, *lower.words)
-    return Offloaded(done, exposed_s, words, _host_short(memory(done).peak_bytes.get("host", 0), most, disk))
+    short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks)
+    return Offloaded(done, exposed_s, words, short, best.over, hint)
 
 
 @attrs.frozen(eq=False)
@@ -92,20 +112,54 @@ class _Found:
     items: Sequence[int]
     trace: Trace
     found: Residency
+    share: float
+    point: Point | None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.found.seconds
 
 
-def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int) -> _Found:
+def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> _Found:
     """The fastest of the splits of the updates."""
-    best: _Found | None = None
-    for on_host in _splits(ground, policy.update, placed):
+    tries: list[tuple[_Found, Search]] = []
+    points = SKETCH if like is None or like.point is None else (like.point, *SKETCH[:2])
+    splits = _splits(ground, policy.update, placed, like)
+    for share, on_host in with_operators(ground, policy.where, policy.update, placed, limit, splits):
         items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
         least = least_budget(trace)[0]
-        one = _Found(max(0, least - limit), ground, on_host, items, trace, reside(trace, max(limit, least), ground.links))
-        best = one if best is None else min(best, one, key=lambda f: (f.over, f.found.seconds))
-        if not one.found.moves:
+        search = Search(trace, max(limit, least), ground.links)
+        found = search.run() if search.many and like is None else search.sketch(points)
+        tries.append((_Found(max(0, least - limit), ground, on_host, items, trace, found, share, search.where), search))
+        if not found.moves:
             break
-    assert best is not None, "at least one split is tried"
-    return best
+    tries.sort(key=lambda one: one[0].rank)
+    if like is not None:
+        return tries[0][0]
+    full = (one if s.many else attrs.evolve(one, found=s.run(), point=s.where) for one, s in tries[:FULL])
+    return min(full, key=lambda one: one.rank)
+
+
+def _longer_s(ground: Ground, best: _Found) -> float:
+    """Seconds beyond those of the work alone, all of it on the device."""
+    alone_s = 0.0
+    for seconds in ground.device_s:
+        alone_s += seconds
+    more_s = best.found.seconds - alone_s
+    return more_s if abs(more_s) > 1e-12 * alone_s else 0.0
+
+
+def _on_host(best: _Found) -> int:
+    """About the bytes that the host holds: state that does not stay, and what is stored of the rest until its last use."""
+    trace, found = best.trace, best.found
+    change = [0] * (len(trace.seconds) + 2)
+    for move in found.moves:
+        item = trace.items[move.item]
+        if move.kind == "store" and not item.home:
+            change[move.start] += item.nbytes
+            change[max(item.uses[-1], move.start) + 1] -= item.nbytes
+    home = sum(item.nbytes for k, item in enumerate(trace.items) if item.home and k not in found.residents)
+    return home + max(accumulate(change))
 
 
 def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
@@ -156,12 +210,14 @@ def _state(ground: Ground, storage: int) -> State:
 # ---- where updates run ----
 
 
-def _splits(ground: Ground, update: str | None, placed: Mapping[int, str | None]) -> Iterator[frozenset[int]]:
+def _splits(
+    ground: Ground, update: str | None, placed: Mapping[int, str | None], like: Hint | None
+) -> Iterator[tuple[float, frozenset[int]]]:
     """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read."""
     updates = [k for k, node in enumerate(ground.program.nodes) if node.target in UPDATES]
     weigh = [sum(ground.program.values[i].nbytes for i in written(ground.program.nodes[k])) for k in updates]
     total, seen = sum(weigh), set[frozenset[int]]()
-    shares = SPLITS if update is None else (0.0,) if update == "device" else (1.0,)
+    shares = (0.0,) if update == "device" else (1.0,) if update is not None else SPLITS if like is None else (like.share,)
     for share in shares:
         chosen, so_far = [], 0
         for k, n in zip(updates, weigh, strict=True):
@@ -172,7 +228,7 @@ def _splits(ground: Ground, update: str | None, placed: Mapping[int, str | None]
         found = _with_light(ground, frozenset(chosen)) | _narrowed(ground, chosen)
         if found not in seen:
             seen.add(found)
-            yield found
+            yield share, found
 
 
 def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
@@ -210,15 +266,16 @@ def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
     )
 
 
-def _host_short(peak: int, most: int | None, disk: bool) -> str:
+def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
     """What is wrong where the host cannot hold what does not stay on the device."""
     if most is None or peak <= most:
         return ""
     there = "and not on disk " if disk else ""
-    more = "" if disk else ', cf.offload(disk="DIR")'
+    more, shared = "" if disk else ', cf.offload(disk="DIR")', f" ({ranks} ranks share a node's)" if ranks > 1 else ""
     return (
         f"what does not stay on the device {there}takes {size_text(peak)} of host memory a rank, the topology has or host= allows "
-        f"{size_text(most)}; use more ranks, a larger budget, cf.checkpoint{more}, or a topology with more host memory"
+        f"{size_text(most)}{shared}; use more {'nodes' if shared else 'ranks'}, a larger budget, cf.checkpoint{more}, or a topology "
+        "with more host memory"
     )
 
 
@@ -238,6 +295,8 @@ def _words(best: _Found) -> Iterator[str]:
     updates = sum(k in best.on_host for k, node in enumerate(ground.program.nodes) if node.target in UPDATES)
     total = sum(node.target in UPDATES for node in ground.program.nodes)
     yield f"on the host: {kept}; {updates} of {total} updates run there"
+    if operators := told(ground.program, best.on_host):
+        yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
     hidden = f"{time_text(found.exposed_s)} of it not hidden"
     yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}"

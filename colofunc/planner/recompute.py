@@ -18,6 +18,8 @@ from functools import partial
 import attrs
 
 from colofunc.planner.chain import Back, Run, Stage, Sweep, table
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.orders import fastest
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
@@ -40,34 +42,15 @@ class Policy:
     every: int = 1
 
 
-@attrs.frozen(eq=False)
-class Fitted:
-    """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies that
-    nothing hides), and in words what was done for it."""
-
-    program: Program
-    peak_bytes: int
-    more_s: float
-    words: tuple[str, ...] = ()
-    short: str = ""  # what another tier lacks
-
-    def fits(self, budget_bytes: int) -> bool:
-        """Whether it runs within the budget, and all other memory there is."""
-        return self.peak_bytes <= budget_bytes and not self.short
-
-
-Finish = Callable[[Program], Fitted]
-
-
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
     """The program that keeps what the policy says, and what goes from stage to stage."""
     change = partial(_by_policy, node_s=node_s, policy=policy)
     return _with_again(within(change(program), change), finish, node_s, _seconds(program, node_s))
 
 
-def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float) -> Fitted:
+def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: Fitted | None = None) -> Fitted:
     """`made` finished; what it makes again costs, too."""
-    done, again_s = finish(made), _seconds(made, node_s) - plain_s
+    done, again_s = finish(made, like), _seconds(made, node_s) - plain_s
     words = (f"made again: {again_s / plain_s:.1%} of the step's work",) if again_s > 0 else ()
     return attrs.evolve(done, more_s=done.more_s + again_s, words=(*words, *done.words))
 
@@ -82,23 +65,22 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak."""
     plain_s = _seconds(program, node_s)
 
-    def tried(one: Program) -> Fitted:
-        return _with_again(one, finish, node_s, plain_s)
+    def tried(one: Program, like: Fitted | None = None) -> Fitted:
+        return _with_again(one, finish, node_s, plain_s, like)
 
     whole = tried(program)
-    if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s == 0):
+    if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
     orders = list(_proposals(program, node_s))
-    every = len(program.nodes) <= FEW
-    search = _all if every else _narrow if whole.peak_bytes <= budget_bytes or whole.short else _bisect
-    found = search(orders, tried, budget_bytes)
+    if len(program.nodes) <= FEW:
+        found = [tried(order()) for order in orders]
+    elif whole.hint is None:
+        found = _bisect(orders, tried, budget_bytes)
+    else:
+        found = fastest(orders, lambda one: _seconds(one, node_s) - plain_s, tried, whole, budget_bytes, plain_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
-
-
-def _all(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
-    return [tried(order()) for order in orders]
 
 
 def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
@@ -109,21 +91,6 @@ def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], 
         middle = (low + high) // 2
         found[middle] = tried(orders[middle]())
         low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
-    return list(found.values())
-
-
-def _narrow(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
-    """Most fit, because what does not is copied: some that lie apart, then those beside the fastest, ever closer."""
-    found = {len(orders) - 1: tried(orders[-1]())} if orders else {}  # the leanest, which needs least of any memory
-    low, high = 0, len(orders) - 1
-    while low <= high:
-        step = max(1, (high - low) // 4)
-        for k in range(low, high + 1, step):
-            found[k] = found[k] if k in found else tried(orders[k]())
-        best = min(found, key=lambda k: (not found[k].fits(budget), found[k].more_s, k))
-        if step == 1:
-            break
-        low, high = max(0, best - step + 1), min(len(orders) - 1, best + step - 1)
     return list(found.values())
 
 

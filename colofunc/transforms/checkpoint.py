@@ -22,8 +22,9 @@ from typing import Any
 
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_bytes
+from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.policies import NAMED
-from colofunc.planner.recompute import Finish, Fitted, Policy, by_policy, fit
+from colofunc.planner.recompute import Policy, by_policy, fit
 from colofunc.planner.stages import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler

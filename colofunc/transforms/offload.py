@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import attrs
+
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import parse_bytes
@@ -38,6 +40,7 @@ def offload(
     policy: str | MemoryPolicy = "auto",
     host: str | int | float = "auto",
     disk: str | os.PathLike[str] | None = None,
+    where: Mapping[str, str] | None = None,
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
@@ -46,6 +49,7 @@ def offload(
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
     more, and what a killed process left goes when the next one begins there.
+    where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
     limit, part = _budget(budget, "budget")
@@ -57,8 +61,9 @@ def offload(
         raise InputError("cf.offload(policy='disk') needs a directory; write cf.offload(..., disk='/nvme/me')")
     room = _budget(host, "host")
     directory = None if disk is None else os.fspath(disk)
-    options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory}
-    intent = Intent("offload", options, move=partial(_move, policy, room, disk is not None))
+    chosen = _where(where or {})
+    options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
+    intent = Intent("offload", options, move=partial(_move, policy, chosen, room, disk is not None))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
@@ -76,17 +81,33 @@ def _budget(budget: str | int | float, word: str) -> tuple[int | None, float | N
     return parse_bytes(budget, f"cf.offload({word}=)"), None
 
 
+def _where(where: Mapping[str, str]) -> dict[str, str]:
+    """Globs of modules -> where their operators run."""
+    for glob, place in where.items():
+        if place not in ("device", "host"):
+            raise InputError(f"cf.offload(where={{{glob!r}: {place!r}}}): operators run on the 'device' or on the 'host'")
+    return dict(where)
+
+
 def _move(
-    policy: str | MemoryPolicy, host: tuple[int | None, float | None], disk: bool, policies: Mapping[str, Any], given: Mapping[int, str]
+    policy: str | MemoryPolicy,
+    where: Mapping[str, str],
+    host: tuple[int | None, float | None],
+    disk: bool,
+    policies: Mapping[str, Any],
+    given: Mapping[int, str],
 ) -> Any:
     """What `within.Ending` wants, once plugins and arguments are known."""
     found = policy if isinstance(policy, MemoryPolicy) else {**BUILT_IN, **policies}.get(policy)
     if found is None:
         names = (*BUILT_IN, *policies)
         raise PlanError(f"cf.offload has no policy {policy!r}{near(str(policy), names, 'policies')}")
+    found = attrs.evolve(found, where={**found.where, **where}) if where else found
 
-    def move(program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None) -> planner.Offloaded:
-        return planner.offload(program, mesh, node_s, budget_bytes, found, given, _host_bytes(host, mesh), disk)
+    def move(
+        program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: planner.Hint | None = None
+    ) -> planner.Offloaded:
+        return planner.offload(program, mesh, node_s, budget_bytes, found, given, _host_bytes(host, mesh), disk, like)
 
     return move
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
+from typing import Protocol
 
 import attrs
 
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraints
-from colofunc.planner.offload import Offloaded
-from colofunc.planner.recompute import Finish, Fitted
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.jointly import Proposed, together
+from colofunc.planner.offload import Hint, Offloaded
 from colofunc.planner.stages import NodeS
 from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
@@ -35,10 +37,16 @@ from colofunc.transforms.decide import Candidates, Decided, decide
 
 SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
-# (finished program of one rank, mesh, seconds of a node, budget) -> the program with copies between tiers in it
-Move = Callable[[Program, Mesh, NodeS, int | None], Offloaded]
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
+
+
+class Move(Protocol):
+    """Writes copies between tiers into a finished program of one rank. like: what to take over, for an estimate."""
+
+    def __call__(
+        self, program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, /, *, like: Hint | None = None
+    ) -> Offloaded: ...
 
 
 @attrs.frozen(eq=False)
@@ -64,7 +72,7 @@ class Ending:
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
         """The program that runs, as decided. Its peak is counted only where somebody asks."""
         local = self._lowered(decided)
-        counted = partial(self._counted, budget_bytes=budget_bytes)
+        counted = partial(self._counted, budget_bytes)
         if self.refit is None:
             return counted(local)
         fitted, leanest = self.refit(local, self._node_s, counted, budget_bytes)
@@ -92,15 +100,19 @@ class Ending:
         local, apart = chunked(views_late(reduces_early(local)), chunks)
         return in_place(buckets(local, self.mesh, apart, bucket_bytes), self.temporaries)
 
-    def _counted(self, local: Program, budget_bytes: int | None) -> Fitted:
-        check_program(local, self.mesh)
+    def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None) -> Fitted:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
+        if like is not None and isinstance(like.hint, Hint) and self.move is not None and budget_bytes is not None:
+            done = self.order(self._completed(local, piece), piece)
+            near = self.move(done, self.mesh, self._node_s, budget_bytes, like=like.hint)
+            return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
+        check_program(local, self.mesh)
         done = self._completed(local, piece)
         if self.move is None:
             return Fitted(done, 0 if budget_bytes is None and self.refit is None else self._peak(done), 0.0)
         moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)
-        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short)
+        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint)
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
@@ -119,45 +131,61 @@ def within(
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again, the fastest plan is tried first so, and beside those for less memory: the cheapest that fits is taken.
+    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`).
     """
     make = partial(decide, ending.program, ending.mesh, candidates, constraints, named, axes=axes)
-    aim = None if budget_bytes is None else budget_bytes * parts
-    least: Fitted | None = None
-    fits: list[tuple[float, Decided, Fitted]] = []
-    aims = [None] if ending.gives_way and budget_bytes is not None else []
-    alone = ending.gives_way and ending.mesh.size == 1  # then there is one plan, whatever it may hold
-    for k in range(1 if alone else tries + parts.bit_length() - 1 + len(aims)):
+    if budget_bytes is None:
+        decided = make(budget_bytes=None)
+        done = ending.finish(decided, None)
+        if done.short:
+            raise CapacityError(done.short)
+        return _told(decided, done)
+    tries += parts.bit_length() - 1
+    if not ending.gives_way:
+        found, least = _lean(make, ending, budget_bytes, parts, tries)
+    elif ending.mesh.size == 1:  # then there is one plan, whatever it may hold
+        decided = make(budget_bytes=None)
+        least = ending.finish(decided, budget_bytes)
+        found = (decided, least) if least.fits(budget_bytes) else None
+    else:
+        best, least = together(partial(_proposed, make), partial(ending.finish, budget_bytes=budget_bytes), budget_bytes, parts, tries)
+        found = None if best is None else (best.proposed.plan, best.done)
+    if found is not None:
+        return _told(*found)
+    others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
+    less = ", ".join(["a smaller batch", *others])
+    if least.short and least.peak_bytes <= budget_bytes:
+        raise CapacityError(least.short)
+    raise PlanError(
+        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
+        f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
+    )
+
+
+def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float) -> Proposed[Decided]:
+    decided = make(budget_bytes=aim, price_s=price_s)
+    key = [(c.strategy.name, c.strategy.ins, c.strategy.outs) for c in decided.choices], decided.input_layouts, decided.regather
+    return Proposed(decided, decided.plan.cost_s, decided.plan.peak_bytes, key)
+
+
+def _lean(
+    make: Callable[..., Decided], ending: Ending, budget_bytes: int, parts: int, tries: int
+) -> tuple[tuple[Decided, Fitted] | None, Fitted]:
+    """(the first plan that fits or None, the leanest): sharding is asked for less until what was counted fits."""
+    aim, least = budget_bytes * parts, list[Fitted]()
+    for _ in range(tries):
         try:
-            decided = make(budget_bytes=aims[k] if k < len(aims) else aim)
+            decided = make(budget_bytes=aim)
         except PlanError:
-            if least is None:
+            if not least:
                 raise
             break  # the planner sees nothing for less
         done = ending.finish(decided, budget_bytes)
-        if budget_bytes is None or aim is None:
-            if done.short:
-                raise CapacityError(done.short)
-            return _told(decided, done)
-        least = done if least is None else min(least, done, key=lambda fit: fit.peak_bytes)
+        least.append(done)
         if done.fits(budget_bytes):
-            fits.append((decided.plan.cost_s + done.more_s, decided, done))
-        if fits and (done.more_s == 0 or k >= len(aims)):
-            break
-        if k >= len(aims):
-            aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / done.peak_bytes * 0.99)
-    if fits:
-        _, decided, done = min(fits, key=lambda fit: fit[0])
-        return _told(decided, done)
-    others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
-    less = ", ".join(["a smaller batch", *others])
-    assert least is not None, "a plan was made, or the planner has said why not"
-    if least.short and least.peak_bytes <= (budget_bytes or 0):
-        raise CapacityError(least.short)
-    raise PlanError(
-        f"no plan found within {_gib(budget_bytes or 0)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
-        f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
-    )
+            return (decided, done), done
+        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / done.peak_bytes * 0.99)
+    return None, min(least, key=lambda done: done.peak_bytes)
 
 
 def _told(decided: Decided, done: Fitted) -> tuple[Decided, Program]:

@@ -1,0 +1,36 @@
+"""A finished program and what keeping to a budget costs it: what passes say to one another and to who chooses among plans.
+
+    done = finish(program)            # completed, copies placed, counted
+    near = finish(other, done)        # what `done` chose taken over: an estimate, quickly
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+
+from colofunc.program.ir import Program
+
+
+@attrs.frozen(eq=False)
+class Fitted:
+    """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies that
+    nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is no choice."""
+
+    program: Program
+    peak_bytes: int
+    more_s: float
+    words: tuple[str, ...] = ()
+    short: str = ""  # what another tier lacks
+    hint: object = None
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether it runs within the budget, and all other memory there is."""
+        return self.peak_bytes <= budget_bytes and not self.short
+
+
+class Finish(Protocol):
+    """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate is enough."""
+
+    def __call__(self, program: Program, like: Fitted | None = None, /) -> Fitted: ...

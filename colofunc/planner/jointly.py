@@ -1,0 +1,134 @@
+"""Sharding, and what is made again or moved, decided together under one budget.
+
+Problem: which sharding is best depends on what it costs to fit it into memory, and that is known only once recomputation and
+copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
+byte at the peak costs. A finished plan tells it: what making again and copying cost, over the bytes that they saved. The search
+for a sharding pays it, its plan is finished and tells another one, a few times. Plans for a budget that sharding alone
+meets are among those that are tried, and so is the fastest; every one is scored as it would run, and the fastest that fits is
+taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
+
+    fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
+    at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
+    sharding alone within 8 GB: 1.45 s
+
+Source: Lagrangian duality; the prices are those of Everett, Operations Research 11 (1963).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import attrs
+
+from colofunc.errors import PlanError
+from colofunc.planner.fitted import Fitted
+
+P = TypeVar("P")
+
+FACTORS = (1.0, 4.0, 0.25)
+"""What a plan tells is an average; the next byte may cost more, and the last one less."""
+SEARCHES = 5
+"""At most so many searches with a price."""
+LESS = 0.9
+"""Where a plan fits only with help, sharding alone is asked for so much less."""
+FINE = 1e-3
+"""What may be gained beyond such a part is not looked for."""
+
+
+@attrs.frozen(eq=False)
+class Proposed(Generic[P]):
+    """A plan of a sharding: its seconds and estimated peak without help, and what makes it differ from others."""
+
+    plan: P
+    cost_s: float
+    peak_bytes: int
+    key: object
+
+
+@attrs.frozen(eq=False)
+class Scored(Generic[P]):
+    """A plan, finished."""
+
+    proposed: Proposed[P]
+    done: Fitted
+
+    @property
+    def total_s(self) -> float:
+        return self.proposed.cost_s + self.done.more_s
+
+
+Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
+
+
+def together(
+    propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, tries: int = 4
+) -> tuple[Scored[P] | None, Fitted]:
+    """(the fastest plan found that fits or None, the leanest that was tried).
+
+    A step in `parts` microbatches may hold so many times less than is estimated. Raises PlanError where nothing can be proposed.
+    """
+    return _Together(propose, finish, budget, budget * parts).run(tries)
+
+
+class _Together(Generic[P]):
+    def __init__(self, propose: Propose[P], finish: Callable[[P], Fitted], budget: int, aim: int) -> None:
+        self.propose, self.finish, self.budget, self.aim = propose, finish, budget, aim
+        self.scored: list[Scored[P]] = []
+        self.best: Scored[P] | None = None
+
+    def run(self, tries: int) -> tuple[Scored[P] | None, Fitted]:
+        first = self.score(self.propose(None, 0.0))
+        if first is not None and not self.near(first):
+            self.for_less(tries)
+            self.priced(first)
+        return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
+
+    def score(self, proposed: Proposed[P]) -> Scored[P] | None:
+        """The plan finished, if it may be the best: it was not before, and is not slower without help than the best with it."""
+        if any(proposed.key == one.proposed.key for one in self.scored) or (self.best and proposed.cost_s >= self.best.total_s):
+            return None
+        one = Scored(proposed, self.finish(proposed.plan))
+        self.scored.append(one)
+        if one.done.fits(self.budget) and (self.best is None or one.total_s < self.best.total_s):
+            self.best = one
+        return one
+
+    def near(self, first: Scored[P]) -> bool:
+        """Whether the best is as fast as the fastest is without a budget."""
+        return self.best is not None and self.best.total_s <= first.proposed.cost_s * (1 + FINE)
+
+    def for_less(self, tries: int) -> None:
+        """Sharding alone: for the budget, then for less, until no help is needed or even so it is slower."""
+        aim = self.aim
+        for _ in range(tries):
+            try:
+                proposed = self.propose(aim, 0.0)
+            except PlanError:  # nothing is that lean
+                return
+            if self.best is not None and proposed.cost_s >= self.best.total_s:
+                return
+            one = self.score(proposed)
+            if one is not None and one.done.fits(self.budget) and one.done.more_s <= 0:
+                return
+            over = 1.0 if one is None else one.done.peak_bytes / self.budget
+            aim = int(min(aim, proposed.peak_bytes) * min(LESS, 0.99 / over))
+
+    def priced(self, first: Scored[P]) -> None:
+        """Sharding at prices of memory: those that the fastest plan and each new best one tell."""
+        begin = self.price_s(first)
+        ahead, asked = [begin * factor for factor in FACTORS], list[float]()
+        while ahead and len(asked) < SEARCHES:
+            price_s = ahead.pop(0)
+            if any(0.8 < price_s / other < 1.25 for other in asked):
+                continue
+            asked.append(price_s)
+            before, one = self.best, self.score(self.propose(None, price_s))
+            if one is not None and self.best is not before and one.done.more_s > 0:
+                ahead.insert(0, self.price_s(one))
+
+    def price_s(self, one: Scored[P]) -> float:
+        """Seconds that a byte costs that a plan has too much, as the best does away with them."""
+        total_s = one.total_s if self.best is None else min(one.total_s, self.best.total_s)
+        over = max(one.proposed.peak_bytes - self.aim, self.aim // 50, 1)
+        return max(total_s - one.proposed.cost_s, FINE * one.proposed.cost_s) / over

@@ -1,0 +1,98 @@
+"""Among orders of work whose copies have to be searched for, the fastest: few are searched in full.
+
+Problem: what is made again saves copies, and what is copied saves making again, so each of hundreds of orders has to be scored
+with the copies that it needs, and one search for these takes seconds. Idea: two things are known for little. What an order makes
+again is a bound, because copies cannot give it back; and the choices that were best for another order (which updates run on the
+host, how much stays) give a sketch of its time. Sketches lead to the order around which time is least, and only the best of them
+are searched in full.
+
+    orders     0    1    2 ... 40 ... 80 ... 244          made again: 0 %, .1 %, .1 % ... 30 %
+    bound      all from 97 on make more again than copies cost where nothing is made again: never looked at
+    sketches   0, 24, 48, 72, 96; 30, 36, ... 66; 46, 48, 50
+    in full    48, 46
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.program.ir import Program
+
+FULL, MOST = 2, 4
+"""So many are searched in full, and so many at most where some turn out not to fit."""
+FINE = 1e-3
+"""Orders that differ by a smaller part of the step's work are not told apart."""
+
+Orders = Sequence[Callable[[], Program]]
+
+
+def fastest(orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float) -> list[Fitted]:
+    """Those that were searched in full; the fastest that fits is among them where one does, else the leanest.
+
+    Orders go from fast to lean. again_s: what a program makes again, of `work_s` seconds. `whole`: where nothing is.
+    """
+    return _Among(orders, again_s, tried, whole, budget, work_s).run() if orders else []
+
+
+class _Among:
+    def __init__(
+        self, orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float
+    ) -> None:
+        self.orders, self.tried, self.whole, self.budget, self.work_s = orders, tried, whole, budget, work_s
+        self.again_of = again_s
+        self.again: dict[int, float] = {}
+        self.sketches: dict[int, Fitted] = {}
+
+    def run(self) -> list[Fitted]:
+        last = len(self.orders) - 1
+        low = 0 if self.whole.fits(self.budget) else self._first(0, last, lambda k: self.sketch(k).fits(self.budget))
+        if low > last:
+            return [self.tried(self.orders[last]())]
+        most_s = self.whole.more_s if self.whole.fits(self.budget) else float("inf")
+        high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
+        if low <= high and self.sketch(high).more_s <= self.again_s(high):  # from where copies are hidden, less is faster
+            high = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))
+        self._search(low, high)
+        found: list[Fitted] = []
+        for k in sorted(self.sketches, key=self._rank)[:MOST]:
+            fits = [fit for fit in found if fit.fits(self.budget)]
+            best_s = min([most_s, *(fit.more_s for fit in fits)])
+            if len(found) >= FULL and fits:
+                break
+            if self.again_s(k) < best_s:
+                found.append(self.tried(self.orders[k]()))
+        return found
+
+    def _search(self, low: int, high: int) -> None:
+        """Sketches: some that lie apart, then those beside the best, ever closer."""
+        ends = low, high
+        while low <= high:
+            step = max(1, (high - low) // 4)
+            for k in range(low, high + 1, step):
+                self.sketch(k)
+            best = min(self.sketches, key=self._rank)
+            low, high = max(ends[0], best - step + 1), min(ends[1], best + step - 1)
+            if step == 1 or self.again_s(high) - self.again_s(low) < FINE * self.work_s:
+                break
+
+    def _first(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
+        """The first of low..high for which something holds that holds for all behind it; high + 1 where for none."""
+        high += 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        return low
+
+    def sketch(self, k: int) -> Fitted:
+        if k not in self.sketches:
+            self.sketches[k] = self.tried(self.orders[k](), self.whole)
+        return self.sketches[k]
+
+    def again_s(self, k: int) -> float:
+        if k not in self.again:
+            self.again[k] = self.again_of(self.orders[k]())
+        return self.again[k]
+
+    def _rank(self, k: int) -> tuple[bool, float, int]:
+        return not self.sketches[k].fits(self.budget), self.sketches[k].more_s, k
