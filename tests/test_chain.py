@@ -26,10 +26,10 @@ def test_less_than_one_stage_needs_is_an_error() -> None:
 
 stages = st.builds(
     lambda f, b, x, more, ways: Stage(
-        f, b, x, (Kept(x + more, 0), *(Kept(max(x, x + more - k), s) for k, s in ways))
+        f, b, x, (Kept(x + more, 0), *(Kept(max(x, x + more - k), s, needs) for k, s, needs in ways))
     ),
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=2),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.none() | st.integers(3, 9)), max_size=2),
 )  # fmt: skip
 
 
@@ -39,11 +39,10 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
     @lru_cache(None)
     def c(i: int, j: int, m: int) -> float:
         best = float("inf")
-        if m >= chain[i].needs:
-            for way in chain[i].ways:
-                if m >= way.nbytes:
-                    rest = 0 if i == j else c(i + 1, j, m - way.nbytes)
-                    best = min(best, chain[i].forward_s + chain[i].backward_s + way.again_s + rest)
+        for way in chain[i].ways:
+            if m >= max(chain[i].needs(way), way.nbytes):
+                rest = 0 if i == j else c(i + 1, j, m - way.nbytes)
+                best = min(best, chain[i].forward_s + chain[i].backward_s + way.again_s + rest)
         for k in range(i + 1, j + 1):
             if m >= chain[k - 1].out_bytes:
                 run = sum(s.forward_s for s in chain[i:k])

@@ -28,10 +28,14 @@ INF = float("inf")
 
 @attrs.frozen
 class Kept:
-    """One way to keep a stage for its backward: bytes held in between, seconds of work that backward does again."""
+    """One way to keep a stage for its backward: bytes held in between, seconds of work that backward does again.
+
+    needs_bytes: while that backward runs, these included; None: the gradient of the output, and all that the stage made.
+    """
 
     nbytes: int
     again_s: float
+    needs_bytes: int | None = None
 
 
 @attrs.frozen
@@ -43,10 +47,9 @@ class Stage:
     out_bytes: int
     ways: tuple[Kept, ...]
 
-    @property
-    def needs(self) -> int:
-        """While backward runs: the gradient of the output, and all that the stage made."""
-        return self.out_bytes + self.ways[0].nbytes
+    def needs(self, way: Kept) -> int:
+        """Bytes while its backward runs."""
+        return self.out_bytes + self.ways[0].nbytes if way.needs_bytes is None else way.needs_bytes
 
 
 @attrs.frozen
@@ -132,7 +135,7 @@ def table(stages: Sequence[Stage], memory: int, slots: int = 200) -> Table:
     size = slots + 1
     n = len(stages)
     outs = [slots_of(s.out_bytes, unit) for s in stages]
-    needs = [slots_of(s.out_bytes, unit) + slots_of(s.ways[0].nbytes, unit) for s in stages]
+    needs = [[slots_of(s.needs(way), unit) for way in s.ways] for s in stages]
     before = np.concatenate([[0.0], np.cumsum([s.forward_s for s in stages])])
     cost: dict[tuple[int, int], np.ndarray] = {}
     choice: dict[tuple[int, int], np.ndarray] = {}
@@ -148,7 +151,7 @@ def table(stages: Sequence[Stage], memory: int, slots: int = 200) -> Table:
                 rest = np.full(size, 0.0 if i == j else INF)
                 if i < j:
                     rest[kept:] = cost[i + 1, j][: size - kept]
-                rest[: min(needs[i], size)] = INF
+                rest[: min(needs[i][v], size)] = INF
                 _better(best, pick, rest + here, -1 - v)
             for k in range(i + 1, j + 1):
                 x = outs[k - 1]

@@ -19,12 +19,14 @@ import attrs
 
 from colofunc.planner.chain import Back, Run, Stage, Sweep, table
 from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.needs import measured
 from colofunc.planner.orders import fastest
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
 
-SLOTS = 250
+SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
+"""Memory is divided in so many slots: the fewer stages, the finer."""
 LEVELS, SHORT = 6, 5
 """Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
 FEW = 64
@@ -96,7 +98,7 @@ def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], 
 
 def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program]]:
     """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
-    chains = {id(p): chain_of(p, node_s) for p in _bodies(program)}
+    chains = {id(p): measured(chain_of(p, node_s)) for p in _bodies(program)}
     sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
     if not sweeps:
         return
@@ -119,9 +121,10 @@ def _bodies(program: Program) -> Iterator[Program]:
 def _sweeps(chain: Chain) -> Iterable[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
-    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs for s in stages)
-    whole, found = table(stages, most, SLOTS), dict[tuple[Run | Back, ...], Sweep]()
-    for slots in reversed(range(SLOTS + 1)):
+    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs(way) for s in stages for way in s.ways)
+    count = min(MOST_SLOTS, max(SLOTS, WORK // len(stages)))
+    whole, found = table(stages, most, count), dict[tuple[Run | Back, ...], Sweep]()
+    for slots in reversed(range(count + 1)):
         sweep = whole.at(slots)
         if sweep is None:
             break

@@ -30,7 +30,7 @@ RISE = 1.25
 """Two cuts have at least so much more alive between them."""
 FEW = 3
 """A chain that is equally narrow everywhere is cut behind so many values."""
-WAYS = 6
+WAYS = 12
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]
 Keeps = Callable[[Node, Sequence[Node]], bool]
@@ -193,6 +193,8 @@ def _cuts(facts: _Facts) -> list[int]:
             if nbytes == low and since >= FEW * nbytes:
                 found.append((at, int(low)))
                 since = 0
+            elif nbytes < low:
+                since = 0
             low, at = nbytes, k
         elif nbytes > low * RISE:
             found.append((at, int(low)))
@@ -202,16 +204,20 @@ def _cuts(facts: _Facts) -> list[int]:
 
 
 def _backs(facts: _Facts, ranges: Sequence[range], rests: Collection[int]) -> list[range]:
-    """The part of backward that belongs to each stage: up to the last node that reads something of it."""
+    """The part of backward that belongs to each stage: up to the last node that reads something of it, and on to the first that
+    reads what an earlier stage made for its own backward. What a stage hands on is read by the next one's, too."""
     first = facts.first or 0
-    ends = [first] * len(ranges)
+    ends, begins = [first] * len(ranges), [facts.last + 1] * len(ranges)
     for s, nodes in enumerate(ranges):
         made = [o for k in nodes for o in facts.program.nodes[k].outs if o is not None and o not in rests]
-        ends[s] = max([first, *(k + 1 for v in made for k in facts.readers.get(v, []) if k <= facts.last)])
+        reads = {v: facts.readers.get(v, []) for v in made}
+        ends[s] = max([first, *(k + 1 for ks in reads.values() for k in ks if k <= facts.last)])
+        own = [ks for ks in reads.values() if not any(nodes.stop <= k < first for k in ks)]
+        begins[s] = min([facts.last + 1, *(k for ks in own for k in ks if first <= k)])
     out: list[range] = []
     begin = first
     for s in reversed(range(len(ranges))):
-        end = facts.last + 1 if s == 0 else max(begin, ends[s])
+        end = facts.last + 1 if s == 0 else max(begin, ends[s], min(begins[:s]))
         out.append(range(begin, end))
         begin = end
     return out[::-1]
