@@ -25,7 +25,7 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.budget import at_price, fit, least_error
 from colofunc.planner.classes import Ties, item_of, tie
-from colofunc.planner.constraints import NONE, Constraint, Constraints, allowed, leaf_strategy
+from colofunc.planner.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
 from colofunc.planner.flows import ConvertS, copies_of, settled
 from colofunc.planner.lean import lean
@@ -95,6 +95,7 @@ def assign(
     memo: Memo | None = None,
     fresh: bool = True,
     few: bool = False,
+    near: Callable[[Node | Value, Strategy], bool] | None = None,
     price_s: float = 0.0,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where every
@@ -105,13 +106,13 @@ def assign(
     the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
     calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
     least possible peak is above the budget. `fresh`: False searches from `starts` only. `few`: only
-    among options that fit what is held, see `lean`.
+    among options that fit what is held, see `lean`. `near`: of what constraints offer, what is looked at first.
     """
     convert = convert_s or free
     peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
     if memo.fastest is None:
-        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few)
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near)
     found = memo.fastest
     if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
         return found
@@ -158,10 +159,11 @@ def _fastest(
     effort: Effort,
     fresh: bool,
     few: bool,
+    near: Callable[[Node | Value, Strategy], bool] | None,
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
-    options = [_options(program, m[0], candidates, constraints) for m in ties.members]
+    options = [_options(program, m[0], candidates, constraints, near) for m in ties.members]
     options = reachable(program, ties, options)
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
@@ -214,9 +216,10 @@ def assign_by_axes(
         mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
         keyed = mine if fixed is None else mine | _apart(fixed)
         begin = () if current is None else (current,)
-        few = len(some) > 2
+        few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
+        near = lambda item, s: agrees(s, None if fixed is None else fixed[at[id(item)]], loose)  # noqa: E731
         return assign(
-            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, price_s
+            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s
         )  # fmt: skip
 
     together = _together(constraints, open_axes)
@@ -277,9 +280,16 @@ def _apart(fixed: Sequence[Strategy]) -> Constraints:
     return Constraints({item: (keep(strategy),) for item, strategy in enumerate(fixed)})
 
 
-def _options(program: Program, item: int, candidates: Candidates, constraints: Constraints) -> tuple[Strategy, ...]:
-    offered = candidates(item_of(program, item))
-    return allowed(program, item, (leaf_strategy(o) if isinstance(o, Layout) else o for o in offered), constraints)
+def _options(
+    program: Program,
+    item: int,
+    candidates: Candidates,
+    constraints: Constraints,
+    near: Callable[[Node | Value, Strategy], bool] | None,
+) -> tuple[Strategy, ...]:
+    thing = item_of(program, item)
+    offered = (leaf_strategy(o) if isinstance(o, Layout) else o for o in candidates(thing))
+    return allowed(program, item, offered, constraints, None if near is None else partial(near, thing))
 
 
 def _strategy_of(assignment: Assignment, item: int) -> Strategy:

@@ -102,14 +102,33 @@ def leaf_strategy(layout: Layout) -> Strategy:
     return Strategy(layout.text(), (), (layout,))
 
 
-def allowed(program: Program, item: int, options: Iterable[Strategy], constraints: Constraints) -> tuple[Strategy, ...]:
-    """The options that pass all constraints on the item; raises PlanError naming the one that leaves none."""
-    left = list(options)
-    mine = constraints.items.get(item, ())
-    seen = {(s.ins, s.outs) for s in left}
-    for constraint in mine:  # what one offers has to pass all the others as well
-        left += [s for s in constraint.offers if (s.ins, s.outs) not in seen]
-        seen |= {(s.ins, s.outs) for s in constraint.offers}
+def agrees(strategy: Strategy, fixed: Strategy | None, free: Collection[str]) -> bool:
+    """Whether a strategy places every axis outside `free` as `fixed` does; None: nowhere."""
+    every = (*strategy.ins, *strategy.outs)
+    if fixed is None:
+        return all(a in free for layout in every if layout is not None for a in layout.axes)
+    both = zip(every, (*fixed.ins, *fixed.outs), strict=True)
+    return all(a is b or (a is not None and b is not None and _without(a, free) == _without(b, free)) for a, b in both)
+
+
+def _without(layout: Layout, free: Collection[str]) -> Hashable:
+    dims = tuple(tuple(a for _, a in dim if a is not None and a not in free) for dim in layout.dims)
+    return dims, tuple(p for p in layout.pending if p[0] not in free)
+
+
+def allowed(
+    program: Program, item: int, options: Iterable[Strategy], constraints: Constraints, near: Callable[[Strategy], bool] | None = None
+) -> tuple[Strategy, ...]:
+    """The options that pass all constraints on the item; raises PlanError naming the one that leaves none.
+
+    `near`: of what constraints offer, what to look at first; the rest counts only where nothing else passes.
+    """
+    mine, some = constraints.items.get(item, ()), list(options)
+    if near is not None and any(constraint.offers for constraint in mine):
+        left = [s for s in _offered(some, mine, near) if all(constraint.accepts(s) for constraint in mine)]
+        if left:
+            return tuple(left)
+    left = _offered(some, mine)
     for k, constraint in enumerate(mine):
         kept = [s for s in left if constraint.accepts(s)]
         if not kept and k:
@@ -125,6 +144,16 @@ def allowed(program: Program, item: int, options: Iterable[Strategy], constraint
     if not left:
         raise PlanError(f"{_describe(program, item)} has no strategy; give it a rule or a replicated strategy")
     return tuple(left)
+
+
+def _offered(options: Iterable[Strategy], some: Iterable[Constraint], near: Callable[[Strategy], bool] = lambda s: True) -> list[Strategy]:
+    """The options, and what constraints offer beside them: that has to pass all the others as well."""
+    found = list(options)
+    seen = {(s.ins, s.outs) for s in found}
+    for constraint in some:
+        found += [s for s in constraint.offers if (s.ins, s.outs) not in seen and near(s)]
+        seen |= {(s.ins, s.outs) for s in constraint.offers}
+    return found
 
 
 def _names(options: Iterable[Strategy], most: int = 8) -> str:

@@ -17,7 +17,7 @@ from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.assign import Assignment, Memo, assign_by_axes
-from colofunc.planner.constraints import Constraints, leaf_strategy
+from colofunc.planner.constraints import Constraints, agrees, leaf_strategy
 from colofunc.planner.explain import make_plan
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
@@ -123,7 +123,7 @@ class Candidates:
         mine = self._over(item, axes, fixed)
         if fixed is None:
             return mine
-        found = [s for s in mine if _agrees(s, fixed, set(axes))]
+        found = [s for s in mine if agrees(s, fixed, set(axes))]
         there = any((s.ins, s.outs) == (fixed.ins, fixed.outs) for s in found)
         return found if there else [*found, fixed]  # what was offered by a wish is enumerated nowhere
 
@@ -171,17 +171,6 @@ def _orders_matter(node: Node, call: Call) -> bool:
 
 def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
     return all(a in axes for lay in (*strategy.ins, *strategy.outs) if lay is not None for a in lay.axes)
-
-
-def _agrees(strategy: Strategy, fixed: Strategy, free: set[str]) -> bool:
-    """Whether two strategies place every axis outside `free` alike."""
-    both = zip((*strategy.ins, *strategy.outs), (*fixed.ins, *fixed.outs), strict=True)
-    return all(a is b or (a is not None and b is not None and _without(a, free) == _without(b, free)) for a, b in both)
-
-
-def _without(layout: Layout, free: set[str]) -> Any:
-    dims = tuple(tuple(a for _, a in dim if a is not None and a not in free) for dim in layout.dims)
-    return dims, tuple(p for p in layout.pending if p[0] not in free)
 
 
 def decide(
