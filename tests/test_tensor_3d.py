@@ -7,6 +7,7 @@ and in each of the two gradients, with i on x, o on y and b on z: [b i (y-1) + b
 from typing import Any
 
 import pytest
+import torch
 from colofunc_plugins import tensor, zero
 from test_tensor_2d import CALLS, PRODUCTS, TOPOLOGY, B, D, I, O, W, X, Y, language_model, mlp, one, randn, received, specs
 
@@ -97,3 +98,20 @@ def test_bad_input() -> None:
         cf.shard(step, cf.Mesh(x=2, y=2), PLAN).lower(state, batch)
     with pytest.raises(cf.PlanError, match=r"clash on axis 'x'"):
         cf.shard(step, CUBE, PLAN, {"0.weight": "(x o) i"}).lower(state, randn(24, 24))
+
+
+def test_an_adapters_products_are_a_pair_under_one_path() -> None:
+    """The first of them has its outputs where the second has its inputs, and each its own gradients, whatever else stands there."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).double()
+    model = cf.lora(cf.functional(net), where="0", rank=4)
+    step, state = cf.train_step(
+        model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=lambda out, batch: (out**2).mean(), inputs=lambda batch: ((batch,), {})
+    )
+    batch = torch.randn(8, 16, dtype=torch.float64)
+    sharded = cf.shard(step, CUBE, PLAN)
+    low = sharded.lower(state, batch)
+    works = [(d.phase, dict(d.axes)["x"]) for d in low.plan.decisions if d.path == "0" and d.target.startswith("colofunc.linear")]
+    assert [word for phase, word in works if phase == "forward"].count("3d outputs") == 1  # the adapter's second
+    assert all(word.startswith("3d") for _, word in works) and len([1 for phase, _ in works if phase == "backward"]) == 3
+    assert check(sharded, state, batch).worst < 1e-10

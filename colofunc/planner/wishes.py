@@ -59,6 +59,7 @@ class Wish:
     `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard (see `ranks`).
     `gathers`: products whose last operand is gathered where it does not fit the others (keys, of which rows of scores need all).
     `values`: ids of values inside the program, instead of names: those that read them take them so, and it is followed from there.
+    Of an operator wish: only the operators that make one of them, where several stand under one path (an adapter's products).
     """
 
     match: str | Callable[[str], bool]
@@ -188,9 +189,9 @@ def constraints_of(
                 chunks[item] = wish.chunk
             if wish.scatter is not None and not wish.on_operator:
                 scatter[item] = wish.scatter
-        for id in wish.values:
+        for id in () if wish.on_operator else wish.values:
             seeds.setdefault(wish.source, {})[id] = wish, _bounds(wish, program.values[id], mesh)[0]
-        if none and not wish.optional and not wish.values:
+        if none and not wish.optional and (wish.on_operator or not wish.values):
             raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
     odd: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*seeds, *held)):
@@ -358,6 +359,7 @@ def _on_operators(
     hits = [
         (k, node) for k, node in enumerate(program.nodes)
         if node.phase in wish.phases and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
+        and (not wish.values or any(o in wish.values for o in node.outs))
     ]  # fmt: skip
     words = [_words(rule_of(node), extra_of(node)) for _, node in hits]
     asked = [{f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]

@@ -22,6 +22,7 @@ import colofunc as cf
 
 WEIGHTS = ("param", "frozen")
 TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.")
 LOSSES = ("nll_loss", "cross_entropy")
 
 
@@ -94,6 +95,29 @@ def leaf_of(program: Any, made: Mapping[int, Any], id: int) -> tuple[int | None,
             return None, False
         id = node.refs[0]
     return (id if program.values[id].role in WEIGHTS else None), swapped
+
+
+def gradients(program: Any, product: Product, targets: tuple[str, ...]) -> tuple[int, ...]:
+    """What backward makes with one product's operands: of those under its path that read its weight, or give a gradient of its
+    weight's shape from what it read."""
+    made = program.producers()
+    forward = program.nodes[product.index]
+    reads = {_root(program, made, ref) for ref in forward.refs}
+    found = []
+    for node in program.nodes:
+        if node.phase == "backward" and node.path == product.path and node.target in targets:
+            roots = {_root(program, made, ref) for ref in node.refs}
+            shape = program.values[node.outs[0]].shape
+            if product.leaf in roots or (roots & reads and sorted(shape) == sorted(program.values[product.leaf].shape)):
+                found.append(node.outs[0])
+    return tuple(found)
+
+
+def _root(program: Any, made: Mapping[int, Any], id: int) -> int:
+    """The value that an id is, but for how its dims are cut and in which order they stand, and for casts."""
+    while id in made and made[id].target.startswith((*TRANSPOSES, *VIEWS)):
+        id = made[id].refs[0]
+    return id
 
 
 def find(program: Any, mesh: cf.Mesh, axis: str) -> Pairs:

@@ -20,7 +20,7 @@ import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
 from colofunc_plugins.tp2d_25d_3d.grids import FORMS, STRIPES
 from colofunc_plugins.tp2d_25d_3d.moments import moments
-from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, products, work
+from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, gradients, products, work
 from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
 import colofunc as cf
@@ -69,17 +69,23 @@ class Gridded:
         found: list[cf.Wish] = []
         rows = self._rows(program, mesh)
         mine = list(self._products(program, mesh))
+        paths = Counter(product.path for product, _, _ in mine)
         for product, grid, stripes in mine:
             specs.setdefault(product.leaf, _weight(product, grid, stripes))
             if product.bias is not None:
                 specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
-            target = program.nodes[product.index].target
+            node = program.nodes[product.index]
+            targets = {"forward": (node.target,), "backward": BACKWARD.get(node.target, ("aten.mm.default",))}
+            made = {"forward": node.outs, "backward": gradients(program, product, targets["backward"])}
             words = [(axis, word) for axis, word in grid.words(stripes) if mesh.axis_size(axis) > 1]
             for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
                 want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
-                for phase, targets in (("forward", (target,)), ("backward", BACKWARD.get(target, ("aten.mm.default",)))):
-                    rest = dict(source=self.name, targets=targets, phases=(phase,), along=True, optional=phase != "forward")
-                    found += [cf.Wish(product.path, want, **rest)] if some else []
+                for phase in ("forward", "backward") if some else ():
+                    rest = dict(source=self.name, targets=targets[phase], phases=(phase,), along=True, optional=phase != "forward")
+                    if paths[product.path] == 1:
+                        found.append(cf.Wish(product.path, want, **rest))
+                    elif made[phase]:  # an adapter's products stand under the path of the layer that it is for
+                        found.append(cf.Wish(product.path, want, values=made[phase], **rest))
         if not specs:
             sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
             raise cf.PlanError(
