@@ -171,7 +171,10 @@ def rate(topology: Topology, dtype_name: str) -> float:
 
 
 def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node_ranks: int) -> float:
-    """Seconds to move bytes between tiers while all `node_ranks` devices of a node do the same."""
+    """Seconds to move bytes between tiers while all `node_ranks` devices of a node do the same.
+
+    A device may have a link of its own: what the host's memory gives, twice what an elementwise kernel reaches, is for all.
+    """
     topology.tier(src_tier), topology.tier(dst_tier)  # raise on unknown names
     if src_tier == dst_tier or nbytes == 0:
         return 0.0
@@ -182,5 +185,7 @@ def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node
         link = links.get(hop)
         if link is None:
             raise TopologyError(f"topology {topology.name!r} has no link {hop[0]} -> {hop[1]}; add one to its links")
-        seconds += link.latency_s + nbytes * (node_ranks if link.shared else 1) / link.bandwidth_bytes_per_s
+        each = link.bandwidth_bytes_per_s / (node_ranks if link.shared else 1)
+        each = min(each, 2 * topology.host_bytes_per_s / node_ranks) if "host" in hop else each
+        seconds += link.latency_s + nbytes / each
     return seconds

@@ -57,7 +57,7 @@ class MemoryPolicy:
 SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
 DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
-DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states], activations=False)
+DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states])
 HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 
 
