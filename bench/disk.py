@@ -1,10 +1,13 @@
-"""The disk tier's store beside plain system calls: reading and writing chunks, to the disk and from it.
+"""The disk tier: its store beside plain system calls, and a training step with its state on disk beside one with it on the host.
 
 Every way moves the same bytes between the same tensors and files whose room is taken, in alternating rounds within one
 process: the store (checksums, two versions, a durable commit), from memory that begins at a page and from memory that does
 not; `os.pwrite` and `os.preadv` through the page cache; and `O_DIRECT` by one thread, as `dd oflag=direct` does. A write
 counts until `fdatasync` has returned, a read begins with nothing of the file in the page cache. By wall time, because it is
 about the disk, and by CPU seconds, because they are taken from training; medians of the rounds and of their ratios.
+
+The step trains a chain of linear layers with AdamW on one CPU device. With its state on disk it reads and writes all of it in
+every step, beside forward, backward and updates; the store moves the same bytes alone for comparison.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import colofunc as cf
 from bench import Row, Section, ratio
 from colofunc.executors.disk import DiskStore, aligned_empty
 
@@ -127,11 +131,60 @@ def rows(what: str, times: Times) -> list[Row]:
     return found
 
 
+LAYERS, WIDTH, BATCH = 8, 1024, 1024
+
+
+def steps(folder: Path) -> tuple[list[tuple[float, float, float]], int]:
+    """(per round the seconds of a step on the host, of one on disk, and of the store alone; bytes of the state)."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    loss, inputs = lambda out, batch: (out**2).mean(), lambda batch: ((batch,), {})
+    step_fn, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-4), loss=loss, inputs=inputs)
+    batch = torch.randn(BATCH, WIDTH)
+    host_step, disk_step = (cf.offload(cf.shard(step_fn, cf.Mesh()), policy=p, disk=folder) for p in ("host", "disk"))
+    states = [host_step.init(state, batch), disk_step.init(state, batch)]
+    nbytes = disk_step.lower(state, batch).memory().peak_bytes["disk"]
+    chunks = [aligned_empty(4 * WIDTH * WIDTH) for _ in range(nbytes // (4 * WIDTH * WIDTH))]
+    store = Store(DiskStore(folder, [len(chunk) for chunk in chunks]))
+    found = []
+    for k in range(WARM + ROUNDS):
+        taken = []
+        for which, step in enumerate((host_step, disk_step)):
+            began = time.perf_counter()
+            states[which], _ = step(states[which], batch)
+            taken.append(time.perf_counter() - began)
+        for ticket in [store.store.write(j, chunk) for j, chunk in enumerate(chunks)]:
+            ticket.wait()
+        began = time.perf_counter()
+        store.read(chunks)
+        for ticket in [store.store.write(j, chunk) for j, chunk in enumerate(chunks)]:
+            ticket.wait()
+        taken.append(time.perf_counter() - began)
+        if k >= WARM:
+            found.append((taken[0], taken[1], taken[2]))
+    pairs = zip(states[0]["params"].items(), states[1]["params"].items(), strict=True)
+    assert all(torch.equal(a.full(), b.full()) for (_, a), (_, b) in pairs)
+    store.store.close()
+    return found, nbytes
+
+
+def step_rows(found: list[tuple[float, float, float]], nbytes: int) -> list[Row]:
+    host_s, disk_s, alone_s = (statistics.median(column) for column in zip(*found, strict=True))
+    middle, text = ratio([(disk, host + alone) for host, disk, alone in found], 0, 1)
+    moved = f"{nbytes >> 20} MiB read, as much written"
+    return [
+        Row("a step, state on the host", f"{1e3 * host_s:.0f} ms"),
+        Row("a step, state on disk", f"{1e3 * disk_s:.0f} ms ({moved}), {disk_s / host_s:.2f} times that"),
+        Row("the same bytes by the store alone", f"{1e3 * alone_s:.0f} ms"),
+        Row("state on disk / state on the host and the store's bytes one after the other", text, "at most 1.00", middle <= 1.0),
+    ]
+
+
 def bench() -> Section:
     folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
     load_before = os.getloadavg()[0]
     try:
         writes, reads = rounds(folder)
+        trained, state_bytes = steps(folder)
     finally:
         shutil.rmtree(folder)
     return Section(
@@ -139,5 +192,5 @@ def bench() -> Section:
         f"{CHUNKS} chunks of {CHUNK_BYTES >> 20} MiB, one local disk, blocks of {BLOCK_BYTES >> 20} MiB, on disk at the end of a write, "
         f"not in the page cache at the start of a read; medians of {ROUNDS} rounds; {os.cpu_count()} cores, load {load_before:.1f} before, "
         f"torch {torch.__version__}",
-        [*rows("write", writes), *rows("read", reads)],
+        [*rows("write", writes), *rows("read", reads), *step_rows(trained, state_bytes)],
     )
