@@ -244,6 +244,8 @@ def signature(cell: Cell, low: Any) -> list[str]:
     wrong = []
     for mode in cell.modes:
         for leaf, where in mode.lies.items():
+            if cell.extra == "lora" and leaf not in specs:
+                leaf = leaf.replace("state.params.", "frozen.")  # under adapters the weights of the model lie there
             if leaf not in specs:
                 if not _without(cell, leaf):
                     wrong.append(f"no leaf {leaf}")
@@ -285,7 +287,7 @@ def _worked(cell: Cell, plan: cf.Plan, mode: Mode) -> list[str]:
 def _without(cell: Cell, name: str) -> bool:
     """Whether a cell's model has no such weight or product: adapters and experts stand in the place of others."""
     if "experts" in name:
-        return cell.kind == "dense"
+        return cell.kind == "dense" or (cell.extra == "lora" and name.startswith("state.opt."))
     return cell.extra == "lora" or (cell.kind == "experts" and re.search(r"(up|down)_proj(\.weight)?$", name) is not None)
 
 
