@@ -105,6 +105,18 @@ def test_beside_other_modes(mode: str) -> None:
     check(staged, *args, steps=2)
 
 
+def test_in_microbatches_rows_travel_in_every_trip_and_gradients_are_summed_on_the_host() -> None:
+    step, *args = training()
+    base = cf.accumulate(cf.shard(step, one()), microbatches=2)
+    for staged in (cf.offload(base, where={"0": "host"}), cf.offload(base, budget=int(peak(base, *args) * 0.35))):
+        low = staged.lower(*args)
+        (body,) = (n.loop.body for n in low.program.nodes if n.loop is not None)
+        assert {body.values[n.outs[0]].tier for n in body.nodes if "embedding" in n.target} == {"host"}
+        assert max(travels(low.program), travels(body)) < TABLE / 8 and low.memory().peak_bytes["device"] < TABLE
+        agrees(staged, *args)
+        check(staged, *args, steps=2)
+
+
 def test_rows_by_index_and_a_module_that_multiplies() -> None:
     """What a wish names runs on the host, whatever it is."""
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def with_operators(
             yield share, on_host | asked
             continue
         yield share, on_host
-        found = _gathers(ground, where, placed, limit) if update != "device" and max(ground.held, default=0) > limit else frozenset()
+        found = _gathers(ground, where, placed, limit) if update != "device" else frozenset()
         updates = {k for k in found if ground.program.nodes[k].target in UPDATES}
         if found and (not on_host or updates <= on_host):
             yield share, on_host | found
@@ -64,7 +64,7 @@ def _asked(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | 
     nodes = ground.program.nodes
     globs = [glob for glob, place in where.items() if place == "host"]
     found = {k for k, node in enumerate(nodes) if _able(node, ground) and any(fnmatchcase(node.path, glob) for glob in globs)}
-    if not found:
+    if not found and not (globs and _made_in_loops(ground)):
         return frozenset()
     for s in placed:
         readers = ground.uses.get(s, [])
@@ -93,7 +93,8 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
     nodes, found = ground.program.nodes, set[int]()
     for s, tier in placed.items():
         readers = ground.uses.get(s, [])
-        if tier == "device" or ground.lies.storages[s].nbytes * LITTLE < limit:
+        nbytes = ground.program.values[ground.lies.storages[s].value].nbytes  # an input of a loop's body is counted outside
+        if tier == "device" or nbytes * LITTLE < limit:
             continue
         gathers = {k for k in readers if _picks(ground, k, s)}
         casts = {k for k in readers if nodes[k].target == CAST}
@@ -106,7 +107,12 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
             paths = {nodes[k].path for k in gathers}
             found |= gathers | casts | more
             found |= {k for k, node in enumerate(nodes) if node.target in SCATTERS and node.path in paths}
-    return _closed(ground, found, placed, None) if found else frozenset()
+    return _closed(ground, found, placed, None) if found or _made_in_loops(ground) else frozenset()
+
+
+def _made_in_loops(ground: Ground) -> set[int]:
+    """What bodies of loops make on the host."""
+    return {s for k, held in ground.host_reads.items() for s in held if ground.lies.storages[s].born == k}
 
 
 def _picks(ground: Ground, k: int, storage: int) -> bool:
@@ -135,7 +141,7 @@ def _free(ground: Ground, k: int, placed: Mapping[int, str | None]) -> bool:
 def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], update: str | None) -> frozenset[int]:
     """`found`, and cheap work on what it makes: most of the bytes that such a node reads were made on the host."""
     nodes, lies, values = ground.program.nodes, ground.lies, ground.program.values
-    made: set[int] = set()
+    made = _made_in_loops(ground)
     for k, node in enumerate(nodes):
         if k not in found and _able(node, ground) and (_name(node) in CHEAP or _updates(ground, k)):
             read = {lies.home[i]: values[i].nbytes for i in node.refs}

@@ -83,7 +83,8 @@ def offload(
     ground = ground_of(program, mesh, node_s, given)
     limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
     best: _Found | None = None
-    for each in (ground, opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit)):
+    inside = opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit, policy)
+    for each in (ground, inside) if inside is None or "host" not in policy.where.values() else (inside,):
         if each is None or (best is not None and best.over == 0 and not best.found.moves):
             continue
         found = _search(each, policy, _placed(each, policy, budget_bytes, mesh), limit, like)

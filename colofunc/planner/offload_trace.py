@@ -36,7 +36,7 @@ class Ground:
     """What does not change from candidate to candidate. `held`: bytes of the near tier at each node, everything in place.
 
     given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its body
-    takes on the host.
+    takes or makes on the host.
     """
 
     program: Program
@@ -152,8 +152,10 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[in
     return busy
 
 
-def write(ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency) -> Program:
-    """The program with the copies in it."""
+def write(
+    ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency, stay: bool = False
+) -> Program:
+    """The program with the copies in it. stay: what the host made stays there where it is a result."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
     out = Tiered(ground.program, ground.lies, home, on_host, ground.tiers)
@@ -178,4 +180,4 @@ def write(ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: 
                 (out.fetch if move.kind == "fetch" else out.store)(items[move.item])
         if k < count:
             out.run(k)
-    return out.finish()
+    return out.finish(stay)

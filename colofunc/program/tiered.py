@@ -140,8 +140,9 @@ class Tiered:
             storage, other = self.lies.home[i], self._other(tier)
             self.base[other].pop(storage, None)
             self.have[other].pop(storage, None)
-        for o in node.outs:
+        for k, o in enumerate(node.outs):
             if o is not None and self._mine(o):
+                tier = tier if node.loop is None else node.loop.body.values[node.loop.body.outputs[k]].tier
                 self.values[o] = self.program.values[o].in_tier(tier)
                 storage = self.lies.home[o]
                 self.have[tier].setdefault(storage, {})[o] = o
@@ -178,13 +179,13 @@ class Tiered:
             if old is not None and made is not None:
                 have[old] = made
 
-    def finish(self) -> Program:
-        """The program; outputs that are state of the far tier lie there."""
+    def finish(self, stay: bool = False) -> Program:
+        """The program; outputs that are state of the far tier lie there, and what was made there where outputs `stay`."""
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
         homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
-        outputs = tuple(
-            self.get(self.far if lies & self.home else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True)
-        )
+        made = {s for s in self.base[self.far] if s not in self.have[self.near]} if stay else set()
+        far = self.home | made
+        outputs = tuple(self.get(self.far if lies & far else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True))
         used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
         values = {id: v for id, v in self.values.items() if id in used}
         return attrs.evolve(self.program, nodes=tuple(self.nodes), values=values, outputs=outputs)
