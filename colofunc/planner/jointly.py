@@ -3,9 +3,10 @@
 Problem: which sharding is best depends on what it costs to fit it into memory, and that is known only once recomputation and
 copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
 byte at the peak costs. A finished plan tells it: what making again and copying cost, over the bytes that they saved. The search
-for a sharding pays it, its plan is finished and tells another one, a few times. Plans for a budget that sharding alone
-meets are among those that are tried, and so is the fastest; every one is scored as it would run, and the fastest that fits is
-taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
+for a sharding pays it, its plan is finished and tells another one, a few times; so do two plans that cost the same at some
+price, because a third one may be better at it. Plans for a budget that sharding alone meets are among those that are tried, and
+so is the fastest; every one is scored as it would run, and the fastest that fits is taken. So none of the separate choices (the
+fastest and make again, or move; less by sharding alone) is better.
 
     fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
     at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
@@ -17,6 +18,7 @@ Source: Lagrangian duality; the prices are those of Everett, Operations Research
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import attrs
@@ -26,9 +28,9 @@ from colofunc.planner.fitted import Fitted
 
 P = TypeVar("P")
 
-FACTORS = (1.0, 4.0, 0.25)
-"""What a plan tells is an average; the next byte may cost more, and the last one less."""
-SEARCHES = 5
+DEARER = 4.0
+"""What a plan tells is an average; the next byte may cost so much more."""
+SEARCHES = 6
 """At most so many searches with a price."""
 LESS = 0.9
 """Where a plan fits only with help, sharding alone is asked for so much less."""
@@ -62,30 +64,32 @@ Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, secon
 
 
 def together(
-    propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, tries: int = 4
+    propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, tries: int = 4, searches: int = SEARCHES
 ) -> tuple[Scored[P] | None, Fitted]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. Raises PlanError where nothing can be proposed.
     """
-    return _Together(propose, finish, budget, budget * parts).run(tries)
+    return _Together(propose, finish, budget, budget * parts).run(tries, searches)
 
 
 class _Together(Generic[P]):
     def __init__(self, propose: Propose[P], finish: Callable[[P], Fitted], budget: int, aim: int) -> None:
         self.propose, self.finish, self.budget, self.aim = propose, finish, budget, aim
         self.scored: list[Scored[P]] = []
+        self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
         self.best: Scored[P] | None = None
 
-    def run(self, tries: int) -> tuple[Scored[P] | None, Fitted]:
+    def run(self, tries: int, searches: int) -> tuple[Scored[P] | None, Fitted]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first):
             self.for_less(tries)
-            self.priced(first)
+            self.priced(first, searches)
         return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:
         """The plan finished, if it may be the best: it was not before, and is not slower without help than the best with it."""
+        self.seen.add((proposed.peak_bytes, proposed.cost_s))
         if any(proposed.key == one.proposed.key for one in self.scored) or (self.best and proposed.cost_s >= self.best.total_s):
             return None
         one = Scored(proposed, self.finish(proposed.plan))
@@ -114,18 +118,28 @@ class _Together(Generic[P]):
             over = 1.0 if one is None else one.done.peak_bytes / self.budget
             aim = int(min(aim, proposed.peak_bytes) * min(LESS, 0.99 / over))
 
-    def priced(self, first: Scored[P]) -> None:
-        """Sharding at prices of memory: those that the fastest plan and each new best one tell."""
+    def priced(self, first: Scored[P], searches: int) -> None:
+        """Sharding at prices of memory: those that the fastest plan and each new best one tell, then those between plans."""
         begin = self.price_s(first)
-        ahead, asked = [begin * factor for factor in FACTORS], list[float]()
-        while ahead and len(asked) < SEARCHES:
-            price_s = ahead.pop(0)
-            if any(0.8 < price_s / other < 1.25 for other in asked):
-                continue
+        ahead, asked = [begin, DEARER * begin], list[float]()
+        for _ in range(searches):
+            new = (p for p in (*ahead, *self.between()) if not any(0.9 < p / other < 1.1 for other in asked))
+            price_s = next(new, None)
+            if price_s is None:
+                return
             asked.append(price_s)
             before, one = self.best, self.score(self.propose(None, price_s))
             if one is not None and self.best is not before and one.done.more_s > 0:
                 ahead.insert(0, self.price_s(one))
+
+    def between(self) -> list[float]:
+        """Prices at which two plans that are next to each other cost the same; a third may beat both there. Nearest the best first."""
+        line = list[tuple[int, float]]()
+        for nbytes, cost_s in sorted(self.seen):  # from lean to fast, without those that others beat in both
+            line = [*(other for other in line if other[1] > cost_s), (nbytes, cost_s)]
+        best = self.best.proposed.peak_bytes if self.best is not None else self.aim
+        pairs = sorted(pairwise(line), key=lambda pair: min(abs(pair[0][0] - best), abs(pair[1][0] - best)))
+        return [(lean[1] - fast[1]) / (fast[0] - lean[0]) for lean, fast in pairs if fast[0] > lean[0]]
 
     def price_s(self, one: Scored[P]) -> float:
         """Seconds that a byte costs that a plan has too much, as the best does away with them."""

@@ -20,8 +20,8 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.program.ir import Program
 
 FULL, MOST = 2, 4
-"""So many are searched in full, and so many at most where some turn out not to fit."""
-FINE = 1e-3
+"""So many are searched in full, if a sketch promises to be faster then; so many at most where some turn out not to fit."""
+FINE = 2e-3
 """Orders that differ by a smaller part of the step's work are not told apart."""
 
 Orders = Sequence[Callable[[], Program]]
@@ -54,14 +54,15 @@ class _Among:
         if low <= high and self.sketch(high).more_s <= self.again_s(high):  # from where copies are hidden, less is faster
             high = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))
         self._search(low, high)
-        found: list[Fitted] = []
+        found, gain_s = list[Fitted](), 0.0  # gained by what was searched in full, beyond its sketch
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
             fits = [fit for fit in found if fit.fits(self.budget)]
             best_s = min([most_s, *(fit.more_s for fit in fits)])
-            if len(found) >= FULL and fits:
+            if fits and (len(found) >= FULL or self.sketches[k].more_s - gain_s >= best_s):
                 break
             if self.again_s(k) < best_s:
                 found.append(self.tried(self.orders[k]()))
+                gain_s = max(gain_s, self.sketches[k].more_s - found[-1].more_s)
         return found
 
     def _search(self, low: int, high: int) -> None:

@@ -20,7 +20,7 @@ from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import Constraints
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.jointly import Proposed, together
+from colofunc.planner.jointly import SEARCHES, Proposed, together
 from colofunc.planner.offload import Hint, Offloaded
 from colofunc.planner.stages import NodeS
 from colofunc.program.buckets import buckets
@@ -37,6 +37,8 @@ from colofunc.transforms.decide import Candidates, Decided, decide
 
 SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
+LARGE = 2000
+"""Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
 
@@ -148,7 +150,9 @@ def within(
         least = ending.finish(decided, budget_bytes)
         found = (decided, least) if least.fits(budget_bytes) else None
     else:
-        best, least = together(partial(_proposed, make), partial(ending.finish, budget_bytes=budget_bytes), budget_bytes, parts, tries)
+        searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
+        finish = partial(ending.finish, budget_bytes=budget_bytes)
+        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches)
         found = None if best is None else (best.proposed.plan, best.done)
     if found is not None:
         return _told(*found)
