@@ -261,8 +261,8 @@ def _apart(shards: list[torch.Tensor], source: DTensor) -> list[torch.Tensor]:
     """Parts that share no memory with an owned tensor's, which a later call may overwrite."""
     if not source.owned:
         return shards
-    taken = {x.untyped_storage().data_ptr() for x in source.parts}
-    return [x.clone() if x.untyped_storage().data_ptr() in taken else x for x in shards]
+    taken = {compat.storage_key(x) for x in source.parts}
+    return [x.clone() if compat.storage_key(x) in taken else x for x in shards]
 
 
 class _Distribute(torch.autograd.Function):
