@@ -98,8 +98,7 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
             continue
         gathers = {k for k in readers if _picks(ground, k, s)}
         casts = {k for k in readers if nodes[k].target == CAST}
-        for k in casts:
-            made = ground.lies.home[nodes[k].outs[0]] if nodes[k].outs[0] is not None else -1
+        for made in {ground.lies.home[o] for k in casts for o in nodes[k].outs if o is not None}:
             gathers |= {j for j in ground.uses.get(made, ()) if _picks(ground, j, made)}
         more = {k for k in readers if _updates(ground, k) and _free(ground, k, placed)}
         kept = any(fnmatchcase(nodes[k].path, glob) for k in gathers for glob, place in where.items() if place == "device")
