@@ -110,7 +110,8 @@ TENSOR = {
         {**_MEGATRON, "colofunc.experts*": {"tp": "f"}},
     ),
     "1d+sp": Mode(
-        ("tp",), lambda: tensor("1d", "tp", sequence=True), _COLUMNS, {"tp": "all_gather|all_to_all reduce_scatter|all_to_all"},
+        # From tokens split by tp to tokens split by a context axis is one permute over both, no gather.
+        ("tp",), lambda: tensor("1d", "tp", sequence=True), _COLUMNS, {"tp": "all_gather|all_to_all|permute reduce_scatter|all_to_all"},
         {**_MEGATRON, "colofunc.experts*": {"tp": "b0"}},  # experts take the tokens that a rank has
     ),
     "2d": Mode(
