@@ -114,12 +114,45 @@ def plan_big(console) -> None:
     console.print(f"  estimated {low.cost().seconds:.2f} s a step, peak {peak:.1f} GiB a rank; planned in {took_s:.1f} s")
 
 
-def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:
-    """The loss beside the single device's, and one rank's memory over the step."""
+def curve(low, budget_bytes: int, top_bytes: int, console, width: int = 100, height: int = 9) -> None:
+    """One rank's memory over a step, operator by operator; the budget is the red line, and red is what is above it."""
+    held = low.memory().timeline["device"]
+    columns = [max(held[len(held) * c // width : len(held) * (c + 1) // width + 1]) for c in range(width)]
+    line = round(height * budget_bytes / top_bytes)
+    for row in reversed(range(height)):
+        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, int(8 * (height * nbytes / top_bytes - row))))] for nbytes in columns)
+        console.print(f"  [{'red' if row >= line else 'green'}]{bars}[/]")
+        if row == line:
+            console.print(f"  [red]{'─' * width}[/] {budget_bytes / 2**20:.1f} MiB")
+
+
+def with_less(step, low, batch, loss: float, state, console):
+    """The same step within a budget of memory: what backward needs is made again. Returns it lowered, and the budget."""
+    peak = low.memory().peak_bytes["device"]
+    budget = int(0.75 * peak)
+    lean = cf.checkpoint(step.with_plan(low.plan), budget=budget)
+    lowered = lean.lower(state, batch)
+    console.print(f"  before: peak {peak / 2**20:.1f} MiB a rank")
+    curve(low, budget, peak, console)
+    console.print(f"      step = cf.checkpoint(step, budget={budget})     # split as before")
+    curve(lowered, budget, peak, console)
+    _, metrics = lean(lean.init(state, batch), batch)
+    more = lowered.cost().seconds / low.cost().seconds - 1
+    console.print(
+        f"  peak {lowered.memory().peak_bytes['device'] / 2**20:.1f} MiB a rank for {more:.1%} more time as planned; "
+        f"loss of the first step {float(metrics['loss']):.4f}, difference {abs(float(metrics['loss']) - loss):.1e}"
+    )
+    return lowered, budget
+
+
+def pictures(losses, reference, low, budget: int, folder: pathlib.Path, console) -> None:
+    """The loss beside the single device's, and one rank's memory over the step under its budget."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    from colofunc.pictures import memory_picture
 
     folder.mkdir(parents=True, exist_ok=True)
     fig, ax = plt.subplots(figsize=(7, 4))
@@ -128,17 +161,7 @@ def pictures(losses, reference, low, folder: pathlib.Path, console) -> None:
     ax.set(xlabel="step", ylabel="loss (nats per byte)", title="The same curve")
     ax.legend()
     fig.savefig(folder / "loss.png", dpi=130, bbox_inches="tight")
-    timeline = [b / 2**20 for b in low.memory().timeline["device"]]
-    phases = [node.phase for node in low.program.nodes]
-    fig, ax = plt.subplots(figsize=(7, 4))
-    ax.fill_between(range(len(timeline)), timeline, step="post", alpha=0.5)
-    after = phases.index("backward")
-    for phase in ("backward", "update"):  # small scalar work of the update may run early
-        at = phases.index(phase, after)
-        ax.axvline(at, color="grey", ls=":")
-        ax.text(at, max(timeline) * 1.02, f" {phase}", fontsize=9)
-    ax.set(xlabel="operator", ylabel="MiB on one rank", title="Memory over one step", ylim=(0, max(timeline) * 1.1))
-    fig.savefig(folder / "memory.png", dpi=130, bbox_inches="tight")
+    memory_picture(low, folder / "memory.png", budget, "One rank's memory over one step, under its budget")
     console.print(f"  {folder / 'loss.png'}, {folder / 'memory.png'}")
 
 
@@ -193,7 +216,10 @@ def main() -> None:
     console.print(str(low.cost()))
     console.print(f"  peak {low.memory().peak_bytes['device'] / 2**20:.1f} MiB a rank")
 
-    head("5. break it on purpose")
+    head("5. the same step in less memory")
+    lean, budget = with_less(step, low, batch_at(data, 0, args.batch), ours[0], state, console)
+
+    head("6. break it on purpose")
     try:
         cf.distribute(torch.zeros(8, 6), "(ddp b) d", mesh)
     except cf.ColofuncError as error:
@@ -201,9 +227,9 @@ def main() -> None:
         console.print(f"  [red]{type(error).__name__}[/red]: {error}")
 
     if not args.quick:
-        head("6. plan a model that fits on no machine here")
+        head("7. plan a model that fits on no machine here")
         plan_big(console)
-        head("7. a little text")
+        head("8. a little text")
         params = {k: v.full() for k, v in placed["params"].items()}
         buffers = {k: v.full() for k, v in placed["buffers"].items()}
         if mesh.is_main:
@@ -211,7 +237,7 @@ def main() -> None:
 
     head("pictures")
     if mesh.is_main:
-        pictures(ours, theirs, low, args.out, console)
+        pictures(ours, theirs, lean, budget, args.out, console)
     console.print(
         "\n  next: change --dp and --tp; run it under torchrun --nproc-per-node 2 with --dp 1; print(low.text());\n"
         "  put your own step function in place of step_fn; see docs/ for plans, plugins and tests on a CPU mesh"
