@@ -1,0 +1,123 @@
+"""Bytes that offload moves: against the least there is on traces small enough to solve, and beside fixed splits of a large model.
+
+A fixed split, as in ZeRO-Offload, keeps a part of the parameters and a part of the optimizer state on the host, whatever fits
+(`gemini("static", param=, optim=)`); what moves when is planned as for everybody. OPT-13B is a whole training step (bf16 beside
+float32 masters, AdamW) on one device, planned without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from random import Random
+from typing import Any
+
+import torch
+from colofunc_plugins import gemini
+
+import colofunc as cf
+from bench import Row, Section, fresh
+from bench.memory_plans import gb, opt
+from colofunc.cli import axes_of, machine
+from colofunc.mesh.sizes import parse_bytes
+from colofunc.planner.evict import Facts, evict
+from colofunc.planner.plan_table import time_text
+from colofunc.planner.residency import Item, Links, Trace, reside
+
+TRACES, ITEMS = 300, 6
+SPLITS = {"40GB": ((1.0, 1.0), (0.75, 1.0)), "80GB": ((1.0, 1.0), (0.5, 1.0), (0.0, 1.0))}
+"""Budget -> parts of (parameters, optimizer state) on the host."""
+
+
+def least(steps: Sequence[frozenset[int]], writes: Sequence[frozenset[int]], room: int) -> int:
+    """Fetches and stores of the best there is, by a search over all contents of the device: all lies on the host before and behind."""
+    best: dict[frozenset[tuple[int, bool]], int] = {frozenset(): 0}
+    for step, written in zip(steps, writes, strict=True):
+        after: dict[frozenset[tuple[int, bool]], int] = {}
+        for held, cost in best.items():
+            for kept in _kept(held, step, room):
+                dirty = {i for i, d in held if d}
+                gone = sum(1 for i in dirty if i not in kept | step)
+                fetched = sum(1 for i in step if i not in {j for j, _ in held})
+                now = frozenset((i, i in written or i in dirty) for i in kept | step)
+                after[now] = min(after.get(now, 10**9), cost + gone + fetched)
+        best = after
+    return min(cost + sum(d for _, d in held) for held, cost in best.items())
+
+
+def _kept(held: frozenset[tuple[int, bool]], step: frozenset[int], room: int) -> Iterator[frozenset[int]]:
+    rest = sorted(i for i, _ in held if i not in step)
+    for size in range(min(len(rest), room - len(step)) + 1):
+        yield from map(frozenset, combinations(rest, size))
+
+
+def small(writing: bool) -> tuple[int, int, int]:
+    """(traces that move no more than the least, moves, least moves) over random traces of items of one size."""
+    equal = moved = fewest = 0
+    for seed in range(TRACES):
+        random = Random(seed)
+        steps = [frozenset(random.sample(range(ITEMS), random.randint(1, 2))) for _ in range(random.randint(3, 10))]
+        writes = [frozenset(i for i in sorted(step) if writing and random.random() < 0.4) for step in steps]
+        room = random.randint(2, 4)
+        uses = [tuple(p for p, step in enumerate(steps) if i in step) for i in range(ITEMS)]
+        items = [Item(1, True, u, {p for p in u if i in writes[p]}, stays=False) for i, u in enumerate(uses)]
+        trace = Trace((1.0,) * len(steps), (), (0,) * len(steps), tuple(items))
+        if writing:
+            found = sum(reside(trace, room, Links(1.0, 1.0, 0.0)).moved_bytes)
+        else:
+            found = sum(len(stays) for stays in evict(Facts(trace), room, ()))
+        fewest_here = least(steps, writes, room)
+        equal, moved, fewest = equal + (found == fewest_here), moved + found, fewest + fewest_here
+    return equal, moved, fewest
+
+
+def split(budget: str, param: float | None, optim: float = 1.0) -> dict[str, Any]:
+    """OPT-13B on one device within a budget; without a part of the parameters everything is chosen by time."""
+    step, state, batch = opt(5120, 40, 40, 8)
+    policy = "auto" if param is None else gemini("static", param=param, optim=optim)
+    mesh = machine(f"a100-{budget.removesuffix('B').lower()}", "", "512GiB", "")(cf.Mesh(**axes_of("")))
+    staged = cf.offload(cf.precision(cf.shard(step, mesh), "bf16"), budget=parse_bytes(budget, "budget"), policy=policy)
+    try:
+        low = staged.lower(state, batch)
+    except cf.ColofuncError as error:
+        return {"failed": str(error)[:200]}
+    moved = {"to_device": 0, "to_host": 0}
+    for node in low.program.nodes:
+        name = node.target.removeprefix("colofunc.").removesuffix("_start")
+        if name in moved:
+            moved[name] += low.program.values[node.refs[0]].nbytes
+    return {"moved": moved, "peak_bytes": low.memory().peak_bytes["device"], "step_s": low.lanes().end_s}
+
+
+def rows() -> Iterator[Row]:
+    equal, moved, fewest = small(writing=False)
+    figure = f"{moved:,}, the least is {fewest:,}; equal on {equal}"
+    yield Row(f"fetches, {TRACES} traces of up to 10 positions", figure, "equal", equal == TRACES)
+    equal, moved, fewest = small(writing=True)
+    figure = f"{moved:,}, the least is {fewest:,}; equal on {equal} (the plan aims at time)"
+    yield Row("copies both ways, items that are written too", figure)
+    for budget, parts in SPLITS.items():
+        mine = fresh("moved", f"m.split({budget!r}, None)")
+        total = sum(mine["moved"].values())
+        yield Row(f"OPT-13B within {budget}: by time", _said(mine))
+        for param, optim in parts:
+            other = fresh("moved", f"m.split({budget!r}, {param}, {optim})")
+            bytes_ = sum(other["moved"].values()) if "moved" in other else None
+            what = f"OPT-13B within {budget}: {param:.0%} of parameters and {optim:.0%} of optimizer state on the host"
+            yield Row(what, _said(other), "more moved than by time", None if bytes_ is None else bytes_ > total)
+
+
+def _said(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"no plan: {found['failed']}"
+    up, down = found["moved"]["to_device"], found["moved"]["to_host"]
+    ends = f"peak {gb(found['peak_bytes'])}, step {time_text(found['step_s'])} as planned"
+    return f"{gb(up)} to the device, {gb(down)} to the host a step; {ends}"
+
+
+def bench() -> Section:
+    setting = (
+        f"Traces: {ITEMS} items of one size, on the host before and behind, room for 2 to 4; the least by a search over all contents of the "
+        f"device. OPT-13B: 8 x 1024 tokens, bf16 beside float32 masters, AdamW, on one A100. torch {torch.__version__}"
+    )
+    return Section("Bytes that offload moves", setting, list(rows()))
