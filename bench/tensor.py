@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import torch
 from colofunc_plugins import tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,29 +31,11 @@ PRODUCTS = {
 SHAPES = {"x": X, "w": W, "y": Y, "v": (H, E), "b": (E,), "t": (H, BS)}
 
 
-@attrs.frozen
-class Strategies:
-    """The strategies of a plan, without its wishes."""
-
-    plan: Any
-    axes: tuple[str, ...] = ()
-    name = __name__ = "strategies"
-
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        return []
-
-    @cf.hookimpl
-    def colofunc_strategies(self) -> Any:
-        return self.plan.colofunc_strategies()
-
-
 def lower(fn: Any, plan: Any, mesh: cf.Mesh, words: str, lies: dict[str, str], names: str) -> Any:
     """One operator on operands that lie as its pattern wants them."""
     *ins, out = names.split()
-    wish = cf.Wish("*", words, source="bench")
-    step = cf.shard(
-        lambda *args: fn(*args), mesh, Strategies(plan), wish, in_specs=tuple(lies[n] for n in ins), out_specs=lies[out], donate=()
-    )
+    where = dict(in_specs=tuple(lies[n] for n in ins), out_specs=lies[out])
+    step = cf.shard(lambda *args: fn(*args), mesh, {"*": words}, plugins=[plan], **where, donate=())
     return step.lower(*(cf.abstract(SHAPES[n], HALF) for n in ins))
 
 
@@ -113,28 +94,28 @@ def two_products() -> list[Row]:
     cases = {
         "1D on 8": (cf.Mesh(tp=8, topology=TOPOLOGY), [], ("b i", "(tp o) i", "o (tp i)"), "b o", 2 * 7 * BS * H // 8),
         "2D, 2 x 4": (
-            cf.Mesh(z=1, x=2, y=4, topology=TOPOLOGY), layers("x", "y"), ("(y b) (x i)", "(y o) (x i)", "(x o) (y i)"), "(y b) (x o)",
+            cf.Mesh(z=1, x=2, y=4, topology=TOPOLOGY), layers(depth=False), ("(y b) (x i)", "(y o) (x i)", "(x o) (y i)"), "(y b) (x o)",
             2 * BS * (E * 1 + H * 3) // 8,
         ),
         "3D, 2 x 2 x 2": (
-            cf.Mesh(z=2, x=2, y=2, topology=TOPOLOGY), layers("x", "y", "z"),
+            cf.Mesh(z=2, x=2, y=2, topology=TOPOLOGY), layers(depth=True),
             ("(z y b) (x i)", "(y o) (x z i)", "(x o) (y z i)"), "(z y b) (x o)",
             2 * (BS * E + BS * H + H * E) // 8,
         ),
     }  # fmt: skip
     found = []
-    for what, (mesh, plans, ins, out, elements) in cases.items():
-        low = cf.shard(step, mesh, *plans, in_specs=ins, out_specs=out, donate=()).lower(*abstract)
+    for what, (mesh, wishes, ins, out, elements) in cases.items():
+        staged = cf.shard(step, mesh, *wishes, plugins=[tensor("3d", ("z", "x", "y"))], in_specs=ins, out_specs=out, donate=())
+        low = staged.lower(*abstract)
         found.append(exact(f"two products forward, {what}", low.cost().wire_bytes, 2 * elements))
     return found
 
 
-def layers(x: str, y: str, z: str | None = None) -> list[Any]:
+def layers(depth: bool) -> list[cf.Wish]:
     """Two products over a cube, or over one layer of it, directions in turn."""
-    plan = tensor("3d", (z or "z", x, y))
-    first = f"{{{x}: 3d inputs, {y}: 3d outputs" + (f", {z}: 3d rows}}" if z else "}")
-    other = f"{{{y}: 3d inputs, {x}: 3d outputs" + (f", {z}: 3d rows}}" if z else "}")
-    return [Strategies(plan), cf.Wish("*", (first, other), source="bench")]
+    rows = ", z: 3d rows" if depth else ""
+    first, other = (f"{{{i}: 3d inputs, {o}: 3d outputs{rows}}}" for i, o in ("xy", "yx"))
+    return [cf.Wish("*", (first, other), source="bench")]
 
 
 def buffers() -> list[Row]:

@@ -13,6 +13,7 @@ from colofunc.config import configure
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Cost, Rule, Strategy
 from colofunc.dtensor.rules import local as local
+from colofunc.dtensor.rules.attention_call import AttentionCall as AttentionCall
 from colofunc.dtensor.rules.pattern import pattern
 from colofunc.dtensor.spec import Spec
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
@@ -53,11 +54,14 @@ from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
+from colofunc.planner import products as products
+from colofunc.planner import reading as reading
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
 from colofunc.planner.memory_policies import MemoryPolicy, Room, State
 from colofunc.planner.plan import Plan
 from colofunc.planner.policies import every, save_only
+from colofunc.planner.product_pairs import product_pairs as product_pairs
 from colofunc.planner.ways import ways
 from colofunc.planner.wishes import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
@@ -73,6 +77,7 @@ from colofunc.transforms.staged import Staged
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionCall",
     "Batches",
     "CapacityError",
     "CheckError",
@@ -138,8 +143,11 @@ __all__ = [
     "pad",
     "pattern",
     "precision",
+    "product_pairs",
+    "products",
     "random",
     "random_state",
+    "reading",
     "save",
     "save_only",
     "save_pretrained",

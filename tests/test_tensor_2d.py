@@ -6,12 +6,11 @@ Closed form (SUMMA, van de Geijn and Watts 1997; Optimus, 2104.05343), elements 
 
 from typing import Any
 
-import attrs
 import narrow
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
-from colofunc_plugins.tp2d_25d_3d.grids import panels
+from colofunc_plugins.tp2d_25d_3d.summa import panels
 from torch import nn
 
 import colofunc as cf
@@ -41,26 +40,10 @@ def specs(low: Any) -> dict[str, str]:
     return {leaf.name: leaf.spec for leaf in low.plan.inputs}
 
 
-@attrs.frozen
-class Strategies:
-    """The strategies of a plan, without its wishes."""
-
-    plan: Any
-    axes: tuple[str, ...] = ()
-    name = __name__ = "strategies"
-
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        return []
-
-    @cf.hookimpl
-    def colofunc_strategies(self) -> Any:
-        return self.plan.colofunc_strategies()
-
-
 def one(plan: Any, mesh: cf.Mesh, words: str, call: tuple[Any, ...], lies: tuple[str, ...], gives: str) -> Any:
     """One product as a step of its own, on operands that lie as the pattern wants them."""
-    wish = cf.Wish("*", words, source="test")
-    return cf.shard(lambda *args: call[0](*args), mesh, Strategies(plan), wish, in_specs=lies, out_specs=gives, donate=())
+    fn = lambda *args: call[0](*args)  # noqa: E731
+    return cf.shard(fn, mesh, {"*": words}, plugins=[plan], in_specs=lies, out_specs=gives, donate=())
 
 
 def received(low: Any) -> dict[str, int]:

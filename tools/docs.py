@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+import colofunc as cf  # noqa: E402
 from colofunc import errors  # noqa: E402
+from colofunc.planner import product_pairs  # noqa: E402
 from colofunc.plugins import hookspecs, operators  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
@@ -54,12 +56,43 @@ def hooks_page() -> str:
         "## Operators of your own\n",
         _code(inspect.getdoc(operators) or "", "python") + "\n",
         f"`cf.operator{_signature(operators.operator)}`\n\n{inspect.getdoc(operators.operator)}\n",
+        *(part for title, thing, names in PIECES for part in _pieces(title, thing, names)),
         "## A whole plugin\n",
         "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` finds it.\n",
         f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
         f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
     ]
     return "\n".join(parts)
+
+
+PIECES = (
+    ("Reading a step: `cf.reading`", cf.reading, "cf.reading"),
+    ("Products: `cf.products`", cf.products, "cf.products"),
+    ("Pairs of products: `cf.product_pairs`", product_pairs, "cf"),
+    ("Attention: `cf.AttentionCall`", inspect.getmodule(cf.AttentionCall), "cf"),
+    ("Local code: `cf.local`", cf.local, "cf.local"),
+)
+
+
+def _pieces(title: str, module: object, place: str) -> list[str]:
+    """A module of pieces for plugins: what it is for, and what is in it."""
+    parts = [f"## {title}\n", _code(inspect.getdoc(module) or "") + "\n"]
+    rows = []
+    for name in module.__all__:  # type: ignore[attr-defined]
+        thing = getattr(module, name)
+        if callable(thing):
+            words = "" if isinstance(thing, type) else _signature(thing)
+            rows.append(f"- `{place}.{name}{words}`: {_line(thing)}")
+        for what, member in vars(thing).items() if isinstance(thing, type) else ():
+            if not what.startswith("_") and isinstance(member, property):
+                rows.append(f"    - `.{what}`" + (f": {_line(member)}" if member.__doc__ else ""))
+            elif not what.startswith("_") and inspect.isfunction(member):
+                rows.append(f"    - `.{what}{_signature(member).replace('(self, ', '(').replace('(self)', '()')}`: {_line(member)}")
+    return [*parts, "\n".join(rows) + "\n"]
+
+
+def _line(thing: object) -> str:
+    return " ".join((inspect.getdoc(thing) or "").split())
 
 
 def _signature(fn: object) -> str:

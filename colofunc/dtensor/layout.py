@@ -15,6 +15,7 @@ Padding: the atoms of a dim may multiply to more than the dim's global size; the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from math import prod
 
@@ -83,6 +84,11 @@ class Layout:
 
     def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
         return make_layout(self.dims, self.shape, pending, self.tier, self.scheme)
+
+    def without(self, axes: Collection[str]) -> Layout:
+        """What an all-gather over `axes` makes of it: nothing is split over these any more."""
+        dims = tuple(tuple((size, None if axis in axes else axis) for size, axis in dim) for dim in self.dims)
+        return make_layout(dims, self.shape, self.pending, self.tier, self.scheme)
 
     def with_tier(self, tier: str) -> Layout:
         return make_layout(self.dims, self.shape, self.pending, tier, self.scheme)

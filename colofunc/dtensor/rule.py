@@ -13,7 +13,7 @@ A `Call` is what rules and strategies see of a node: target, arguments, shapes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -154,3 +154,23 @@ class Strategy:
     local: Callable[..., Any] | None = None
     axes: tuple[tuple[str, str], ...] = ()  # (mesh axis, factor) in order
     where: str = "device"
+
+    def with_pattern(
+        self,
+        words: Sequence[tuple[str, str]],
+        local: Callable[..., Any],
+        *,
+        flops: float | None = None,
+        extra_s: float = 0.0,
+        peak_bytes: float = 0,
+        outs: tuple[Layout | None, ...] | None = None,
+    ) -> Strategy:
+        """This way to place other axes (one that `cf.ways` gives) with a pattern of your own beside it.
+
+        `words`: (axis, what plans call the pattern there). `flops`, `outs`: instead of the way's own; `extra_s`, `peak_bytes`:
+        communication and buffers of the local code.
+        """
+        axes = (*words, *self.axes)
+        name = ", ".join(filter(None, (*(f"{axis}: {word}" for axis, word in words), self.name.strip("{}"))))
+        cost = attrs.evolve(self.cost, flops=self.cost.flops if flops is None else flops, extra_s=extra_s, peak_bytes=int(peak_bytes))
+        return attrs.evolve(self, name=f"{{{name}}}", outs=self.outs if outs is None else outs, cost=cost, local=local, axes=axes)

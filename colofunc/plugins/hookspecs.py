@@ -19,6 +19,10 @@ wrong type are `PluginError`s that name the plugin. Plugins import public names 
 each other. `cf.testing.check_strategies(plugin, op)` proves strategies right on small meshes.
 
 Hooks speak of operators by name: those of torch, of any library, and those that you register with `cf.operator` (below).
+
+What plugins are made of, all of it used by those in this repository: `cf.ways` gives strategies to build on, and
+`way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.Rules` and `cf.follow` say what operators can do and
+where a layout goes. `cf.reading`, `cf.products`, `cf.product_pairs`, `cf.AttentionCall` and `cf.local` stand below.
 """
 
 from __future__ import annotations

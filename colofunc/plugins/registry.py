@@ -102,7 +102,8 @@ def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
-    return str(getattr(plugin, "__name__", None) or manager.get_name(plugin) or plugin)
+    """Of a module its own, of a named plan what it calls itself; pluggy's, where a plugin has neither, differs between processes."""
+    return str(getattr(plugin, "__name__", None) or getattr(plugin, "name", None) or manager.get_name(plugin) or plugin)
 
 
 def _check_names(manager: pluggy.PluginManager) -> None:

@@ -86,8 +86,10 @@ class Experts:
                 )
         weights = _weights(program, layers)
         text = " ".join(axes)
-        of = _moments(program)
-        found = self._batch(program, axes, ranks, text)
+        of = cf.reading.moments(program)
+        rows = cf.reading.rows(program, ranks, self.name)
+        # Whatever works on the rows does so along them; experts do as they are wished to.
+        found = [cf.Wish(v.name, f"({text} b) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
         for id in program.inputs:
             value = program.values[id]
             mine = of.get(id, id) in weights
@@ -100,21 +102,6 @@ class Experts:
         wants = tuple("{" + ", ".join(f"{a}: {word}" for a in several) + "}" for word in words)
         want, both = wants if len(wants) > 1 else wants[0], ("forward", "backward")
         return [*found, cf.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
-
-    def _batch(self, program: Any, axes: tuple[str, ...], ranks: int, text: str) -> list[cf.Wish]:
-        """The rows of the batch, and whatever works on them; experts do as they are wished to."""
-        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
-        if not leaves:
-            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
-        sizes = [v.shape[0] for v in leaves]
-        rows = max(sizes, key=sizes.count)
-        if rows % ranks:
-            raise cf.PlanError(
-                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
-                "take a multiple of these (cf.pad adds rows without weight)"
-            )
-        mine = [v for v in leaves if v.shape[0] == rows]
-        return [cf.Wish(v.name, f"({text} b) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in mine]
 
 
 def _seen(program: Any) -> str:
@@ -138,22 +125,3 @@ def _weights(program: Any, layers: Sequence[Any]) -> set[int]:
             if id not in made:
                 found.add(id)
     return found
-
-
-def _moments(program: Any) -> dict[int, int]:
-    """State leaf -> the parameter of its shape whose name has most of the last parts in common with its own."""
-    weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
-    found = {}
-    for id in program.inputs:
-        value = program.values[id]
-        alike = [w for w in weights if w.shape == value.shape] if value.role == "state" and value.shape else []
-        best = max(alike, key=lambda w: _common(w.name, value.name), default=None)
-        if best is not None and _common(best.name, value.name):
-            found[id] = best.id
-    return found
-
-
-def _common(a: str, b: str) -> int:
-    """How many of the last parts of two dotted names agree."""
-    pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
-    return next((k for k, (x, y) in enumerate(pairs) if x != y), min(a.count("."), b.count(".")) + 1)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Parts
-from colofunc_plugins.sequence.heads import wide
-from colofunc_plugins.sequence.pattern import Pattern
+from colofunc_plugins.sequence.pattern import Parts, Pattern
 
-from colofunc import collectives
+import colofunc as cf
 
 
 @attrs.frozen
@@ -33,19 +31,17 @@ class Gathered(Pattern):
         late = a.get("causal") and not a.get("window") and not self.striped
         extra_s, peak_bytes = self.mesh.collective_s("all_gather", n * keys, (self.axis,)), 2 * n * keys
         if a.backward:
-            sums = n * self.block_bytes(wide(self.dtype))
+            sums = n * self.block_bytes(cf.local.wide(a.dtype))
             extra_s += self.mesh.collective_s("reduce_scatter", sums, (self.axis,))
             peak_bytes += 2 * sums
         return flops * (2 - 1 / n if late else 1), extra_s, peak_bytes
 
     def attend(self, x: Parts) -> tuple[torch.Tensor, ...]:
-        order, widths = "(m n)" if self.striped else "(n m)", [x["k"].shape[-1], x["v"].shape[-1]]
-        every = collectives.all_gather(torch.cat([x["k"], x["v"]], -1), self.axis, self.mesh)
-        k, v = collectives.rearrange(every, f"n b g m e -> b g {order} e").split(widths, -1)
-        found: tuple[torch.Tensor, ...] = self.over_all({**x, "k": k, "v": v})
+        over, widths = (2, self.axis, self.mesh, self.striped), [x["k"].shape[-1], x["v"].shape[-1]]
+        k, v = cf.local.gathered(torch.cat([x["k"], x["v"]], -1), *over).split(widths, -1)
+        found = self.over_all({**x, "k": k, "v": v})
         if not self.attention.backward:
             return found
         dq, dk, dv, dbias = found
-        parts = collectives.rearrange(torch.cat([dk, dv], -1).to(wide(dk.dtype)), f"b g {order} e -> n b g m e", n=self.n)
-        mine_k, mine_v = collectives.reduce_scatter(parts, self.axis, self.mesh).to(dk.dtype).split(widths, -1)
-        return dq, mine_k, mine_v, dbias
+        mine = cf.local.scattered(torch.cat([dk, dv], -1).to(cf.local.wide(dk.dtype)), *over)
+        return dq, *mine.to(dk.dtype).split(widths, -1), dbias

@@ -13,27 +13,22 @@ Source: DeepSpeed Ulysses (2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Attention, Parts
 
 import colofunc as cf
 from colofunc import collectives
 
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in."""
-    return torch.promote_types(dtype, torch.float32)
+Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
 
 
 @attrs.frozen
 class Heads:
     """The exchange over one axis, for one call whose other axes lie as `way` says."""
 
-    attention: Attention
+    attention: cf.AttentionCall
     mesh: cf.Mesh
     axis: str
     way: cf.Strategy
@@ -42,23 +37,18 @@ class Heads:
     def n(self) -> int:
         return self.mesh.axis_size(self.axis)
 
-    def layout(self, name: str) -> cf.Layout:
-        k = self.attention.operand(name)
-        assert k is not None
-        return self.way.ins[k]
-
     @property
     def h(self) -> int:
         """Heads of a rank (other axes may split them, too)."""
-        return self.layout("q").local_shape[1]
+        return self.attention.layout("q", self.way).local_shape[1]
 
     @property
     def g(self) -> int:
-        return self.layout("k").local_shape[1]
+        return self.attention.layout("k", self.way).local_shape[1]
 
     @property
     def fits(self) -> bool:
-        run = all(axis is not None for _, axis in self.layout("q").dims[1][:-1])  # a rank's heads are consecutive
+        run = all(axis is not None for _, axis in self.attention.layout("q", self.way).dims[1][:-1])  # a rank's heads are consecutive
         return self.g % self.n != 0 and not self.attention.shape("q_offset") and (run or not self.attention.get("dropout"))
 
     @property
@@ -99,67 +89,57 @@ class Heads:
 
     def wires(self) -> list[float]:
         """Bytes of a rank in each all-to-all."""
-        q, k, dtype = self.layout("q"), self.layout("k"), self.attention.call.ins[self.attention.operand("k")].dtype
-        rows = q.local_numel // self.h * self.each * self.n * dtype.itemsize
-        columns = 2 * k.local_numel // self.g * self.kept * self.n
-        there_and_back = [rows, columns * dtype.itemsize, rows]
-        return [*there_and_back, rows, rows, columns * wide(dtype).itemsize] if self.attention.backward else there_and_back
+        a = self.attention
+        rows = a.layout("q", self.way).local_numel // self.h * self.each * self.n * a.dtype.itemsize
+        columns = 2 * a.layout("k", self.way).local_numel // self.g * self.kept * self.n
+        there_and_back = [rows, columns * a.dtype.itemsize, rows]
+        return [*there_and_back, rows, rows, columns * cf.local.wide(a.dtype).itemsize] if a.backward else there_and_back
 
-    def opened(self, dim: Any) -> Any:
-        """A dim of rows or columns after the exchange: this axis has become local."""
-        found: list[tuple[int, str | None]] = []
-        for size, axis in ((size, None if axis == self.axis else axis) for size, axis in dim):
-            if found and axis is None and found[-1][1] is None:
-                found[-1] = found[-1][0] * size, None
-            else:
-                found.append((size, axis))
-        return tuple(found)
-
-    def placed(self, sizes: Sequence[int], offset: Any, shape: Sequence[int]) -> tuple[list[int], Any]:
-        """The place of a rank's heads in the (b, h, s, t) weights, from that of all heads."""
-        at = sum(1 for _, axis in self.layout("q").dims[0] if axis is None) or 1
-        me = collectives.axis_index(self.axis, self.mesh)
-        return [*sizes[:at], self.each, *sizes[at + 1 :]], offset + me * (self.each * shape[2] * shape[3])
+    def placed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of all heads for those of this rank: their place among the (b, h, s, t) weights."""
+        if "sizes" not in options:
+            return options
+        q, t = self.attention.layout("q", self.way), self.attention.sizes["t"]
+        at = sum(1 for _, axis in q.dims[0] if axis is None) or 1
+        sizes, me = options["sizes"], collectives.axis_index(self.axis, self.mesh)
+        offset = options["offset"] + me * (self.each * q.shape[2] * t)
+        return options | {"sizes": [*sizes[:at], self.each, *sizes[at + 1 :]], "offset": offset}
 
     # ---- there and back ----
 
     def there(self, x: Parts) -> Parts:
         """Some heads of all rows."""
-        found = dict(x)
-        found |= {name: self.to_heads(x[name]) for name in ("q", "grad", "out") if name in x}
-        found |= {name: self.to_heads(x[name].unsqueeze(-1)).squeeze(-1) for name in ("lse", "grad_lse") if name in x}
-        found |= {name: self.key_heads(x[name]) for name in ("k", "v")}
+        found = {**x, "k": self.key_heads(x["k"]), "v": self.key_heads(x["v"])}
+        for name in ("q", "grad_out", "out", "lse", "grad_lse"):
+            if name in x:
+                found[name] = self.to_heads(x[name])
         return found | {"bias": self.bias_here(x["bias"])} if "bias" in x else found
 
     def back(self, found: tuple[torch.Tensor, ...], x: Parts) -> tuple[torch.Tensor, ...]:
         if not self.attention.backward:
             out, lse = found
-            return self.to_rows(out), self.to_rows(lse.unsqueeze(-1)).squeeze(-1)
+            return self.to_rows(out), self.to_rows(lse)
         dq, dk, dv, dbias = found
         dbias = self.bias_back(dbias, x["bias"]) if self.attention.needs_dbias else dbias
         return self.to_rows(dq), self.key_columns(dk), self.key_columns(dv), dbias
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.all_to_all(x, self.axis, self.mesh)
-
-    def dealt(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, h, m, e) as (n, b, p, m, e), zeros behind h."""
-        padded = collectives.fit(x, (x.shape[0], self.each * self.n, *x.shape[2:]))
-        return collectives.rearrange(padded, "b (n p) m e -> n b p m e", n=self.n)
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, h, m, ..) with zeros behind h: (b, n p, m, ..)."""
+        return collectives.fit(x, (x.shape[0], self.each * self.n, *x.shape[2:]))
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, h, m, e) of my rows -> (b, p, n m, e) of my heads."""
-        return collectives.rearrange(self.exchange(self.dealt(x)), "n b p m e -> b p (n m) e")
+        """(b, h, m, ..) of my rows -> (b, p, n m, ..) of my heads."""
+        return cf.local.exchanged(self.padded(x), 1, 2, self.axis, self.mesh)
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, p, n m, e) of my heads -> (b, h, m, e) of my rows."""
-        sent = self.exchange(collectives.rearrange(x, "b p (n m) e -> n b p m e", n=self.n))
-        return collectives.rearrange(sent, "n b p m e -> b (n p) m e")[:, : self.h]
+        """(b, p, n m, ..) of my heads -> (b, h, m, ..) of my rows."""
+        return cf.local.exchanged(x, 2, 1, self.axis, self.mesh)[:, : self.h]
 
     def key_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(b, g, m, e) of my columns -> (b, kept or p, n m, e): the key heads that my query heads read."""
         parts = [x[:, self.first(j) : self.first(j) + self.kept] for j in range(self.n)]
-        mine = collectives.rearrange(self.exchange(torch.stack(parts)), "n b g m e -> b g (n m) e")
+        came = collectives.all_to_all(torch.stack(parts), self.axis, self.mesh)
+        mine = collectives.rearrange(came, "n b g m e -> b g (n m) e")
         return mine if self.aligned else mine.index_select(1, self.read())
 
     def read(self) -> torch.Tensor:
@@ -171,30 +151,27 @@ class Heads:
 
     def key_columns(self, dx: torch.Tensor) -> torch.Tensor:
         """The way back of `key_heads` for gradients: summed over the ranks that read a head."""
-        total = dx.to(wide(dx.dtype))
+        total = dx.to(cf.local.wide(dx.dtype))
         if not self.aligned:
             total = total.new_zeros((total.shape[0], self.kept, *total.shape[2:])).index_add(1, self.read(), total)
-        back = self.exchange(collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.n))
-        found = back.new_zeros((back.shape[1], self.g, *back.shape[3:]))
+        came = collectives.all_to_all(collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.n), self.axis, self.mesh)
+        found = came.new_zeros((came.shape[1], self.g, *came.shape[3:]))
         for j in range(self.n):
-            found = found.index_add(1, torch.arange(self.first(j), self.first(j) + self.kept), back[j])
+            found = found.index_add(1, torch.arange(self.first(j), self.first(j) + self.kept), came[j])
         return found.to(dx.dtype)
 
     def bias_here(self, x: torch.Tensor) -> torch.Tensor:
         """The bias of my heads and all rows."""
         x, (heads, rows) = x[(None,) * (4 - x.dim())], map(self.attention.bias_has, (-3, -2))
         if heads:
-            return self.to_heads(x) if rows else collectives.take_shard(self.dealt(x), self.axis, self.mesh)
-        return collectives.rearrange(collectives.all_gather(x, self.axis, self.mesh), "n b p m t -> b p (n m) t") if rows else x
+            return self.to_heads(x) if rows else cf.local.part(self.padded(x), 1, self.axis, self.mesh)
+        return cf.local.gathered(x, 2, self.axis, self.mesh) if rows else x
 
     def bias_back(self, dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Its gradient as the bias lies; pending where all ranks have a term of it."""
         heads, rows = map(self.attention.bias_has, (-3, -2))
-        if heads and rows:
-            dx = self.to_rows(dx)
-        elif heads:  # every rank has its heads of it, zeros elsewhere
-            mine = (torch.arange(self.n) == collectives.axis_index(self.axis, self.mesh)).to(dx.dtype)
-            dx = collectives.rearrange(mine.reshape(-1, 1, 1, 1, 1) * dx, "n b p m t -> b (n p) m t")[:, : self.h]
+        if heads:
+            dx = self.to_rows(dx) if rows else cf.local.among_zeros(dx, 1, self.axis, self.mesh)[:, : self.h]
         elif rows:
-            dx = collectives.reduce_scatter(collectives.rearrange(dx, "b p (n m) t -> n b p m t", n=self.n), self.axis, self.mesh)
+            dx = cf.local.scattered(dx, 2, self.axis, self.mesh)
         return dx.reshape(like.shape)

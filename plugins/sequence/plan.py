@@ -18,14 +18,15 @@ from math import prod
 from typing import Any
 
 import attrs
-from colofunc_plugins.sequence.call import FORWARD, TARGETS, Attention
 from colofunc_plugins.sequence.gathered import Gathered
 from colofunc_plugins.sequence.pattern import Pattern, Whole, patterns
 from colofunc_plugins.sequence.rings import Ring
-from colofunc_plugins.sequence.tokens import PRODUCTS, origins, written_out
 
 import colofunc as cf
 
+FORWARD = cf.AttentionCall.FORWARD
+TARGETS = (FORWARD, cf.AttentionCall.BACKWARD)
+PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
 BALANCES = ("auto", "stripes", None)
 KINDS: Mapping[str, type[Pattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Whole}
 
@@ -99,7 +100,7 @@ class SequencePlan:
             return []
         rules = cf.Rules(program, mesh)
         nodes = [node for node in program.nodes if node.phase == "forward" and node.target == FORWARD]
-        calls, scores = [Attention.of(rules.call(node)) for node in nodes], list(written_out(program))
+        calls, scores = [cf.AttentionCall(rules.call(node)) for node in nodes], list(cf.reading.written_attention(program))
         self._check(calls, scores)
         scores = scores if self.mode == "gather_kv" else []
         striped = self.mode != "ulysses" and self._striped(calls)
@@ -115,7 +116,8 @@ class SequencePlan:
         more: dict[str, Any] = dict(source=self.name, along=True, across=TARGETS, gathers=PRODUCTS if self.mode == "gather_kv" else ())
         found = [cf.Wish(v.name, f"b {tokens} ...", self.axes, ("batch",), **more) for v in mine]
         wanted = {id: cf.Spec(f"... {tokens} e").bind(mesh, program.values[id].shape) for id, size in rows.items() if size not in have}
-        found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in origins(program, rules, wanted).items()]
+        arise = cf.reading.origins(program, rules, wanted)
+        found += [cf.Wish("*", layout, self.axes, values=(id,), **more) for id, layout in arise.items()]
         return [*found, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
@@ -124,7 +126,7 @@ class SequencePlan:
             raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
         return atoms[0]
 
-    def _check(self, calls: list[Attention], scores: list[Any]) -> None:
+    def _check(self, calls: list[cf.AttentionCall], scores: list[Any]) -> None:
         if not calls and (self.mode != "gather_kv" or not scores):
             line = f" (it is written out at {scores[0].line})" if scores else ""
             raise cf.PlanError(
@@ -142,12 +144,12 @@ class SequencePlan:
                 )
             raise cf.PlanError(f"{self.name}: {size} tokens do not divide over {ranks} ranks; {way}")
 
-    def _striped(self, calls: list[Attention]) -> bool:
+    def _striped(self, calls: list[cf.AttentionCall]) -> bool:
         if self.balance != "auto":
             return self.balance == "stripes"
         return any(a.get("causal") and not 0 < a.get("window") <= a.sizes["t"] // 2 for a in calls)
 
-    def _patterns(self, calls: list[Attention], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool) -> list[cf.Wish]:
+    def _patterns(self, calls: list[cf.AttentionCall], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool) -> list[cf.Wish]:
         """What attention does, forward and backward."""
         splits = [axis] if self.mode == "ulysses" else heads
         for a in splits:

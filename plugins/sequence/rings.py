@@ -22,14 +22,14 @@ Source: Ring Attention (2310.01889); Striped Attention (2311.09431); Ring Self-A
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.sequence.call import Changes, Parts
-from colofunc_plugins.sequence.heads import wide
-from colofunc_plugins.sequence.pattern import Pattern
+from colofunc_plugins.sequence.pattern import Parts, Pattern
 
+import colofunc as cf
 from colofunc import collectives
 
 
@@ -58,87 +58,67 @@ class Ring(Pattern):
     def price(self, flops: float) -> tuple[float, float, float]:
         """The rank with most work decides; what is sent costs time only where work does not hide it."""
         a, blocks = self.attention, self.blocks
-        sent = [self.block_bytes(), self.block_bytes(wide(self.dtype))] if a.backward else [self.block_bytes()]
+        sent = [self.block_bytes(), self.block_bytes(cf.local.wide(a.dtype))] if a.backward else [self.block_bytes()]
         start_s, hop_s = (
             sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in some) for some in ([1] * len(sent), sent)
         )
         late = a.get("causal") and not a.get("window") and not self.striped and self.alike
-        work_s = self.mesh.compute_s(flops / blocks, 0, str(self.dtype).removeprefix("torch."))
+        work_s = self.mesh.compute_s(flops / blocks, 0, str(a.dtype).removeprefix("torch."))
         return flops * (2 - 1 / self.n if late else 1), (blocks - 1) * (start_s + max(0.0, hop_s - work_s)), 2 * sum(sent)
 
-    # ---- one block ----
+    # ---- local code ----
 
-    def send(self, x: torch.Tensor, hops: int = 1) -> torch.Tensor:
-        """What the rank `hops` before this one had."""
-        return collectives.permute(x, self.axis, self.mesh, [(i - hops) % self.n for i in range(self.n)])
-
-    def block(self, x: Parts, step: int, keys: torch.Tensor) -> Any:
-        """The operator on this rank's rows and the block of keys and values that it has at `step`."""
-        me = collectives.axis_index(self.axis, self.mesh)
-        owner = torch.remainder(me - step, self.n)
-        if step:
-            k, v = keys.split([x["k"].shape[-1], x["v"].shape[-1]], -1)
-            x = {**x, "k": k, "v": v}
-        if self.attention.bias_has(-1):
-            split = x["bias"].unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
-            x = {**x, "bias": split.index_select(self.dim, owner.reshape(1)).squeeze(self.dim)}
-        return self.attention.run(x, self.changes(x, step, me, owner))
+    def steps(self, x: Parts) -> Iterator[Any]:
+        """What the operator gives on this rank's rows and the block of keys and values that it has at each step."""
+        me, widths = collectives.axis_index(self.axis, self.mesh), [x["k"].shape[-1], x["v"].shape[-1]]
+        for step, keys in enumerate(cf.local.passing(torch.cat([x["k"], x["v"]], -1), self.blocks, self.axis, self.mesh)):
+            owner = torch.remainder(me - step, self.n)
+            k, v = keys.split(widths, -1) if step else (x["k"], x["v"])
+            here = {**x, "k": k, "v": v}
+            if self.attention.bias_has(-1):
+                split = x["bias"].unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
+                here["bias"] = split.index_select(self.dim, owner.reshape(1)).squeeze(self.dim)
+            yield self.run(here, self.options(here, step, me, owner))
 
     @property
     def dim(self) -> int:
         """Of columns as (blocks, their columns) or (columns, blocks): where the blocks are counted."""
         return -1 if self.striped else -2
 
-    def changes(self, x: Parts, step: int, me: torch.Tensor, owner: torch.Tensor) -> Changes:
+    def options(self, x: Parts, step: int, me: torch.Tensor, owner: torch.Tensor) -> dict[str, Any]:
         """Positions of the rows and columns of one block, and its place among the weights for dropout."""
-        a, at = self.attention, {self.axis: owner}
-        found = self.dropout(self.lies("k"), at)
-        if not a.positional:
-            return found
-        if self.alike and self.striped and not a.get("window"):
-            # Column j of rank c is seen by row i of rank r for j <= i where c <= r, else for j < i.
-            return found | (a.change(k_offset=(owner > me).to(torch.int64)) if step else {})
-        if self.alike and not self.striped and step == 0:
-            return found
-        return found | a.change(q_offset=self.row_positions(x), k_offset=self.column_positions(x, at))
-
-    # ---- local code ----
+        a, columns, at = self.attention, self.lies("k"), {self.axis: owner}
+        if self.alike and (not a.get("window") if self.striped else step == 0):
+            # Striped: column j of rank c is seen by row i of rank r for j <= i where c <= r, else for j < i.
+            order = {"k_offset": (owner > me).to(torch.int64)} if a.positional and step else {}
+            return order | a.dropped(self.dims, self.mesh, columns, at)
+        return a.options(self.dims, self.mesh, x, columns, at)
 
     def attend(self, x: Parts) -> tuple[torch.Tensor, ...]:
         return self.backward(x) if self.attention.backward else self.forward(x)
 
     def forward(self, x: Parts) -> tuple[torch.Tensor, ...]:
-        travelling = torch.cat([x["k"], x["v"]], -1)
-        out, lse = torch.empty(0), torch.empty(0)
-        for step in range(self.blocks):
-            here = travelling
-            if step + 1 < self.blocks:
-                travelling = self.send(here)
-            part, m = self.block(x, step, here)
-            part = part.to(wide(part.dtype))
-            out, lse = merged(out, lse, part, m) if step else (part, m)
-        return out.to(x["q"].dtype), lse
+        dtype, steps = x["q"].dtype, self.steps(x)
+        out, lse = next(steps)
+        out = out.to(cf.local.wide(dtype))
+        for part, m in steps:
+            out, lse = merged(out, lse, part.to(out.dtype), m)
+        return out.to(dtype), lse
 
     def backward(self, x: Parts) -> tuple[torch.Tensor, ...]:
-        k, v = x["k"], x["v"]
-        travelling = torch.cat([k, v], -1)
-        dq = own = home = torch.empty(0)
-        biases = []
-        for step in range(self.blocks):
-            here = travelling
-            if step + 1 < self.blocks:
-                travelling = self.send(here)
-            part, dk, dv, dbias = self.block(x, step, here)
+        q, k, v = x["q"], x["k"], x["v"]
+        steps = self.steps(x)
+        dq, dk, dv, dbias = next(steps)
+        dq, own, biases = dq.to(cf.local.wide(q.dtype)), joined(dk, dv), [dbias]
+        home = None  # what other ranks add to dK and dV travels with these; the own part need not go round
+        for step, (part, dk, dv, dbias) in enumerate(steps, 1):
+            dq, dkv = dq + part.to(dq.dtype), joined(dk, dv)
+            hops = 1 if step + 1 < self.blocks else -step  # on with the keys; in the end, home
+            table = [(i - hops) % self.n for i in range(self.n)]
+            home = collectives.permute(dkv if home is None else dkv + home, self.axis, self.mesh, table)
             biases.append(dbias)
-            dkv = torch.cat([dk, dv], -1).to(wide(k.dtype))
-            dq = dq + part.to(wide(part.dtype)) if step else part.to(wide(part.dtype))
-            if step == 0:
-                own = dkv  # added at the end: it need not go round
-                continue
-            dkv = dkv + home if step > 1 else dkv
-            home = self.send(dkv, 1 if step + 1 < self.blocks else -step)
-        dk, dv = (own + home if self.blocks > 1 else own).to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
-        return dq.to(x["q"].dtype), dk, dv, self.bias_grad(biases)
+        dk, dv = (own if home is None else own + home).to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
+        return dq.to(q.dtype), dk, dv, self.bias_grad(biases)
 
     def bias_grad(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The columns of all blocks in their places: block c was worked on at step me - c."""
@@ -156,3 +136,8 @@ def merged(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, m: torch.Te
     """The attention over two blocks of columns from that over each; a row that sees neither stays as it is."""
     weight = torch.sigmoid((m - lse).nan_to_num(nan=0.0))
     return torch.lerp(out, part, weight.unsqueeze(-1)), torch.logaddexp(lse, m)
+
+
+def joined(dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    """Both as they travel: at least float32, because they are summed on the way."""
+    return torch.cat([dk, dv], -1).to(cf.local.wide(dk.dtype))

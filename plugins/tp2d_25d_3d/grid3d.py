@@ -24,9 +24,11 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.grids import NAMES, STRIPES, Form, Lies, Words, parts, patterns
+from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES
+from colofunc_plugins.tp2d_25d_3d.summa import Lies, Words
 
 import colofunc as cf
+from colofunc import products
 
 T = torch.Tensor
 
@@ -57,49 +59,39 @@ class Cube:
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """The cube's strategies for a call, and those of one layer of it, for a planner that has not come to z."""
         for n in STRIPES:
-            words = self.words(n)
-            yield from patterns(call, mesh, n, self.lies, words, partial(self.cost, call, mesh, False), partial(self.local, False))
-            cost, local = partial(self.cost, call, mesh, True), partial(self.local, True)
-            yield from patterns(call, mesh, n, self.layer(""), words[:2], cost, local, hidden=(self.z,))
+            for flat in (False, True):
+                cost, local = partial(self.cost, call, mesh, flat), partial(self.local, flat)
+                lies, words, hidden = (self.layer(""), self.words(n)[:2], (self.z,)) if flat else (self.lies, self.words(n), ())
+                yield from products.strategies(call, mesh, lies, words, cost, local, stripes=n, hidden=hidden)
 
     def along(self, flat: bool) -> dict[str, str]:
         """The axis along which each matrix is stored split, and whole in the product."""
         return {"x": self.y, "y": self.x} if flat else {"x": self.y, "w": self.z, "y": self.x}
 
-    def cost(self, call: Any, mesh: cf.Mesh, flat: bool, form: Form, way: cf.Strategy) -> tuple[float, int]:
+    def cost(self, call: Any, mesh: cf.Mesh, flat: bool, form: products.Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of what is gathered and of the terms of the result)."""
+        part_bytes = form.part_bytes(call, way)
         seconds, peak = 0.0, 0
         for name, axis in self.along(flat).items():
-            nbytes = parts(form, way, call)[name] * mesh.axis_size(axis)
-            seconds += mesh.collective_s("reduce_scatter" if name == NAMES[form.out] else "all_gather", nbytes, (axis,))
+            nbytes = part_bytes[name] * mesh.axis_size(axis)
+            seconds += mesh.collective_s("reduce_scatter" if name == form.wanted else "all_gather", nbytes, (axis,))
             peak += nbytes
         return seconds, peak
 
-    def local(self, flat: bool, form: Form, way: cf.Strategy) -> Callable[..., T]:
-        """The local code of one strategy."""
-        shape = way.outs[0].local_shape
+    def local(self, flat: bool, form: products.Form, way: cf.Strategy) -> Callable[..., T]:
+        """The local code of one strategy: gather, multiply, scatter the result where it is stored split."""
+        shape, along = way.outs[0].local_shape, self.along(flat)
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
-            given = form.matrices(shards)
-            along = self.along(flat)
-            whole = {name: _gathered(m, along[name], mesh) if name in along else m for name, m in given.items() if name != "bias"}
-            if "y" not in given:
-                y = _scattered(torch.mm(whole["x"], whole["w"]), self.x, mesh)
-                return form.given(y if "bias" not in given else y + given["bias"], shape)
-            if "w" in given:
-                return form.given(_scattered(torch.mm(whole["y"], whole["w"].t()), self.y, mesh), shape)
-            return form.given(_scattered(torch.mm(whole["x"].t(), whole["y"]), along.get("w"), mesh), shape)
+            m = {name: cf.local.gathered(m, 0, along[name], mesh) if name in along else m for name, m in form.matrices(shards).items()}
+            if form.wanted == "y":
+                found = torch.mm(m["x"], m["w"])
+            elif form.wanted == "x":
+                found = torch.mm(m["y"], m["w"].t())
+            else:
+                found = torch.mm(m["x"].t(), m["y"])
+            if form.wanted in along:
+                found = cf.local.scattered(found, 0, along[form.wanted], mesh)
+            return form.given(found + m["bias"] if "bias" in m else found, shape)
 
         return local
-
-
-def _gathered(m: T, axis: str, mesh: cf.Mesh) -> T:
-    """All members' rows: (rows, columns) -> (n rows, columns)."""
-    return cf.collectives.all_gather(m.contiguous(), (axis,), mesh).flatten(0, 1)
-
-
-def _scattered(m: T, axis: str | None, mesh: cf.Mesh) -> T:
-    """The sum of all members' terms, each rank its rows: (n rows, columns) -> (rows, columns). axis None: it is the only one."""
-    if axis is None:
-        return m
-    return cf.collectives.reduce_scatter(m.unflatten(0, (mesh.axis_size(axis), -1)), (axis,), mesh)

@@ -18,12 +18,11 @@ from typing import Any
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
-from colofunc_plugins.tp2d_25d_3d.grids import FORMS, STRIPES
-from colofunc_plugins.tp2d_25d_3d.moments import moments
-from colofunc_plugins.tp2d_25d_3d.pairs import Product, find, gradients, products, work
+from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES, group
 from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
 import colofunc as cf
+from colofunc import products
 
 BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}
 
@@ -40,13 +39,9 @@ class Gridded:
     def name(self) -> str:
         return f"tensor({self.mode}, {', '.join(self.axes)})"
 
-    @property
-    def __name__(self) -> str:  # what it is called as a plugin
-        return self.name
-
     @cf.hookimpl
     def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
-        return dict.fromkeys(FORMS, self.strategies)
+        return dict.fromkeys(products.FORMS, self.strategies)
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """Of one call, on all grids that the plan uses."""
@@ -71,21 +66,12 @@ class Gridded:
         mine = list(self._products(program, mesh))
         paths = Counter(product.path for product, _, _ in mine)
         for product, grid, stripes in mine:
-            specs.setdefault(product.leaf, _weight(product, grid, stripes))
+            inputs, outputs = group(grid.lies["w"]["i"], "i"), group(grid.lies["w"]["o"], "o", stripes)
+            specs.setdefault(product.leaf, product.spec(inputs, outputs))
             if product.bias is not None:
-                specs.setdefault(product.bias, _group(grid.lies["bias"]["o"], "o", stripes))
-            node = program.nodes[product.index]
-            targets = {"forward": (node.target,), "backward": BACKWARD.get(node.target, ("aten.mm.default",))}
-            made = {"forward": node.outs, "backward": gradients(program, product, targets["backward"])}
+                specs.setdefault(product.bias, outputs)
             words = [(axis, word) for axis, word in grid.words(stripes) if mesh.axis_size(axis) > 1]
-            for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
-                want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
-                for phase in ("forward", "backward") if some else ():
-                    rest = dict(source=self.name, targets=targets[phase], phases=(phase,), along=True, optional=phase != "forward")
-                    if paths[product.path] == 1:
-                        found.append(cf.Wish(product.path, want, **rest))
-                    elif made[phase]:  # an adapter's products stand under the path of the layer that it is for
-                        found.append(cf.Wish(product.path, want, values=made[phase], **rest))
+            found += self._on_operators(program, product, words, paths[product.path] == 1)
         if not specs:
             sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
             raise cf.PlanError(
@@ -95,9 +81,21 @@ class Gridded:
         self._worthwhile(program, cf.Rules(program, mesh), {product.index for product, _, _ in mine})
         for id, spec in specs.items():
             found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=True))
-        kept = ((value.name, specs[id]) for value, id in moments(program) if id in specs)
+        kept = ((program.values[state].name, specs[id]) for state, id in cf.reading.moments(program).items() if id in specs)
         found += [cf.Wish(name, spec, self.axes, ("state",), self.name) for name, spec in kept]
         return [*rows, *dict.fromkeys(found)]
+
+    def _on_operators(self, program: Any, product: products.Product, words: list[tuple[str, str]], alone: bool) -> Iterator[cf.Wish]:
+        """What a product and its gradients do. Not `alone`: an adapter's products stand under the path of the layer that it is for."""
+        node = program.nodes[product.index]
+        targets = {"forward": (node.target,), "backward": BACKWARD.get(node.target, ("aten.mm.default",))}
+        made = {"forward": node.outs, "backward": products.gradients(program, product, targets["backward"])}
+        for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
+            want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
+            for phase in ("forward", "backward") if some else ():
+                rest: dict[str, Any] = dict(targets=targets[phase], phases=(phase,), along=True, optional=phase != "forward")
+                if alone or made[phase]:
+                    yield cf.Wish(product.path, want, source=self.name, values=() if alone else made[phase], **rest)
 
     def _check(self, mesh: cf.Mesh) -> None:
         atoms, has = mesh.atoms(self.axes), tuple(map(mesh.axis_size, self.axes))
@@ -107,12 +105,12 @@ class Gridded:
             if said != size:
                 raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")
 
-    def _products(self, program: Any, mesh: cf.Mesh) -> Iterator[tuple[Product, Grid | Cube, int]]:
+    def _products(self, program: Any, mesh: cf.Mesh) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
-        pairs = find(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
-        for product in products(program, cf.Rules(program, mesh)):
-            if program.nodes[product.index].target not in FORMS:
+        pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
+        for product in products.weighted(program, cf.Rules(program, mesh)):
+            if program.nodes[product.index].target not in products.FORMS:
                 continue
             grid = grids[-1] if product in pairs.rows else grids[0]
             stripes = pairs.columns.get(product, 1)
@@ -126,7 +124,7 @@ class Gridded:
 
     def _worthwhile(self, program: Any, rules: cf.Rules, mine: set[int]) -> None:
         """Raises where most of the work is not in products on the grid: it would be copied, or split in some other way."""
-        flops = work(program, rules)
+        flops = products.work(program, rules)
         rest = [index for index in flops if index not in mine]
         share = 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values()))
         if share < 0.5:
@@ -139,60 +137,10 @@ class Gridded:
 
     def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         """The rows of the batch on the axes that are for them."""
-        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
-        if not leaves:
-            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
-        rows = Counter(v.shape[0] for v in leaves).most_common(1)[0][0]
         atoms = mesh.atoms(self.axes)
         on = (atoms[0],) if self.mode == "3d" else tuple(sorted((atoms[0], *atoms[2:]), key=mesh.axis_names.index))
         ways = prod(map(mesh.axis_size, on))
         if self.mode == "3d":  # on the one other axis, then on the other
             ways *= lcm(*map(mesh.axis_size, atoms[1:]))
-        if rows % ways:
-            raise cf.PlanError(
-                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
-                "take a multiple of these (cf.pad adds rows without weight)"
-            )
         spec = f"({' '.join(on)} b) ..."
-        return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in leaves if v.shape[0] == rows]
-
-
-def gridded(mode: str, axes: tuple[str, ...], depth: int | None, size: int | None) -> Gridded:
-    """The plan, once the axes have been counted."""
-    wants = {"2d": (2,), "2.5d": (2, 3), "3d": (3,)}[mode]
-    if mode == "2.5d" and len(axes) == 2 and depth is not None and depth > 1:
-        axes = (*axes, "depth")
-    if len(axes) not in wants or not all(isinstance(a, str) for a in axes):
-        names = ", ".join(map(repr, ("x", "y", "z")[: wants[-1]]))
-        raise cf.PlanError(f"tensor({mode!r}) takes {' or '.join(map(str, wants))} axes, not {axes!r}; write tensor({mode!r}, ({names}))")
-    if len(set(axes)) != len(axes):
-        raise cf.PlanError(f"tensor({mode!r}, {axes!r}) names an axis twice; each way through the grid has its own")
-    if mode == "2.5d" and len(axes) == 3 and depth is None and size is not None:
-        raise cf.PlanError("tensor('2.5d', size=...) leaves open how deep the grid is; say depth=")
-    return Gridded(mode, axes, _sizes(mode, len(axes), depth, size))
-
-
-def _sizes(mode: str, count: int, depth: int | None, size: int | None) -> tuple[int, ...] | None:
-    """Sizes of the axes: a square, with `depth` copies, or a cube."""
-    if depth is not None and (isinstance(depth, bool) or depth < 1):
-        raise cf.PlanError(f"tensor('2.5d', depth={depth!r}): a grid is at least one deep")
-    if size is None:
-        return None
-    deep = depth or 1
-    side = round((size / deep) ** (1 / (3 if mode == "3d" else 2)))
-    whole = (side,) * 3 if mode == "3d" else (side, side, deep)[:count]
-    if prod(whole) != size:
-        shape = "cube" if mode == "3d" else "square" + (f" of depth {deep}" if deep > 1 else "")
-        raise cf.PlanError(f"tensor({mode!r}): {size} ranks are no {shape}; leave out size=, and give the mesh the sizes that you want")
-    return whole
-
-
-def _weight(product: Product, grid: Grid | Cube, stripes: int) -> str:
-    """The spec of a weight, whichever of its dims is summed."""
-    lies = grid.lies["w"]
-    dims = {product.summed: _group(lies["i"], "i", 1), product.kept: _group(lies["o"], "o", stripes)}
-    return f"{dims[0]} {dims[1]}"
-
-
-def _group(axes: str, name: str, stripes: int) -> str:
-    return f"({stripes} {axes} {name})" if stripes > 1 else f"({axes} {name})"
+        return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.reading.rows(program, ways, self.name)]

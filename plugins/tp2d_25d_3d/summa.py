@@ -26,11 +26,14 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.grids import NAMES, STRIPES, Form, Lies, Words, panels, parts, patterns
+from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES
 
 import colofunc as cf
+from colofunc import products
 
 T = torch.Tensor
+Lies = dict[str, dict[str, str]]  # as `cf.products` takes them
+Words = tuple[tuple[str, str], ...]
 
 
 @attrs.frozen
@@ -57,38 +60,48 @@ class Grid:
         """SUMMA for a call on this grid, and without its depth, for a planner that has not come to that axis."""
         for n in STRIPES:
             cost, words = partial(self.cost, call, mesh), self.words(n)
-            yield from patterns(call, mesh, n, self.lies, words[:2], cost, self.local, depth=words[2:], sort=True)
+            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, self.local, stripes=n, sort=True)
+            yield from laid(depth=words[2:])
             if self.depth is not None:
-                yield from patterns(call, mesh, n, self.lies, words[:2], cost, self.local, hidden=(self.depth,), sort=True)
+                yield from laid(hidden=(self.depth,))
 
     @property
     def blocks(self) -> int:
         """What i falls into: one or more for each rank of either axis."""
         return lcm(self.rows, self.columns)
 
-    def cost(self, call: Any, mesh: cf.Mesh, form: Form, way: cf.Strategy) -> tuple[float, int]:
+    def cost(self, call: Any, mesh: cf.Mesh, form: products.Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of two panels)."""
         count = panels(form.width, self.rows, self.columns)
+        part_bytes = form.part_bytes(call, way)
         seconds, peak = 0.0, 0
         for name, axis, n in (("x", self.y, self.columns), ("w", self.x, self.rows)):
-            nbytes = parts(form, way, call)[name] * n // count
-            seconds += count * mesh.collective_s("reduce_scatter" if name == NAMES[form.out] else "all_gather", nbytes, (axis,))
+            nbytes = part_bytes[name] * n // count
+            seconds += count * mesh.collective_s("reduce_scatter" if name == form.wanted else "all_gather", nbytes, (axis,))
             peak += 2 * nbytes
         return seconds, peak
 
-    def local(self, form: Form, way: cf.Strategy) -> Callable[..., T]:
+    def local(self, form: products.Form, way: cf.Strategy) -> Callable[..., T]:
         """The local code of one strategy."""
         count = panels(form.width, self.rows, self.columns)
         shape = way.outs[0].local_shape
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
-            given = form.matrices(shards)
             stream = _Stream(self, count, mesh)
-            if "y" not in given:
-                return form.given(stream.forward(given["x"], given["w"], given.get("bias")), shape)
-            return form.given(stream.dx(given["y"], given["w"]) if "w" in given else stream.dw(given["x"], given["y"]), shape)
+            make = {"x": stream.dx, "w": stream.dw, "y": stream.forward}[form.wanted]
+            return form.given(make(**form.matrices(shards)), shape)
 
         return local
+
+
+def panels(width: int, rows: int, columns: int) -> int:
+    """How many panels: i falls into lcm(rows, columns) blocks, each of which gives a slice to every panel.
+
+    As many as there are blocks, or the next number that divides a block.
+    """
+    blocks = lcm(rows, columns)
+    block = width // blocks
+    return next((n for n in range(blocks, block) if block % n == 0), block)
 
 
 @attrs.frozen
@@ -117,7 +130,7 @@ class _Stream:
         chunks = panel.unflatten(0, (n, self.grid.blocks // n, -1))
         return cf.collectives.reduce_scatter(chunks, (axis,), self.mesh)
 
-    def forward(self, x: T, w: T, bias: T | None) -> T:
+    def forward(self, x: T, w: T, bias: T | None = None) -> T:
         """x (b, i), w (i, o) -> (b, o)."""
         y: T | None = bias
         for mine, theirs in zip(self.panels(x.t(), self.grid.y, self.grid.columns), self.panels(w, self.grid.x, self.grid.rows)):

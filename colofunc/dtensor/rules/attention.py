@@ -11,85 +11,35 @@ virtual (b, h, s, t) weights. Parts of keys (ring attention) are a strategy with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import attrs
 import torch
 
-from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.rules.build import Code, Local, StrategyFn, Texts, at, bind
-from colofunc.dtensor.rules.local import place_of, positions, rerun
+from colofunc.dtensor.rules.attention_call import AttentionCall
+from colofunc.dtensor.rules.build import Local, StrategyFn, Texts, at, bind
 from colofunc.dtensor.rules.pattern import RuleFn
 from colofunc.mesh import Mesh
 
 
-@attrs.frozen
-class _Arguments:
-    """Where the options stand: `scale` at `first`, the others after it."""
-
-    call: Call
-    first: int
-
-    def get(self, k: int, name: str, default: Any = None) -> Any:
-        return self.call.arg(self.first + k, name, default)
-
-    @property
-    def mask(self) -> tuple[bool, int]:
-        """(causal, window)."""
-        return bool(self.get(1, "causal", False)), int(self.get(2, "window", 0))
-
-    @property
-    def positional(self) -> bool:
-        return any(self.mask)
-
-    @property
-    def dropout(self) -> bool:
-        return bool(self.get(3, "dropout", 0.0))
-
-    def tensors(self) -> Texts:
-        """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`."""
-        found: Texts = {}
-        for k, name, dim in ((4, "seed", ""), (6, "q_offset", "s"), (7, "k_offset", "[t]")):
-            operand = at(self.call, self.first + k, name)
-            if operand is not None:
-                found[operand] = dim if self.call.ins[operand].shape else ""
-        return found
+def _offsets(a: AttentionCall) -> Texts:
+    """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`."""
+    return {a.operand(name): dim if a.shape(name) else "" for name, dim in (("seed", ""), ("q_offset", "s"), ("k_offset", "[t]"))}
 
 
-def _code(first: int, q_at: int) -> Code:
-    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
-        options, q = _Arguments(call, first), ins[q_at]
-        rows, keys = q.dims[2], call.ins[q_at + 1].shape[2]
-        moved = options.positional and any(axis is not None for _, axis in rows) and not _listed(options)
-        if not moved and not (options.dropout and q.axes):
-            return None
+def _code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+    a = AttentionCall(call)
+    at = a.operand("q")
+    assert at is not None
+    q = ins[at]
+    moved = a.positional and any(axis is not None for _, axis in q.dims[2]) and not a.shape("q_offset")  # a position per row is its own
+    if not moved and not (a.get("dropout") and q.axes):
+        return None
 
-        def local(*shards: torch.Tensor, mesh: Mesh) -> object:
-            changes: dict[tuple[int, str], object] = {}
-            if moved:
-                given = at(call, first + 6, "q_offset")
-                start = positions(rows, mesh)
-                changes[first + 6, "q_offset"] = start if given is None else start + shards[given]
-            if options.dropout:
-                changes |= _weights_place(q.dims[:3], (*q.shape[:3], keys), first, mesh)
-            return rerun(call, shards, changes)
+    def local(*shards: torch.Tensor, mesh: Mesh) -> object:
+        x = a.parts(shards)
+        return a.run(x, a.options(q.dims, mesh, x))
 
-        return local
-
-    return code
-
-
-def _listed(options: _Arguments) -> bool:
-    """Whether the call itself gives a position per row: then every part has its own already."""
-    given = at(options.call, options.first + 6, "q_offset")
-    return given is not None and len(options.call.ins[given].shape) > 0
-
-
-def _weights_place(dims: Sequence[Dim], shape: Sequence[int], first: int, mesh: Mesh) -> dict[tuple[int, str], object]:
-    sizes, strides, offset = place_of([*dims, ((shape[3], None),)], shape, mesh)
-    return {(first + 8, "sizes"): sizes, (first + 9, "strides"): strides, (first + 10, "offset"): offset}
+    return local
 
 
 def _bias_text(call: Call, bias: int | None) -> str:
@@ -115,26 +65,27 @@ Q, K, V, OUT, LSE = "b (g r) s [e]", "b g [t] [e]", "b g [t] [f]", "b (g r) s [f
 
 
 def attention(call: Call) -> Rule | None:
-    options, bias = _Arguments(call, 4), at(call, 3, "bias")
-    if options.get(8, "sizes", ()) or at(call, 14, "offset") is not None:
+    a = AttentionCall(call)
+    if a.placed:
         return None
+    bias = a.operand("bias")
     return bind(
         call,
-        {0: Q, 1: K, 2: V, bias: _bias_text(call, bias), **options.tensors()},
+        {0: Q, 1: K, 2: V, bias: _bias_text(call, bias), **_offsets(a)},
         [OUT, LSE],
-        local=_code(4, 0),
-        flops=_flops(call, 0, *options.mask),
+        local=_code,
+        flops=_flops(call, 0, bool(a.get("causal")), int(a.get("window"))),
         sizes=_heads(call, 0),
     )
 
 
 def attention_backward(call: Call) -> Rule | None:
-    options, bias = _Arguments(call, 7), at(call, 4, "bias")
-    out, lse, grad_lse = at(call, 5, "out"), at(call, 6, "lse"), at(call, 19, "grad_lse")
-    if options.get(8, "sizes", ()) or at(call, 17, "offset") is not None or None in (out, lse):
+    a = AttentionCall(call)
+    bias, out, lse, grad_lse = (a.operand(name) for name in ("bias", "out", "lse", "grad_lse"))
+    if a.placed or out is None or lse is None:
         return None
-    needed = bool(call.arg(18, "need_dbias", False)) and bias is not None
-    texts: Texts = {0: OUT, 1: Q, 2: K, 3: V, bias: _bias_text(call, bias), **options.tensors()}
+    needed = a.needs_dbias
+    texts: Texts = {0: OUT, 1: Q, 2: K, 3: V, bias: _bias_text(call, bias), **_offsets(a)}
     texts |= {out: OUT, lse: LSE, grad_lse: LSE}
     return bind(
         call,
@@ -143,8 +94,8 @@ def attention_backward(call: Call) -> Rule | None:
         reduce=dict.fromkeys(("b", "g", "r", "s") if needed else ("r", "s"), "sum"),
         copied=[] if needed else [(3, f) for f in "bgrs"],
         linear=[{0, grad_lse}],
-        local=_code(7, 1),
-        flops=5 * _flops(call, 1, *options.mask) // 2,
+        local=_code,
+        flops=5 * _flops(call, 1, bool(a.get("causal")), int(a.get("window"))) // 2,
         sizes=_heads(call, 1),
     )
 

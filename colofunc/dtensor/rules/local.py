@@ -1,4 +1,4 @@
-"""Pieces of local code shared by strategies that split an indexed dim: which indices are mine, and zeros elsewhere.
+"""Pieces of local code that strategies share: which part is mine, the operator itself on it, collectives along a dim.
 
     here, mine = inside(index, first_of(atoms, mesh), rows)      # this rank has rows first .. first + rows
     clear(x[here], mine)                                         # zeros for the indices of other ranks
@@ -7,11 +7,20 @@ For plugins it is `cf.local`. `at` asks for another rank: its index along some a
 
     cf.local.positions(layout.dims[2], mesh, at={"cp": owner})   # of the block of keys that came from `owner`
     cf.local.rerun(call, shards, {(11, "k_offset"): start})      # the operator itself on local parts
+
+Collectives have chunks in a leading dim; these have them in the dim that they are about. Blocks stand in rank order, or
+are dealt round where they are `striped`.
+
+    gathered(x, dim, "tp", mesh)            all members' parts side by side
+    scattered(x, dim, "tp", mesh)           of the sum of all members' x one's own part
+    exchanged(x, split, join, "sp", mesh)   part i of `split` to member i, what comes in along `join`
+    part(x, dim, "tp", mesh)                of what all have the own part; among_zeros: this part, and zeros in the others
+    passing(x, 4, "cp", mesh)               what 4 members have, one after the other, each sent before the last is used
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,8 +30,13 @@ from colofunc.dtensor.layout import Atom
 from colofunc.dtensor.rule import Call, Ref
 from colofunc.dtensor.rules.opened import Split
 from colofunc.mesh import Mesh
-from colofunc.ops.collectives import axis_index
+from colofunc.ops.collectives import Axes, all_gather, all_to_all, axis_index, permute, rearrange, reduce_scatter, take_shard
 from colofunc.ops.targets import resolve
+
+__all__ = [
+    "among_zeros", "clear", "exchanged", "first_of", "gathered", "inside", "part", "passing", "place_of", "positions", "rerun",
+    "scattered", "wide",
+]  # fmt: skip
 
 
 def strides(atoms: tuple[Atom, ...]) -> list[int]:
@@ -109,3 +123,67 @@ def positions(atoms: tuple[Atom, ...], mesh: Mesh, at: Mapping[str, torch.Tensor
     for n, stride in zip(sizes, far, strict=True):
         total = (total.unsqueeze(1) + torch.arange(n) * stride).flatten()
     return total + offset
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- collectives along a dim ----
+
+
+def gathered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool = False) -> torch.Tensor:
+    """(.., m, ..) -> (.., n m, ..): all members' parts of `dim`."""
+    every = all_gather(x.contiguous(), axes, mesh)
+    if dim == 0 and not striped:
+        return every.flatten(0, 1)  # as they stand
+    return rearrange(every, f"n {_dims(x)} -> {_dims(x, dim, striped)}")
+
+
+def scattered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool = False) -> torch.Tensor:
+    """(.., n m, ..) -> (.., m, ..): of the sum of all members' x the own part of `dim`."""
+    n = _ranks(axes, mesh)
+    if dim == 0 and not striped:
+        return reduce_scatter(x.unflatten(0, (n, -1)), axes, mesh)
+    return reduce_scatter(rearrange(x, f"{_dims(x, dim, striped)} -> n {_dims(x)}", n=n), axes, mesh)
+
+
+def exchanged(x: torch.Tensor, split: int, join: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+    """(.., n p, .., m, ..) -> (.., p, .., n m, ..): block i of dim `split` goes to member i, what comes stands along `join`."""
+    n = _ranks(axes, mesh)
+    came = all_to_all(rearrange(x, f"{_dims(x, split)} -> n {_dims(x)}", n=n), axes, mesh)
+    return rearrange(came, f"n {_dims(x)} -> {_dims(x, join)}")
+
+
+def part(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+    """(.., n m, ..) -> (.., m, ..): the own block of what all members have; nothing moves."""
+    return take_shard(rearrange(x, f"{_dims(x, dim)} -> n {_dims(x)}", n=_ranks(axes, mesh)), axes, mesh)
+
+
+def among_zeros(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+    """(.., m, ..) -> (.., n m, ..): the own block in its place, a term of a pending sum; nothing moves."""
+    mine = (torch.arange(_ranks(axes, mesh)) == axis_index(axes, mesh)).to(x.dtype)
+    return rearrange(mine.reshape(-1, *[1] * x.dim()) * x, f"n {_dims(x)} -> {_dims(x, dim)}")
+
+
+def passing(x: torch.Tensor, count: int, axis: str, mesh: Mesh) -> Iterator[torch.Tensor]:
+    """What this rank has, the rank before it, the one before that: `count` of them, each on its way while one is in use."""
+    n = mesh.axis_size(axis)
+    for step in range(count):
+        here = x
+        if step + 1 < count:
+            x = permute(here, axis, mesh, [(i - 1) % n for i in range(n)])
+        yield here
+
+
+def _ranks(axes: Axes, mesh: Mesh) -> int:
+    return prod(mesh.part_size(atom) for atom in mesh.atoms(axes))
+
+
+def _dims(x: torch.Tensor, dim: int | None = None, striped: bool = False) -> str:
+    """The dims of x for einops; `dim` as n blocks, or as n stripes."""
+    letters = list("abcdefgh"[: x.dim()])
+    if dim is not None:
+        letters[dim] = f"({letters[dim]} n)" if striped else f"(n {letters[dim]})"
+    return " ".join(letters)
