@@ -32,8 +32,9 @@ from colofunc.program.facts import written
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 
-SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5)
-"""Shares of the updates, by bytes, that are tried on the host."""
+SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5, 0.25)
+"""Shares of the updates, by bytes, that are tried on the host; of up to so many updates every one is."""
+EVERY = 8
 FULL = 2
 """Of a large program so many splits are searched in full, those that look best in a sketch."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
@@ -218,8 +219,7 @@ def _splits(
     updates = [k for k, node in enumerate(ground.program.nodes) if node.target in UPDATES]
     weigh = [sum(ground.program.values[i].nbytes for i in written(ground.program.nodes[k])) for k in updates]
     total, seen = sum(weigh), set[frozenset[int]]()
-    shares = (0.0,) if update == "device" else (1.0,) if update is not None else SPLITS if like is None else (like.share,)
-    for share in shares:
+    for share in _shares(update, weigh) if like is None or update is not None else (like.share,):
         chosen, so_far = [], 0
         for k, n in zip(updates, weigh, strict=True):
             stays = any(placed.get(ground.lies.home[i]) == "device" for i in written(ground.program.nodes[k]))
@@ -230,6 +230,13 @@ def _splits(
         if found not in seen:
             seen.add(found)
             yield share, found
+
+
+def _shares(update: str | None, weigh: Sequence[int]) -> Sequence[float]:
+    if update is not None:
+        return (0.0,) if update == "device" else (1.0,)
+    first = ((n + 0.5) / sum(weigh) for n in accumulate(weigh[:-1]))
+    return (0.0, 1.0, *first) if len(weigh) <= EVERY else SPLITS
 
 
 def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
