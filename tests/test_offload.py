@@ -247,3 +247,20 @@ def test_a_host_without_room_is_named_and_more_is_made_again_instead() -> None:
         cf.offload(cf.shard(step, tight), policy="host").lower(*args)
     low = cf.offload(cf.checkpoint(cf.shard(step, tight)), budget=budget).lower(*args)
     assert low.memory().peak_bytes["device"] <= budget and low.memory().peak_bytes.get("host", 0) <= 120_000
+
+
+def test_ranks_of_a_node_share_its_host() -> None:
+    """Twice the ranks on a node: half the room for each, and an update on the host takes twice as long; on two nodes they have one each."""
+    step, *args = training(layers=2)
+    topology = cf.Mesh(dp=2, topology="8xa100-40g").topology
+    state = sum(x.nbytes for x in _tensors(args[0]))
+    tiers = tuple(attrs.evolve(t, capacity_bytes=int(state * 1.8)) if t.name == "host" else t for t in topology.tiers)
+    for devices, fits in ((1, True), (2, False)):
+        mesh = cf.Mesh(dp=2, topology=attrs.evolve(topology, tiers=tiers, node_devices=devices, levels=topology.levels[-1:]))
+        assert mesh.host_s(1e9) == devices * 1e9 / topology.host_bytes_per_s
+        staged = cf.offload(cf.shard(step, mesh, {"state.*": "..."}, auto=False), policy="host")
+        if fits:
+            assert state * 0.9 < peak(staged, *args, tier="host") <= state * 1.8
+        else:
+            with pytest.raises(cf.CapacityError, match=r"\(2 ranks share a node's\); use more nodes"):
+                staged.lower(*args)

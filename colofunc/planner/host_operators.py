@@ -38,13 +38,10 @@ def with_operators(
 ) -> Iterator[Split]:
     """The splits of the updates, each beside operators on the host: as `where` says, else without and with those that gather."""
     asked = _asked(ground, where, placed, update)
+    found = frozenset() if asked or update == "device" else _gathers(ground, where, placed, limit)
+    updates = {k for k in found if _updates(ground, k)}
     for share, on_host in splits:
-        if asked:
-            yield share, on_host | asked
-            continue
-        yield share, on_host
-        found = _gathers(ground, where, placed, limit) if update != "device" else frozenset()
-        updates = {k for k in found if ground.program.nodes[k].target in UPDATES}
+        yield share, on_host | asked
         if found and (not on_host or updates <= on_host):
             yield share, on_host | found
 
@@ -138,7 +135,10 @@ def _free(ground: Ground, k: int, placed: Mapping[int, str | None]) -> bool:
 
 
 def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], update: str | None) -> frozenset[int]:
-    """`found`, and cheap work on what it makes: most of the bytes that such a node reads were made on the host."""
+    """`found`, and cheap work on gradients that it makes: most of the bytes that such a node reads were made on the host.
+
+    Not on rows, which go to the device whatever is done with them.
+    """
     nodes, lies, values = ground.program.nodes, ground.lies, ground.program.values
     made = _made_in_loops(ground)
     for k, node in enumerate(nodes):
@@ -149,7 +149,7 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
             else:
                 goes = sum(n for s, n in read.items() if s in made) * 2 > sum(read.values())
             found |= {k} if goes else set()
-        if k in found:
+        if k in found and node.phase != "forward":
             made |= {lies.home[o] for o in node.outs if o is not None and lies.home[o] not in placed}
     return frozenset(found)
 
