@@ -15,8 +15,9 @@ from test_offload import agrees, one, peak, training
 import colofunc as cf
 from colofunc.errors import DiskError
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk_tensors import OnDisk, Room, reading, unread, writing
+from colofunc.executors.disk_tensors import OnDisk, Room, Staging, reading, unread, writing
 from colofunc.executors.launch import launch
+from colofunc.planner.residency import Item, Links, Move, Trace, simulate
 from colofunc.program.facts import is_copy
 from colofunc.testing import check
 
@@ -176,6 +177,27 @@ def test_files_go_with_the_state_and_nothing_else_is_touched(tmp_path: Path) -> 
     assert [path.name for path in files(tmp_path)] == ["notes", "mine.txt"]
 
 
+def test_a_state_on_disk_that_is_placed_again_is_a_second_one(tmp_path: Path) -> None:
+    step, *args = training(layers=1)
+    staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
+    first = staged.init(*args)
+    second = staged.init(first, args[1])
+    moved, _ = staged(second, args[1])
+    assert equal({n: x.full() for n, x in first["params"].items()}, args[0]["params"])
+    assert not equal({n: x.full() for n, x in moved["params"].items()}, args[0]["params"])
+    assert len({part.store.path for state in (first, moved) for part in on_disk(state) if part.store}) == 2
+
+
+def test_a_function_that_only_reads_commits_nothing(tmp_path: Path) -> None:
+    staged, state, args = trained_once(tmp_path)
+    (index,) = tmp_path.rglob("index")
+    before = index.read_bytes()  # it has the number of commits
+    cf.shard(lambda state: sum(p.sum() for p in state["params"].values()), one())(state)
+    assert index.read_bytes() == before
+    state, _ = staged(state, args[1])
+    assert index.read_bytes() != before
+
+
 def test_a_part_on_disk_is_a_tensor_like_others(tmp_path: Path) -> None:
     step, *args = training(layers=1)
     staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
@@ -288,6 +310,28 @@ def test_a_disk_that_is_no_path_and_a_policy_without_one() -> None:
 
 
 # ---- tensors of the tier ----
+
+
+def test_a_disk_has_one_queue_for_both_directions() -> None:
+    items = (Item(8, True, (0,), writes={0}), Item(8, True, (2,)))
+    trace = Trace(seconds=(1.0, 1.0, 1.0), host=(), base=(0, 0, 0), items=items)
+    moves = (Move(0, "fetch", 0, 0), Move(0, "store", 1, 3), Move(1, "fetch", 1, 2))
+    # 4 s of reading, 1 s of work; then two engines move 4 s beside one another, one queue 8 s; the last position takes 1 s.
+    seconds = [simulate(trace, moves, (), Links(2.0, 2.0, 0.0, queue)).makespan_s for queue in (False, True)]
+    assert seconds == [5.0 + 4.0 + 1.0, 5.0 + 8.0 + 1.0]
+
+
+def test_buffers_are_given_again_and_never_more_than_were_needed_at_once() -> None:
+    staging = Staging()
+    first, second = staging.empty(5000), staging.empty(300)
+    where = first.data_ptr()
+    assert staging.peak_bytes == 5300 and where % 4096 == 0
+    del first
+    again = staging.empty(5000)
+    assert again.data_ptr() == where and staging.peak_bytes == 5300
+    del again, second
+    other = staging.empty(5300)
+    assert other.nbytes == 5300 and staging.peak_bytes == 5300 and staging.held_bytes == 5300
 
 
 def test_operators_read_it_and_writes_are_waited_for(tmp_path: Path) -> None:

@@ -199,6 +199,11 @@ class DiskStore:
         return self._records.note
 
     @property
+    def changed(self) -> bool:
+        """Whether anything was written since the last commit."""
+        return bool((self._records.newest != self._records.current).any())
+
+    @property
     def closed(self) -> bool:
         return not self._end.alive
 

@@ -173,6 +173,11 @@ class Staging:
         weakref.finalize(array, self._back, memory, nbytes).atexit = False
         return torch.from_numpy(array)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of buffers in use and of those that wait."""
+        return self._used_bytes + self._free_bytes
+
     def _back(self, memory: mmap.mmap, nbytes: int) -> None:
         self._used_bytes -= nbytes
         self._free_bytes += nbytes
@@ -263,7 +268,8 @@ class Together:
 
     def commit(self) -> None:
         for store in self._stores:
-            store.commit()
+            if store.changed:
+                store.commit()
 
     def rollback(self) -> None:
         for store in self._stores:

@@ -134,7 +134,7 @@ class StepCompiler:
         ready.hidden()
         _ = ready.scratch  # its room is taken now, or not at all
         placed = []
-        shelves = Shelves(ready.disk, first, layouts, ready.low.mesh, ready.backend)
+        shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
             placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name), layout))
         shelves.commit()
@@ -274,10 +274,10 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     low = ready.low
     donated = set(low.donated)
     inputs = []
-    shelves = Shelves(ready.disk, leaves, low.input_layouts, low.mesh, ready.backend)
+    copied = [i in donated and not _is_owned(leaf) for i, leaf in enumerate(leaves)]
+    shelves = Shelves(ready.disk, leaves, low.input_layouts, copied, low.mesh, ready.backend)
     for i, leaf in enumerate(leaves):
-        copy = i in donated and not _is_owned(leaf)
-        parts = place(leaf, low.input_layouts[i], low.mesh, ready.backend, copy, low.traced.names[i])
+        parts = place(leaf, low.input_layouts[i], low.mesh, ready.backend, copied[i], low.traced.names[i])
         inputs.append(shelves.keep(parts, low.input_layouts[i]))
     shelves.commit()
     if low.traced.uses_seed:

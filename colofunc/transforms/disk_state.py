@@ -1,11 +1,11 @@
 """State on disk: room for it is taken before anything is placed, and each part goes there as soon as it is made.
 
-    shelves = Shelves("/nvme", leaves, layouts, mesh, backend)     # takes the room, or fails
+    shelves = Shelves("/nvme", leaves, layouts, [False] * len(leaves), mesh, backend)   # takes the room, or fails
     for leaf, layout in zip(leaves, layouts):
-        shelves.keep(place(leaf, layout, mesh, backend), layout)   # on disk where the layout says so; the part may go
+        shelves.keep(place(leaf, layout, mesh, backend), layout)    # on disk where the layout says so; the part may go
     shelves.commit()
 
-What lies on disk already stays where it is. Ranks of one process that hold the same part share its chunk.
+What lies on disk already stays where it is, unless it is to be copied. Ranks of one process that hold the same part share its chunk.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ class Shelves:
     """Room on disk for those of a step's inputs that are to lie there and do not yet; for nothing where no directory is named."""
 
     def __init__(
-        self, directory: str | None, leaves: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh, backend: Backend
+        self,
+        directory: str | None,
+        leaves: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
+        copied: Sequence[bool],
+        mesh: Mesh,
+        backend: Backend,
     ) -> None:
         self._mesh, self._ranks = mesh, backend.ranks(mesh)
-        new = [(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=False) if layout.tier == "disk" and not _is_there(leaf)]
+        every = zip(leaves, layouts, copied, strict=False)
+        new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not _is_there(leaf))]
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in range(len(self._keys(layout)))]
         self._room = None if directory is None or not new else Room(directory, sizes, self._ranks[0])
 
