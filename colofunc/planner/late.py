@@ -1,0 +1,49 @@
+"""Of a very small step every set of values that forward made is made again as late as may be.
+
+Problem: orders are proposed stage by stage, and a stage that is made again is counted as made again whole; in a step of a few
+operators what is best may be finer. Idea: of few values every set can be tried: they are dropped where backward begins, and
+each comes back where it is first read, with what it is made of.
+
+    forward a b c | backward c b a       {a}: a b c | c b a' a       {a, b}: a b c | c a' b' b a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import chain, combinations
+
+from colofunc.program.ir import Program
+from colofunc.program.recompute import Replay
+from colofunc.program.schedule import Memory
+
+FEW = 4
+"""Steps in which backward reads no more pieces of memory that forward made."""
+SMALL = 1 << 10
+"""Of fewer bytes a value is kept."""
+
+
+def late(program: Program) -> Iterator[Callable[[], Program]]:
+    """Every such order, fewest values first; none where there are more than a few values, or a loop."""
+    first = next((k for k, node in enumerate(program.nodes) if node.phase == "backward"), 0)
+    if not first or any(node.loop is not None for node in program.nodes):
+        return
+    memory = Memory(program)
+    made: dict[int, set[int]] = {}
+    for o in (o for node in program.nodes[:first] for o in node.outs if o is not None):
+        made.setdefault(memory.group(o), set()).add(o)
+    read = {memory.group(r) for node in program.nodes[first:] for r in node.refs}
+    kept = {memory.group(i) for i in (*program.inputs, *program.outputs)}
+    able = [g for g, values in made.items() if g in read - kept and max(program.values[v].nbytes for v in values) >= SMALL]
+    if len(able) <= FEW:
+        for some in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
+            yield partial(_replayed, program, first, frozenset().union(*(made[g] for g in some)))
+
+
+def _replayed(program: Program, first: int, dropped: Collection[int]) -> Program:
+    again = Replay(program)
+    for k in range(len(program.nodes)):
+        if k == first:
+            again.drop(dropped)
+        again.run(k)
+    return again.finish()
