@@ -117,7 +117,7 @@ def _said(found: dict[str, Any]) -> str:
 
 def bench() -> Section:
     setting = (
-        f"Traces: {ITEMS} items of one size, on the host before and behind, room for 2 to 4; the least by a search over all contents of the "
-        f"device. OPT-13B: 8 x 1024 tokens, bf16 beside float32 masters, AdamW, on one A100. torch {torch.__version__}"
+        f"Traces: {ITEMS} items of one size, on the host before and behind, room for 2 to 4; the least by a search over all contents of "
+        f"the device. OPT-13B: 8 x 1024 tokens, bf16 beside float32 masters, AdamW, on one A100. torch {torch.__version__}"
     )
     return Section("Bytes that offload moves", setting, list(rows()))
