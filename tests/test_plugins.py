@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -213,3 +214,17 @@ def test_failures_inside_a_plugin_name_it() -> None:
         f"strategies of aten.cumsum.default from {__name__}.words gave '{{tp: d}}'; yield cf.Strategy records",
         plugin("wordy", colofunc_strategies=lambda: {"aten.cumsum.default": words}),
     )
+
+
+def test_a_plan_is_called_alike_in_every_process() -> None:
+    """Strategies are asked in the order of these names, and kept plans are found by them."""
+
+    @attrs.frozen
+    class Mine:
+        axes: tuple[str, ...]
+
+        @cf.hookimpl
+        def colofunc_strategies(self) -> Any:
+            return {}
+
+    assert repr(Mine(("a",))) in build_registry((Mine(("a",)),)).plugins

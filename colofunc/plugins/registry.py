@@ -84,7 +84,7 @@ def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
     strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
     for op, fns in tables.pop("colofunc_strategies").items():
         strategies[op] = strategies.get(op, ()) + tuple(fns)
-    names = tuple(sorted(str(name) for name, _ in manager.list_name_plugin()))
+    names = tuple(sorted(_name(manager, plugin) for plugin in manager.get_plugins()))
     fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
     return Registry(strategies=_frozen(strategies), plugins=names, **fields)
 
@@ -102,8 +102,11 @@ def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
-    """Of a module its own, of a named plan what it calls itself; pluggy's, where a plugin has neither, differs between processes."""
-    return str(getattr(plugin, "__name__", None) or getattr(plugin, "name", None) or manager.get_name(plugin) or plugin)
+    """Of a module its own, of a record what it prints: the same in every process, which pluggy's name of an object is not."""
+    own = getattr(plugin, "__name__", None)
+    if own is None and type(plugin).__repr__ is not object.__repr__:
+        own = repr(plugin)
+    return str(own or manager.get_name(plugin) or plugin)
 
 
 def _check_names(manager: pluggy.PluginManager) -> None:
