@@ -125,7 +125,7 @@ class _Found:
 def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> _Found:
     """The fastest of the splits of the updates."""
     tries: list[tuple[_Found, Search]] = []
-    points = SKETCH if like is None or like.point is None else (like.point, *SKETCH[:2])
+    points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
     splits = _splits(ground, policy.update, placed, like)
     for share, on_host in with_operators(ground, policy.where, policy.update, placed, limit, splits):
         items, trace = trace_of(ground, on_host, placed, limit, policy.activations)

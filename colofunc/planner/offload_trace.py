@@ -21,7 +21,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.residency import Item, Links, Residency, Trace
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
-from colofunc.program.memory import Lies, lies, memory
+from colofunc.program.memory import Lies, lies
 from colofunc.program.tiered import TIERS, Tiered, Tiers, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
@@ -55,7 +55,18 @@ def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, s
     """The ground of a whole program. given: position of an input -> tier."""
     found = lies(program)
     tiers = {found.home[program.inputs[k]]: tier for k, tier in (given or {}).items()}
-    return of_lies(program, found, memory(program).timeline["device"], mesh, node_s, tiers)
+    return of_lies(program, found, _held(found, max(1, len(program.nodes))), mesh, node_s, tiers)
+
+
+def _held(found: Lies, count: int) -> list[int]:
+    """Bytes of device memory at each node, as the accountant counts them."""
+    change = np.zeros(count + 1, dtype=np.int64)
+    for s in found.storages:
+        if s.tier == "device":
+            change[max(0, s.born)] += s.nbytes
+            change[min(s.dies, count - 1) + 1] -= s.nbytes
+    held: list[int] = np.cumsum(change[:-1]).tolist()
+    return held
 
 
 def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:

@@ -21,7 +21,7 @@ from colofunc.program.ir import Program
 
 FULL, MOST = 2, 4
 """So many are searched in full, if a sketch promises to be faster then; so many at most where some turn out not to fit."""
-FINE = 2e-3
+FINE = 3e-3
 """Orders that differ by a smaller part of the step's work are not told apart."""
 
 Orders = Sequence[Callable[[], Program]]
@@ -67,12 +67,15 @@ class _Among:
 
     def _search(self, low: int, high: int) -> None:
         """Sketches: some that lie apart, then those beside the best, ever closer."""
-        ends = low, high
+        ends, best = (low, high), min(self.sketches, key=self._rank, default=low)
         while low <= high:
             step = max(1, (high - low) // 4)
             for k in range(low, high + 1, step):
+                if self.sketches and self.again_s(k) >= self.sketches[best].more_s and self.sketches[best].fits(self.budget):
+                    ends, high = (ends[0], k - 1), min(high, k - 1)
+                    break
                 self.sketch(k)
-            best = min(self.sketches, key=self._rank)
+                best = min(self.sketches, key=self._rank)
             low, high = max(ends[0], best - step + 1), min(ends[1], best + step - 1)
             if step == 1 or self.again_s(high) - self.again_s(low) < FINE * self.work_s:
                 break
