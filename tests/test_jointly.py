@@ -350,8 +350,8 @@ def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decisions_are_nearly_always_within_five_percent_of_the_best_there_is() -> None:
-    found = ratios(range(16))
-    assert len(found) >= 8 and sum(r <= 1.05 for r in found) >= 0.9 * len(found)
+    found = ratios(range(12))
+    assert len(found) >= 6 and sum(r <= 1.05 for r in found) >= 0.9 * len(found)
 
 
 @pytest.mark.sweep
@@ -363,7 +363,7 @@ def test_many_decisions(layers: int) -> None:
 
 
 def test_never_slower_than_the_separate_choices() -> None:
-    for seed in range(2000, 2012):
+    for seed in range(2000, 2008):
         case = made(seed)
         both, again, moved = decided(case), decided(case, moves=False), decided(case, again=False, prices=False)
         assert both <= min(again, moved) + 1e-9

@@ -21,7 +21,7 @@ from colofunc.program.ir import Program
 
 FULL, MOST = 2, 4
 """So many are searched in full, if a sketch promises to be faster then; so many at most where some turn out not to fit."""
-FINE = 3e-3
+FINE = 6e-3
 """Orders that differ by a smaller part of the step's work are not told apart."""
 
 Orders = Sequence[Callable[[], Program]]
