@@ -103,8 +103,8 @@ def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
     """Of a module its own, of a record what it prints: the same in every process, which pluggy's name of an object is not."""
-    own = getattr(plugin, "__name__", None)
-    if own is None and type(plugin).__repr__ is not object.__repr__:
+    own, kind = getattr(plugin, "__name__", None), type(plugin)
+    if own is None and vars(kind).get("__repr__") is not None:
         own = repr(plugin)
     return str(own or manager.get_name(plugin) or plugin)
 
