@@ -15,9 +15,8 @@ from test_offload import agrees, one, peak, training
 import colofunc as cf
 from colofunc.errors import DiskError
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk_tensors import OnDisk, Room, Staging, reading, unread, writing
+from colofunc.executors.disk_tensors import OnDisk
 from colofunc.executors.launch import launch
-from colofunc.planner.residency import Item, Links, Move, Trace, simulate
 from colofunc.program.facts import is_copy
 from colofunc.testing import check
 
@@ -283,6 +282,29 @@ def _by_name(before: dict[str, torch.Tensor], parts: list[OnDisk]) -> list[torch
     return [part.read() for part in (*parts[count:], *parts[:count])]
 
 
+def test_a_step_that_failed_with_values_of_its_own_on_disk_can_be_called_again(tmp_path: Path, monkeypatch: Any) -> None:
+    step, *args = training(layers=2)
+    base = cf.shard(step, one())
+    staged = cf.offload(base, budget=int(0.4 * peak(base, *args)), host=61_500, disk=tmp_path)
+    state = staged.init(*args)
+    start, spilled = COPIER.start, []
+
+    def fail_at_third(kind: str, operands: Any, device: Any) -> Any:
+        spilled.extend([kind] * (kind == "to_disk"))
+        if kind == "to_disk" and len(spilled) == 3:
+            raise OSError("pulled")
+        return start(kind, operands, device)
+
+    monkeypatch.setattr(COPIER, "start", fail_at_third)
+    failing = cf.offload(base, budget=int(0.4 * peak(base, *args)), host=61_500, disk=tmp_path)
+    with pytest.raises(OSError, match="pulled") as held:
+        failing(state, args[1])
+    monkeypatch.undo()
+    moved, _ = staged(state, args[1])  # while the error, and with it the values, are still held
+    again, _ = failing(failing.init(*args), args[1])
+    assert held.traceback and equal(fulls(moved), fulls(again))
+
+
 def test_a_byte_that_the_disk_changed_is_no_number(tmp_path: Path) -> None:
     staged, state, args = trained_once(tmp_path)
     part = on_disk(state)[1]
@@ -307,53 +329,6 @@ def test_a_disk_that_is_no_path_and_a_policy_without_one() -> None:
         cf.offload(lambda x: x, policy="disk")
     with pytest.raises(cf.PlanError, match=r"host=0.5\) is a part of the host's memory, which topology 'ideal' does not limit"):
         cf.offload(cf.shard(lambda x: x + 1, cf.Mesh(topology="ideal")), host=0.5).lower(torch.ones(2))
-
-
-# ---- tensors of the tier ----
-
-
-def test_a_disk_has_one_queue_for_both_directions() -> None:
-    items = (Item(8, True, (0,), writes={0}), Item(8, True, (2,)))
-    trace = Trace(seconds=(1.0, 1.0, 1.0), host=(), base=(0, 0, 0), items=items)
-    moves = (Move(0, "fetch", 0, 0), Move(0, "store", 1, 3), Move(1, "fetch", 1, 2))
-    # 4 s of reading, 1 s of work; then two engines move 4 s beside one another, one queue 8 s; the last position takes 1 s.
-    seconds = [simulate(trace, moves, (), Links(2.0, 2.0, 0.0, queue)).makespan_s for queue in (False, True)]
-    assert seconds == [5.0 + 4.0 + 1.0, 5.0 + 8.0 + 1.0]
-
-
-def test_buffers_are_given_again_and_never_more_than_were_needed_at_once() -> None:
-    staging = Staging()
-    first, second = staging.empty(5000), staging.empty(300)
-    where = first.data_ptr()
-    assert staging.peak_bytes == 5300 and where % 4096 == 0
-    del first
-    again = staging.empty(5000)
-    assert again.data_ptr() == where and staging.peak_bytes == 5300
-    del again, second
-    other = staging.empty(5300)
-    assert other.nbytes == 5300 and staging.peak_bytes == 5300 and staging.held_bytes == 5300
-
-
-def test_operators_read_it_and_writes_are_waited_for(tmp_path: Path) -> None:
-    x = torch.randn(5, 7, dtype=torch.float64)
-    there = Room(tmp_path, [x.nbytes]).keep(x)
-    assert torch.equal(there, x) and torch.equal(there + 1, x + 1) and torch.equal(there.t()[2], x[:, 2])
-    assert torch.empty_like(there).shape == (5, 7) and there.tolist() == x.tolist()
-    moving = writing(there, 2 * x)
-    with pytest.raises(DiskError, match="is read while it is being written"):
-        reading(there)
-    assert torch.equal(moving.wait(), 2 * x)
-    with pytest.raises(DiskError, match="cannot write to on_disk"):
-        there.add_(1)
-
-
-def test_what_was_not_read_yet_is_read_when_it_is_looked_at_and_not_written() -> None:
-    asked = []
-    there = unread((2,), torch.float64, lambda: asked.append(1) or torch.ones(2, dtype=torch.float64))
-    assert there.shape == (2,) and not asked
-    assert float(there.sum()) == 2.0 and len(asked) == 1
-    with pytest.raises(DiskError, match="is not to be written"):
-        there.copy_(torch.zeros(2))
 
 
 # ---- real ranks ----

@@ -294,6 +294,7 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
         disk.commit()
     except Exception as error:
         disk.rollback()
+        ready.__dict__.pop("scratch", None)  # the error's traceback may hold what lies there: the next call has room of its own
         if before != [compat.version(part) for leaf in mine for part in leaf.parts]:
             for leaf in mine:
                 leaf.consume(f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)")
