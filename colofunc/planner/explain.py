@@ -6,14 +6,14 @@ earlier operator already asked for is that one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
 from colofunc.dtensor.convert import conversion
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Rule, Strategy
-from colofunc.dtensor.spec import names_of
+from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.assign import Assignment
@@ -209,26 +209,42 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
     of_leaf = {leaf.name: leaf for leaf in plan.inputs}
     items: dict[int, tuple[Constraint, ...]] = {}
     n = len(program.inputs)
-    taken = names_of(mesh)
     for k, id in enumerate(program.inputs):
         leaf = of_leaf.get(program.values[id].name)
         if leaf is not None and leaf.shape == program.values[id].shape:
-            items[k] = (_keeps((leaf.spec,), (), leaf.spec, taken, f"the plan's {leaf.spec!r} for {leaf.name}"),)
+            items[k] = (_keeps((leaf.spec,), (), leaf.spec, mesh, f"the plan's {leaf.spec!r} for {leaf.name}"),)
     for k, key in enumerate(node_keys(program)):
         d = of_key.get(key)
         if d is not None:
-            items[n + k] = (_keeps(d.outs, d.ins, d.strategy, taken, f"the plan's {d.strategy} for {key}"),)
+            items[n + k] = (_keeps(d.outs, d.ins, d.strategy, mesh, f"the plan's {d.strategy} for {key}"),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
     return Constraints(items)
 
 
 def _keeps(
-    outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, taken: tuple[str, ...], says: str
+    outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: Mesh, says: str
 ) -> Constraint:
+    """Layouts as a plan has them. Where axes are decided one after another, those that have been decided lie as there."""
+    taken, axes = names_of(mesh), tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+
     def accepts(s: Strategy) -> bool:
         from_ins = tuple(layout.text(taken) for layout in s.ins)
         from_outs = tuple(None if layout is None else layout.text(taken) for layout in s.outs)
         return from_ins == ins and from_outs == outs
 
-    return Constraint(("plan", name, ins, outs), accepts, says)
+    def partly(decided: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        def holds(s: Strategy) -> bool:
+            pairs = [*zip(s.ins, ins, strict=True), *zip(s.outs, outs, strict=True)]
+            return all(_alike(layout, bind(text, mesh, layout.shape), decided) for layout, text in pairs if layout is not None and text)
+
+        return holds
+
+    return Constraint(("plan", name, ins, outs), accepts, says, axes=axes, partly=partly)
+
+
+def _alike(a: Layout, b: Layout, axes: Collection[str]) -> bool:
+    """Whether two layouts place these axes alike."""
+    on = [[[x for _, x in dim if x in axes] for dim in layout.dims] for layout in (a, b)]
+    pending = [[p for p in layout.pending if p[0] in axes] for layout in (a, b)]
+    return on[0] == on[1] and pending[0] == pending[1]
