@@ -61,6 +61,7 @@ class Narrow:
     column: str
     layers: int = 1
     shares: tuple[float, ...] = ()  # instead of the column's
+    split: bool = False  # as without a budget: only what lies where in memory is left to plan
 
     def __str__(self) -> str:
         return f"{self.column}-{self.cell}"
@@ -94,18 +95,20 @@ def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[...,
         if not known:
             raise
         return Outcome(some.cell, 0.0, known[0].why)
-    within, budget, low = _tightest(some, step, state, batch, whole.memory().peak_bytes["device"])
+    within, budget, low = _tightest(some, step, state, batch, whole)
     wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low, whole.program), *held(within, low, state, batch, budget)]
     assert not wrong, f"{some} on {some.cell.sizes}: " + "; ".join(wrong) + f"\n{low.plan}"
     return Outcome(some.cell, compare(within, state, batch).worst)
 
 
-def _tightest(some: Narrow, step: Any, state: Any, batch: Any, whole: int) -> tuple[Any, int, Any]:
-    """(the step within the first share that can be, its budget, lowered)."""
-    memory = MEMORY[some.column]
+def _tightest(some: Narrow, step: Any, state: Any, batch: Any, without: Any) -> tuple[Any, int, Any]:
+    """(the step within the first share that can be, its budget, lowered). without: the same without a budget."""
+    memory, whole = MEMORY[some.column], without.memory().peak_bytes["device"]
+    base = staged(some.cell, step)
+    base = base.with_plan(without.plan) if some.split else base
     shares = some.shares or memory.shares
     for share in shares:
-        within = memory.within(staged(some.cell, step), int(whole * share))
+        within = memory.within(base, int(whole * share))
         try:
             return within, int(whole * share), within.lower(state, batch)
         except cf.PlanError as error:
@@ -134,9 +137,8 @@ def shown(memory: Memory, low: Any, whole: Program) -> list[str]:
     """What a column does not show; empty if all is there."""
     wrong = []
     if memory.away:
-        lasting = {leaf.name for leaf in low.plan.inputs if leaf.name.startswith("state.")}
-        names = {n for n, lay in zip(low.traced.names, low.input_layouts, strict=False) if lay.tier == "host" and n in lasting}
-        wrong += [] if any("weight" in name or "proj" in name for name in names) else ["no weight or moment lies on the host"]
+        lasting = [v for v in map(low.program.value, low.program.inputs) if v.shape and v.role in ("param", "state", "frozen")]
+        wrong += [] if any(v.tier == "host" for v in lasting) else ["no weight or moment lies on the host"]
         made = memory.again or any(_goes_and_comes(p) for p in _programs(low.program))
         wrong += [] if made else ["nothing that is made goes to the host"]
     if memory.again:
@@ -173,15 +175,14 @@ def _work(program: Program) -> Counter[tuple[str, str]]:
 # ---- which cells ----
 
 QUICK = (
-    Narrow(Cell("zero3", kind="experts"), "both"),
-    Narrow(Cell("zero1", "1d"), "both"),
-    Narrow(Cell("hybrid", context="ring", ranks=8), "both"),
-    Narrow(Cell(tensor="1d+sp", precision="bf16"), "both"),
-    Narrow(Cell("zero2", context="ulysses", extra="accumulate"), "both"),
-    Narrow(Cell(tensor="2d"), "both"),
-    Narrow(Cell("zero3"), "checkpoint"),
-    Narrow(Cell(kind="experts"), "offload"),
-    Narrow(Cell(context="ring", extra="lora"), "offload"),
+    Narrow(Cell("zero3", kind="experts"), "both", shares=(0.4,), split=True),
+    Narrow(Cell("zero1", "1d"), "both", shares=(0.4,), split=True),
+    Narrow(Cell("hybrid", context="ring", ranks=8), "both", shares=(0.5,), split=True),
+    Narrow(Cell(tensor="1d+sp", precision="bf16"), "both", shares=(0.4,), split=True),
+    Narrow(Cell("zero2", context="ulysses", extra="accumulate"), "both", shares=(0.5,), split=True),
+    Narrow(Cell(tensor="2d"), "both", shares=(0.4,), split=True),
+    Narrow(Cell("zero3"), "checkpoint", shares=(0.6,)),
+    Narrow(Cell(tensor="1d"), "offload", shares=(0.4,)),
 )
 """Each mode beside each column, two modes at a time; grids over three axes take as long to plan as all of these: they are in the sweep."""
 
