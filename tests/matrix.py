@@ -242,6 +242,9 @@ def signature(cell: Cell, low: Any) -> list[str]:
     for kind, axes in low.cost().calls:
         for axis in axes.split(","):
             calls.setdefault(axis.split("[")[0], set()).add(kind)  # "dpi[1:4]" is a part of an axis
+    for axes in [axes.split(",") for kind, axes in low.cost().calls if kind == "permute" and "," in axes]:
+        both = set().union(*(calls[axis.split("[")[0]] for axis in axes))  # axes that exchange ranks: a gather over one is over either
+        calls |= {axis.split("[")[0]: both for axis in axes}
     wrong = []
     for mode in cell.modes:
         for leaf, where in mode.lies.items():
@@ -314,14 +317,8 @@ class Refusal:
     why: str
 
 
-GRIDS = ("2d", "2.5d", "3d")
-REFUSED = (
-    Refusal(
-        r"products that the grid can hold are \d+ % of the work.*colofunc\.experts",
-        lambda cell, sizes: cell.kind == "experts" and cell.tensor in GRIDS,
-        "a grid holds products of an activation with a weight, and most of a mixture's work is experts' grouped products",
-    ),
-)
+REFUSED: tuple[Refusal, ...] = ()
+"""None: every entry of every column goes beside every other, on the sizes that are here."""
 
 
 @attrs.frozen

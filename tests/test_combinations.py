@@ -6,11 +6,10 @@ What a cell is, and when it counts, stands in `matrix.py`. Counts are printed (`
 from collections import Counter
 from collections.abc import Iterator
 
-import attrs
 import matrix
 import pytest
 import torch
-from matrix import COLUMNS, EXTRAS, RANKS, REFUSED, Cell, Outcome, chosen, every, modes_in, quick, run, signature, staged, step_of
+from matrix import COLUMNS, RANKS, Cell, Outcome, chosen, every, modes_in, quick, run, signature, staged, step_of
 
 import colofunc as cf
 
@@ -94,8 +93,13 @@ def test_bf16_tells_a_gradient_that_lacks_a_part() -> None:
         matrix.narrow.check(narrow, state, batch, known)
 
 
-def test_each_reason_to_refuse_is_true_of_some_cell_and_of_no_plain_one() -> None:
-    cells = [*every(), *(attrs.evolve(c, extra=extra) for extra in EXTRAS[1:] for c in every())]
-    for refusal in REFUSED:
-        assert refusal.why and any(refusal.holds(c, c.sizes or {}) for c in cells)
-        assert not any(refusal.holds(c, c.sizes or {}) for c in every() if modes_in(c) < 2)
+def test_a_refusal_counts_only_where_its_reason_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        def lower(self, *args: object) -> None:
+            raise cf.PlanError("too many ranks")
+
+    monkeypatch.setattr(matrix, "staged", lambda cell, step: Refuses())
+    monkeypatch.setattr(matrix, "REFUSED", (matrix.Refusal("too many", lambda cell, sizes: sizes["dp"] > 4, "why"),))
+    assert run(Cell("zero1", ranks=8)).refused == "why"
+    with pytest.raises(cf.PlanError):
+        run(Cell("zero1", ranks=4))

@@ -305,3 +305,27 @@ def test_a_size_that_does_not_divide_keeps_its_product_out() -> None:
     assert check(staged, state, randn(8, 16)).worst < 1e-10
     words = {d.path: dict(d.axes).get("y") for d in staged.lower(state, randn(8, 16)).plan.find("colofunc.linear")}
     assert words["0"] == "summa columns" and words["2"] != "summa columns"
+
+
+@pytest.mark.parametrize("mode, sizes", [("2d", dict(x=2, y=2)), ("3d", dict(x=2, y=2, z=2))])
+def test_experts_on_a_grid_have_hidden_units_where_others_have_columns(mode: str, sizes: dict[str, int]) -> None:
+    """The product before them is the grid's; their router, as narrow as there are experts, is by cost."""
+    torch.manual_seed(0)
+    shapes = {"dense": (16, 16), "router": (4, 16), "up": (4, 32, 16), "down": (4, 16, 16)}
+    w = {name: randn(*shape) / 4 for name, shape in shapes.items()}
+
+    def loss(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.linear(x, w["dense"])
+        index, weight, _ = cf.moe.route(nn.functional.linear(h, w["router"]), k=2)
+        return ((h + cf.moe.experts(h, index, weight, w["up"], w["down"])) ** 2).mean()
+
+    def step(w: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+        value, grads = cf.value_and_grad(loss)(w, x)
+        return {name: p - 0.1 * grads[name] for name, p in w.items()}, value
+
+    sharded = cf.shard(step, cf.Mesh(**sizes, topology="8xa100-80g"), tensor(mode, tuple(sizes)))
+    low = sharded.lower(w, randn(16, 16))
+    for target in ("colofunc.experts", "colofunc.experts_backward"):
+        (layer,) = (d for d in low.plan.decisions if d.target == target)
+        assert dict(layer.axes) == {**dict.fromkeys(sizes, "b0"), "y": "f"}
+    assert check(sharded, w, randn(16, 16), steps=2).worst < 1e-10

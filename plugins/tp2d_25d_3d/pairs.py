@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import colofunc as cf
@@ -25,3 +25,18 @@ def hidden(program: Any, rules: cf.Rules, axis: str) -> Iterator[tuple[int, str,
         if way is not None:
             leaves = ((cf.products.leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
             yield index, node.path, {id: lies for id, lies in leaves if id is not None and lies is not None}
+
+
+def routers(program: Any, every: Collection[int]) -> set[int]:
+    """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice and weights."""
+    at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in every}
+    made, found, seen = program.producers(), set[int](), set[int]()
+    todo = [ref for node in program.nodes if node.target == EXPERTS[0] for ref in node.refs[1:3]]
+    while todo:
+        id = todo.pop()
+        if id in at:
+            found.add(at[id])
+        elif id in made and id not in seen:
+            todo += made[id].refs
+        seen.add(id)
+    return found

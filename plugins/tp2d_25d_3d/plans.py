@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
-from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES, group
+from colofunc_plugins.tp2d_25d_3d.pairs import EXPERTS, STRIPES, group, hidden, routers
 from colofunc_plugins.tp2d_25d_3d.summa import Grid
 
 import colofunc as cf
@@ -60,8 +60,9 @@ class Gridded:
         self._check(mesh)
         if all(mesh.axis_size(a) == 1 for a in self.axes):
             return []
-        specs: dict[int, str] = {}
+        specs: dict[int, str | cf.Layout] = {}
         found: list[cf.Wish] = []
+        rules = cf.Rules(program, mesh)
         rows = self._rows(program, mesh)
         mine = list(self._products(program, mesh))
         paths = Counter(product.path for product, _, _ in mine)
@@ -78,9 +79,15 @@ class Gridded:
                 f"{self.name} finds no product with a weight whose inputs and outputs both divide over {sizes} ranks; "
                 "use fewer ranks, or tensor('1d', axis), which splits one of the two"
             )
-        self._worthwhile(program, cf.Rules(program, mesh), {product.index for product, _, _ in mine})
+        held, apart = {product.index for product, _, _ in mine}, set[int]()
+        for index, wishes, leaves in self._experts(program, mesh, rules):
+            held.add(index)
+            found += wishes
+            specs |= leaves
+            apart |= set(leaves)  # what works on them is said already
+        self._worthwhile(program, rules, held)
         for id, spec in specs.items():
-            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=True))
+            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id not in apart))
         kept = ((program.values[state].name, specs[id]) for state, id in cf.reading.moments(program).items() if id in specs)
         found += [cf.Wish(name, spec, self.axes, ("state",), self.name) for name, spec in kept]
         return [*rows, *dict.fromkeys(found)]
@@ -109,8 +116,10 @@ class Gridded:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
         pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
-        for product in products.weighted(program, cf.Rules(program, mesh)):
-            if program.nodes[product.index].target not in products.FORMS:
+        every = list(products.weighted(program, cf.Rules(program, mesh)))
+        apart = routers(program, {product.index for product in every})  # as narrow as there are experts, on tokens in one dim: by cost
+        for product in every:
+            if program.nodes[product.index].target not in products.FORMS or product.index in apart:
                 continue
             grid = grids[-1] if product in pairs.rows else grids[0]
             stripes = pairs.columns.get(product, 1)
@@ -121,6 +130,15 @@ class Gridded:
             stripes = stripes if stripes in STRIPES and shape[product.kept] % (outputs * stripes) == 0 else 1
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
+
+    def _experts(self, program: Any, mesh: cf.Mesh, rules: cf.Rules) -> Iterator[tuple[int, list[cf.Wish], dict[int, cf.Layout]]]:
+        """(node, wishes, weight -> how it lies) of experts: a token's whole width is gathered from the axis that splits it, which has
+        hidden units instead, and the sum goes back to where the width was; the other axes have rows."""
+        first, width, *more = mesh.atoms(self.axes)
+        words = {axis: "f" if axis == width else "b0" for axis in (width, first, *more) if mesh.axis_size(axis) > 1}
+        for index, path, leaves in hidden(program, rules, width):
+            rest = dict(source=self.name, targets=EXPERTS, phases=("forward", "backward"))
+            yield index, [cf.Wish(path or "*", f"{{{axis}: {word}}}", self.axes, **rest) for axis, word in words.items()], leaves
 
     def _worthwhile(self, program: Any, rules: cf.Rules, mine: set[int]) -> None:
         """Raises where most of the work is not in products on the grid: it would be copied, or split in some other way."""
