@@ -25,8 +25,8 @@ from colofunc.planner.plan_table import time_text
 from colofunc.planner.residency import Item, Links, Trace, reside
 
 TRACES, ITEMS = 300, 6
-SPLITS = {"40GB": ((1.0, 1.0), (0.75, 1.0)), "80GB": ((1.0, 1.0), (0.5, 1.0), (0.0, 1.0))}
-"""Budget -> parts of (parameters, optimizer state) on the host."""
+SPLITS = {("40GB", 4): ((1.0, 1.0),), ("80GB", 8): ((1.0, 1.0), (0.5, 1.0), (0.0, 1.0))}
+"""Budget and rows of the batch -> parts of (parameters, optimizer state) on the host."""
 
 
 def least(steps: Sequence[frozenset[int]], writes: Sequence[frozenset[int]], room: int) -> int:
@@ -71,9 +71,9 @@ def small(writing: bool) -> tuple[int, int, int]:
     return equal, moved, fewest
 
 
-def split(budget: str, param: float | None, optim: float = 1.0) -> dict[str, Any]:
+def split(budget: str, rows: int, param: float | None, optim: float = 1.0) -> dict[str, Any]:
     """OPT-13B on one device within a budget; without a part of the parameters everything is chosen by time."""
-    step, state, batch = opt(5120, 40, 40, 8)
+    step, state, batch = opt(5120, 40, 40, rows)
     policy = "auto" if param is None else gemini("static", param=param, optim=optim)
     mesh = machine(f"a100-{budget.removesuffix('B').lower()}", "", "512GiB", "")(cf.Mesh(**axes_of("")))
     staged = cf.offload(cf.precision(cf.shard(step, mesh), "bf16"), budget=parse_bytes(budget, "budget"), policy=policy)
@@ -96,20 +96,20 @@ def rows() -> Iterator[Row]:
     equal, moved, fewest = small(writing=True)
     figure = f"{moved:,}, the least is {fewest:,}; equal on {equal} (the plan aims at time)"
     yield Row("copies both ways, items that are written too", figure)
-    for budget, parts in SPLITS.items():
-        mine = fresh("moved", f"m.split({budget!r}, None)")
+    for (budget, count), parts in SPLITS.items():
+        mine = fresh("moved", f"m.split({budget!r}, {count}, None)")
         total = sum(mine["moved"].values())
-        yield Row(f"OPT-13B within {budget}: by time", _said(mine))
+        yield Row(f"OPT-13B, {count} x 1024, within {budget}: by time", _said(mine))
         for param, optim in parts:
-            other = fresh("moved", f"m.split({budget!r}, {param}, {optim})")
+            other = fresh("moved", f"m.split({budget!r}, {count}, {param}, {optim})")
             bytes_ = sum(other["moved"].values()) if "moved" in other else None
-            what = f"OPT-13B within {budget}: {param:.0%} of parameters and {optim:.0%} of optimizer state on the host"
+            what = f"OPT-13B, {count} x 1024, within {budget}: {param:.0%} of parameters and {optim:.0%} of optimizer state on the host"
             yield Row(what, _said(other), "more moved than by time", None if bytes_ is None else bytes_ > total)
 
 
 def _said(found: dict[str, Any]) -> str:
     if "failed" in found:
-        return f"no plan: {found['failed']}"
+        return f"no plan: {found['failed'].partition(';')[0].removeprefix('no plan found ')}"
     up, down = found["moved"]["to_device"], found["moved"]["to_host"]
     ends = f"peak {gb(found['peak_bytes'])}, step {time_text(found['step_s'])} as planned"
     return f"{gb(up)} to the device, {gb(down)} to the host a step; {ends}"
@@ -118,6 +118,6 @@ def _said(found: dict[str, Any]) -> str:
 def bench() -> Section:
     setting = (
         f"Traces: {ITEMS} items of one size, on the host before and behind, room for 2 to 4; the least by a search over all contents of "
-        f"the device. OPT-13B: 8 x 1024 tokens, bf16 beside float32 masters, AdamW, on one A100. torch {torch.__version__}"
+        f"the device. OPT-13B: bf16 beside float32 masters, AdamW, on one A100. torch {torch.__version__}"
     )
     return Section("Bytes that offload moves", setting, list(rows()))
