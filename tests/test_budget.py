@@ -16,7 +16,7 @@ budget = pytest.importorskip("bench.budget", exc_type=ImportError)
 
 
 def gpt2() -> tuple[Any, Any, Any]:
-    return budget.gpt(64, 3, 4, 4, 128)
+    return budget.gpt(64, 4, 4, 4, 128)
 
 
 class Bottleneck(nn.Module):
@@ -45,7 +45,7 @@ def resnet() -> tuple[Any, Any, Any]:
 
 KEPT = 1 << 13
 """Bytes of what is too small to be made again (`planner/stages.py`, SMALL), which torch's ways drop."""
-MODELS = {"gpt2": (gpt2, [f"transformer.h.{k}" for k in range(3)]), "resnet": (resnet, [f"{k}" for k in range(1, 6)])}
+MODELS = {"gpt2": (gpt2, [f"transformer.h.{k}" for k in range(4)]), "resnet": (resnet, [f"{k}" for k in range(1, 6)])}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -16,6 +16,7 @@ from colofunc.dtensor.lazy import make, make_part
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import files
+from colofunc.functional.checkpoint.fetch import fetch
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, max_position_embeddings=32)
 IMAGE = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
@@ -94,8 +95,8 @@ def test_loaded_and_saved_it_computes_what_transformers_loads(tmp_path, name) ->
 def test_experts_are_read_only_where_they_are_held(tmp_path, monkeypatch) -> None:
     saved("mixtral", tmp_path / "a")
     model = unbuilt("mixtral")
-    read: list[str] = []
-    monkeypatch.setattr(files, "_read_all", lambda fd, to, at, inner=files._read_all: read.append(len(to)) or inner(fd, to, at))
+    read: list[int] = []
+    monkeypatch.setattr(files, "fetch", lambda path, blocks, done: read.extend(len(to) for _, to in blocks) or fetch(path, blocks, done))
     got = cf.load(tmp_path / "a", model=model)  # nothing is read yet
     assert read == []
     x = got.params["model.layers.0.mlp.experts.gate_up_proj"]

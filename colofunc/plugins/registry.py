@@ -84,7 +84,7 @@ def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
     strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
     for op, fns in tables.pop("colofunc_strategies").items():
         strategies[op] = strategies.get(op, ()) + tuple(fns)
-    names = tuple(sorted(_name(manager, plugin) for plugin in manager.get_plugins()))
+    names = tuple(sorted(_installed(manager, plugin) for plugin in manager.get_plugins()))
     fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
     return Registry(strategies=_frozen(strategies), plugins=names, **fields)
 
@@ -107,6 +107,12 @@ def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
     if own is None and vars(kind).get("__repr__") is not None:
         own = repr(plugin)
     return str(own or manager.get_name(plugin) or plugin)
+
+
+def _installed(manager: pluggy.PluginManager, plugin: Any) -> str:
+    """The name that it was installed under; pluggy gives an address to an object that has none."""
+    given = manager.get_name(plugin)
+    return given if given is not None and given != str(id(plugin)) else _name(manager, plugin)
 
 
 def _check_names(manager: pluggy.PluginManager) -> None:
