@@ -18,11 +18,11 @@ import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
-from colofunc.planner.residency import Item, Links, Residency, Trace
+from colofunc.planner.residency import Item, Links, Move, Residency, Trace
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, lies
-from colofunc.program.tiered import TIERS, Tiered, Tiers, readers
+from colofunc.program.tiered import TIERS, Tiered, Tiers, is_view, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
@@ -169,26 +169,94 @@ def write(
     """The program with the copies in it. stay: what the host made stays there where it is a result."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
-    out = Tiered(ground.program, ground.lies, home, on_host, ground.tiers)
-    starts: dict[int, list[int]] = {}
-    waits: dict[int, list[int]] = {}
-    for m, move in enumerate(found.moves):
-        starts.setdefault(move.start, []).append(m)
-        if move.done > move.start:
-            waits.setdefault(move.done, []).append(m)
-    order = {"store": 0, "fetch": 1}
+    out = _Writer(ground, on_host, items, Tiered(ground.program, ground.lies, home, on_host, ground.tiers))
+    starts: dict[int, list[Move]] = {}
+    waits: dict[int, list[Move]] = {}
+    for move in found.moves:
+        starts.setdefault(move.start, []).append(move)
+        if _awaited(move) > move.start:
+            waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
     for k in range(count + 1):
-        for kind in order:
-            for m in waits.get(k, ()):
-                if found.moves[m].kind == kind:
-                    out.wait(items[found.moves[m].item], kind)
-        for m in sorted(starts.get(k, ()), key=lambda m: (order[found.moves[m].kind], m)):
-            move = found.moves[m]
-            if move.done > move.start:
-                out.start(items[move.item], move.kind)
-            else:
-                (out.fetch if move.kind == "fetch" else out.store)(items[move.item])
+        for kind in ("store", "fetch"):
+            for move in waits.get(k, ()):
+                if move.kind == kind:
+                    out.wait(move)
+        for move in sorted(starts.get(k, ()), key=lambda m: m.kind == "fetch"):
+            out.start(move)
         if k < count:
             out.run(k)
-    return out.finish(stay)
+    out.drain()
+    return out.tiered.finish(stay)
+
+
+def _awaited(move: Move) -> int:
+    """Where the device waits for it: the host may want what is stored before."""
+    return move.done if move.kind == "fetch" else move.free
+
+
+class _Writer:
+    """Nodes in their order, but those of the host that read what is still being stored, which come when the device has waited.
+
+    In the order of the program the device would wait as long as the host does, for a copy behind all others of its engine.
+    """
+
+    def __init__(self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered) -> None:
+        self.ground, self.on_host, self.items, self.tiered = ground, on_host, items, tiered
+        self.flying: dict[int, Move] = {}  # storage -> its store
+        self.late: list[tuple[int, set[int], set[int]]] = []  # nodes of the host that have not been written down, what they read and write
+
+    def start(self, move: Move) -> None:
+        storage = self.items[move.item]
+        if any(storage in touched for _, touched, _ in self.late):
+            self.drain()
+        if _awaited(move) > move.start:
+            self.tiered.start(storage, move.kind)
+            if move.kind == "store":
+                self.flying[storage] = move
+        else:
+            (self.tiered.fetch if move.kind == "fetch" else self.tiered.store)(storage)
+
+    def wait(self, move: Move) -> None:
+        storage = self.items[move.item]
+        if move.kind == "fetch":
+            self.tiered.wait(storage, "fetch")
+        elif self.flying.pop(storage, None) is not None:
+            self.tiered.wait(storage, "store")
+            while self.late and not self.late[0][1] & self.flying.keys():
+                self.tiered.run(self.late.pop(0)[0])
+
+    def run(self, k: int) -> None:
+        touched, changed = self._touches(k)
+        behind = any(touched & theirs or changed & others for _, others, theirs in self.late)
+        if k in self.on_host and (behind or touched & self.flying.keys()) and self._planned(k):
+            self.late.append((k, touched, changed))
+            return
+        if behind:
+            self.drain()
+        for storage in touched & self.flying.keys() if k in self.on_host else ():
+            self.wait(self.flying[storage])
+        self.tiered.run(k)
+
+    def drain(self) -> None:
+        """Write down all that is late, behind the copies that it reads."""
+        late, self.late = self.late, []
+        for k, touched, _ in late:
+            for storage in sorted(touched & self.flying.keys()):
+                self.wait(self.flying[storage])
+            self.tiered.run(k)
+
+    def _touches(self, k: int) -> tuple[set[int], set[int]]:
+        """Storages that a node reads or writes, and those that it writes or makes."""
+        node, home = self.ground.program.nodes[k], self.ground.lies.home
+        if is_view(node, self.ground.lies):
+            return set(), set()
+        changed = {home[i] for i in (*written(node), *(o for o in node.outs if o is not None))}
+        return changed | {home[i] for i in node.refs}, changed
+
+    def _planned(self, k: int) -> bool:
+        """Whether all that a node of the host reads is there or on its way: what nobody plans would be held until it is copied."""
+        far, home = self.tiered.have[self.ground.tiers[1]], self.ground.lies.home
+        made = set().union(*(changed for _, _, changed in self.late))
+        refs = {home[i] for i in self.ground.program.nodes[k].refs if self.ground.program.values[i].tier == self.ground.tiers[0]}
+        return all(s in far or s in self.flying or s in made for s in refs)
