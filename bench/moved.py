@@ -81,7 +81,7 @@ def split(budget: str, rows: int, param: float | None, optim: float = 1.0) -> di
         low = staged.lower(state, batch)
     except cf.ColofuncError as error:
         return {"failed": str(error)[:200]}
-    moved = {"to_device": 0, "to_host": 0}
+    moved = {"to_device": 0, "to_host": 0, "put": 0}
     for node in low.program.nodes:
         name = node.target.removeprefix("colofunc.").removesuffix("_start")
         if name in moved:
@@ -110,7 +110,7 @@ def rows() -> Iterator[Row]:
 def _said(found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"no plan: {found['failed'].partition(';')[0].removeprefix('no plan found ')}"
-    up, down = found["moved"]["to_device"], found["moved"]["to_host"]
+    up, down = found["moved"]["to_device"], found["moved"]["to_host"] + found["moved"]["put"]
     ends = f"peak {gb(found['peak_bytes'])}, step {time_text(found['step_s'])} as planned"
     return f"{gb(up)} to the device, {gb(down)} to the host a step; {ends}"
 

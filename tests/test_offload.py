@@ -14,6 +14,7 @@ import colofunc as cf
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.executors.simulated import run_simulated
+from colofunc.planner import offload
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Ref, map_refs
 from colofunc.program.serialize import from_dict, to_dict
@@ -55,6 +56,23 @@ def test_within_every_budget_down_to_the_least_and_what_runs_is_what_was_counted
     assert held[-1] < held[0] / 3
     with pytest.raises(cf.PlanError, match="the least found has a peak of"):
         cf.offload(cf.shard(step, one()), budget=whole // 20).lower(*args)
+
+
+def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host waits for the device does not: gradients of biases stand behind those of weights on their way."""
+    step, *args = training(layers=6, d=768, rows=2048)
+    whole = peak(cf.shard(step, one()), *args)
+    planned, write = [], offload.write
+
+    def noted(*args: Any) -> Any:
+        planned.append(args[-1].seconds)
+        return write(*args)
+
+    monkeypatch.setattr(offload, "write", noted)
+    for share in (0.8, 0.6, 0.5):
+        low = cf.offload(cf.shard(step, one()), budget=int(whole * share)).lower(*args)
+        assert low.lanes().busy_s()["host"] > 0
+        assert planned[-1] * (1 - 1e-6) <= low.lanes().end_s <= planned[-1] * 1.1  # some scalars are copied where the host wants them first
 
 
 @pytest.mark.parametrize("share", [0.7, 0.3])
