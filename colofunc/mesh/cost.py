@@ -186,6 +186,7 @@ def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node
         if link is None:
             raise TopologyError(f"topology {topology.name!r} has no link {hop[0]} -> {hop[1]}; add one to its links")
         each = link.bandwidth_bytes_per_s / (node_ranks if link.shared else 1)
-        each = min(each, 2 * topology.host_bytes_per_s / node_ranks) if "host" in hop else each
+        if "host" in hop and math.isfinite(each):  # on an ideal machine no link has a limit
+            each = min(each, 2 * topology.host_bytes_per_s / node_ranks)
         seconds += link.latency_s + nbytes / each
     return seconds
