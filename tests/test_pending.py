@@ -30,7 +30,7 @@ def chain(*targets: str) -> Program:
 def passing(program: Program) -> list[set[str]]:
     """Per operator, the kinds of reduction that its options take in."""
     ties, candidates = tie(program, enabled=False), candidates_of(program, MESH)
-    options = [module._options(program, m[0], candidates, NONE) for m in ties.members]
+    options = [module._options(program, m[0], candidates, NONE, None) for m in ties.members]
     left = reachable(program, ties, options)
     return [{how for s in left[ties.of_node(k)] for lay in s.ins for _, how in lay.pending} for k in range(len(program.nodes))]
 
@@ -49,7 +49,7 @@ def test_what_only_a_wish_offers_stays() -> None:
     """Without the option that takes copies, the one that takes a sum is not dropped."""
     program = chain("aten.t.default")
     ties, candidates = tie(program, enabled=False), candidates_of(program, MESH)
-    options = [module._options(program, m[0], candidates, NONE) for m in ties.members]
+    options = [module._options(program, m[0], candidates, NONE, None) for m in ties.members]
     only = tuple(s for s in options[1] if s.ins[0].pending)
     assert only and reachable(program, ties, [options[0], only])[1] == only
 
