@@ -28,6 +28,7 @@ from colofunc.planner.memory_policies import AUTO, DEVICE, DISK, HOST, MemoryPol
 from colofunc.planner.offload_trace import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
+from colofunc.transforms.prepare import bytes_in
 from colofunc.transforms.staged import Intent, Staged, stage
 
 BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST, DISK)}
@@ -107,19 +108,7 @@ def _move(
     def move(
         program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: planner.Hint | None = None
     ) -> planner.Offloaded:
-        return planner.offload(program, mesh, node_s, budget_bytes, found, given, _host_bytes(host, mesh), disk, like)
+        room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
+        return planner.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like)
 
     return move
-
-
-def _host_bytes(host: tuple[int | None, float | None], mesh: Mesh) -> int | None:
-    nbytes, part = host
-    if part is None:
-        return nbytes
-    capacity = mesh.capacity_bytes("host")
-    if capacity is None:
-        raise PlanError(
-            f"cf.offload(host={part}) is a part of the host's memory, which topology {mesh.topology.name!r} does not limit; give bytes "
-            "such as '16GiB', or a topology"
-        )
-    return int(part * capacity)

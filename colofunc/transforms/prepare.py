@@ -119,14 +119,20 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
 
 def _budget(intent: Intent, mesh: Mesh) -> int | None:
     """The bytes that a transform was given, or its part of what a device has."""
-    nbytes, part = intent.options.get("budget_bytes"), intent.options.get("budget_part")
+    given = intent.options.get("budget_bytes"), intent.options.get("budget_part")
+    return bytes_in(mesh, "device", given, f"cf.{intent.transform}(budget", "6GiB")
+
+
+def bytes_in(mesh: Mesh, tier: str, given: tuple[int | None, float | None], said: str, such: str) -> int | None:
+    """Bytes of a tier from (bytes, or a part of what a rank has). Raises PlanError for a part of what has no limit."""
+    nbytes, part = given
     if nbytes is not None or part is None:
         return nbytes
-    capacity = mesh.capacity_bytes("device")
+    capacity = mesh.capacity_bytes(tier)
     if capacity is None:
         raise PlanError(
-            f"cf.{intent.transform}(budget={part}) is a part of the device's memory, which topology {mesh.topology.name!r} does not "
-            "limit; give bytes such as '6GiB', or a topology"
+            f"{said}={part}) is a part of the {tier}'s memory, which topology {mesh.topology.name!r} does not limit; give bytes such as "
+            f"{such!r}, or a topology"
         )
     return int(part * capacity)
 
