@@ -8,6 +8,7 @@ step and what it is called with; the step is traced and planned here, on any lap
     def example(): return cf.train_state(...), {"ids": cf.abstract((8, 1024), torch.int64)}     # (state, batch)
 
     $ colofunc plan script.py:step --device a100-40g --budget 40GiB --picture plan.png --trace plan.json
+    $ colofunc plan script.py:step --device a100-40g --host 64GiB --disk 2TB,7GB/s,5GB/s       # a drive that need not be here
 
 The name may also be a function without arguments that returns all three: `def plan_me(): return step, state, batch`.
 """
@@ -18,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +37,7 @@ from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import chrome_trace
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.offload import offload
+from colofunc.transforms.offload import offload, with_disk
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged, fresh
 
@@ -53,6 +55,7 @@ def plan(
     mesh: Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")] = "",
     budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB; default: all of the device")] = "",
     host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB; default: that of the usual machine")] = "",
+    disk: Annotated[str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")] = "",
     within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
     example: Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")] = "",
     picture: Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")] = "",
@@ -64,9 +67,10 @@ def plan(
     console = Console() if sys.stdout.isatty() else Console(width=180)
     try:
         step, args = found(target, example)
-        staged = placed(step, axes_of(mesh), machine(device, topology, host, budget), [w for w in within.split(",") if w])
+        wanted = [w for w in within.split(",") if w]
+        staged = placed(step, axes_of(mesh), machine(device, topology, host, budget, disk), wanted, directory(disk))
         low: Lowered = staged.lower(*args)
-        report(console, low, target, rows)
+        report(console, low, target, rows, bool(disk))
         written(console, low, target, picture, trace, save)
     except ColofuncError as error:
         Console(stderr=True).print(f"colofunc: {error}", style="red", markup=False, highlight=False)
@@ -160,7 +164,7 @@ def axes_of(text: str) -> dict[str, int]:
     return axes
 
 
-def machine(device: str, topology: str, host: str, budget: str) -> Callable[[Mesh], Mesh]:
+def machine(device: str, topology: str, host: str, budget: str, disk: str = "") -> Callable[[Mesh], Mesh]:
     """The mesh on what the options name: as many devices as it has ranks, at most eight in a node.
 
     A budget is what a device has, so that it holds whatever the step says itself.
@@ -173,6 +177,8 @@ def machine(device: str, topology: str, host: str, budget: str) -> Callable[[Mes
         found: Topology = resolve_topology(name) if name else mesh.topology
         if host:
             found = _with_room(found, "host", parse_bytes(host, "--host"))
+        if disk:
+            found = _with_disk(found, disk)
         if budget:
             has = found.tier("device").capacity_bytes
             found = _with_room(found, "device", min(parse_bytes(budget, "--budget"), has if has is not None else sys.maxsize))
@@ -186,11 +192,35 @@ def _with_room(topology: Topology, name: str, nbytes: int) -> Topology:
     return attrs.evolve(topology, tiers=tuple(tiers))
 
 
-def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: list[str]) -> Staged:
+def directory(disk: str) -> str | bool | None:
+    """What `cf.offload(disk=)` is given for `--disk`: a directory, True for a disk that is only planned for, None without one."""
+    if not disk or disk[0].isdigit():
+        return bool(disk) or None
+    if not Path(disk).is_dir():
+        raise InputError(f"--disk {disk!r} is neither a size nor a directory that is here; write --disk 2TB, or --disk 2TB,7GB/s,5GB/s")
+    return disk
+
+
+def _with_disk(topology: Topology, disk: str) -> Topology:
+    """A disk of so many bytes, at so many bytes a second where that is said; of a directory: what is free there."""
+    if isinstance(directory(disk), str):
+        return _with_room(topology, "disk", shutil.disk_usage(disk).free)
+    size, *rates = disk.split(",")
+    if len(rates) not in (0, 2):
+        raise InputError(f"--disk {disk!r}: write a size, or a size and the rates to read and to write at, such as 2TB,7GB/s,5GB/s")
+    ends = (("disk", "host"), ("host", "disk"))
+    said = {end: float(parse_bytes(rate.removesuffix("/s"), "--disk")) for end, rate in zip(ends, rates, strict=False)}
+    links = (attrs.evolve(x, bandwidth_bytes_per_s=said.get((x.src, x.dst), x.bandwidth_bytes_per_s)) for x in topology.links)
+    return attrs.evolve(_with_room(topology, "disk", parse_bytes(size, "--disk")), links=tuple(links))
+
+
+def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: list[str], disk: str | bool | None = None) -> Staged:
     """The step on the machine, with what may be done to meet the budget, where it does not say so itself."""
     for name in within:
         if name not in MOVES:
             raise InputError(f"--within {name!r}{near(name, MOVES, 'transforms')}")
+    if disk and "offload" not in within and not (isinstance(step, Staged) and step.intent("offload")):
+        raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
     intent = step.intent("shard") if isinstance(step, Staged) else None
     mesh = on(Mesh(**axes) if axes or intent is None else intent.options["mesh"])  # type: ignore[arg-type]
     if intent is None:
@@ -198,9 +228,10 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
     else:
         other = attrs.evolve(intent, options={**intent.options, "mesh": mesh})
         step = attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
-    for name in within if mesh.capacity_bytes("device") is not None else ():
+    for name in within if disk or mesh.capacity_bytes("device") is not None else ():
         if step.intent(name) is None:
             step = MOVES[name](step)
+    step = with_disk(step, disk) if disk else step
     staged: Staged = step.on("distributed") if mesh.size > 1 else step  # as real ranks run it: what is in flight counts
     return staged
 
@@ -208,12 +239,12 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
 # ---- what is said ----
 
 
-def report(console: Console, low: Lowered, target: str, rows: int) -> None:
+def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = False) -> None:
     """What was decided and why, what is held, and how long it takes."""
-    limit, host = low.mesh.capacity_bytes("device"), low.mesh.capacity_bytes("host")
+    rooms = [(tier, low.mesh.capacity_bytes(tier)) for tier in ("device", "host", "disk") if disk or tier != "disk"]
     mesh = " ".join(f"{name}={n}" for name, n in low.plan.mesh) or "one device"
     words = [f"{target} on {low.mesh.topology.name}, {mesh}"]
-    words += [f"{tier} {size_text(room)} a rank" for tier, room in (("device", limit), ("host", host)) if room is not None]
+    words += [f"{tier} {size_text(room)} a rank" for tier, room in rooms if room is not None]
     console.print(" · ".join(words), style="bold", highlight=False, soft_wrap=True)
     for said in (*map(str, low.plan.axes), *low.plan.memory):
         console.print(f"  {said}", highlight=False, markup=False)

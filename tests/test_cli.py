@@ -1,12 +1,15 @@
 """The command line, on a script of a few lines; what it prints, draws and refuses."""
 
+import importlib
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 import colofunc as cf
 from colofunc import cli
+from colofunc.program.lanes import LANES
 
 SCRIPT = """
 import torch
@@ -74,6 +77,46 @@ def test_a_budget_is_met_and_drawn(script, tmp_path):
     assert {e["cat"] for e in events if e["ph"] == "X"} == {"forward", "backward", "update"}
 
 
+def test_a_disk_that_is_not_here_is_planned_drawn_and_taken_over_by_the_step_that_has_one(script, tmp_path):
+    picture, trace, save = tmp_path / "plan.png", tmp_path / "trace.json", tmp_path / "plan.json"
+    words = [f"{script}:step", "--device", "a100-40g", "--budget", "300KiB", "--host", "200KiB", "--within", "offload"]
+    code, said = run(*words, "--disk", "1GB,7GB/s,5GB/s", "--picture", picture, "--trace", trace, "--save", save)
+    assert code == 0 and "disk 953.7 MiB a rank" in said and "on disk: " in said and "disk: peak" in said
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(e["ph"] == "C" and e["name"] == "disk bytes" and sum(e["args"].values()) for e in events)
+    moved_s = [e["dur"] / 1e6 for e in events if e["ph"] == "X" and e["tid"] == LANES.index("disk")]
+    assert moved_s and run(*words)[0] == 1  # nowhere else is there room
+
+    module = importlib.import_module("my_training")  # the command has loaded it
+    state, batch = module.example()
+    staged = cf.offload(cf.shard(module.step, cf.Mesh(topology="a100-40g")), budget="300KiB", host="200KiB", disk=tmp_path)
+    low = staged.with_plan(cf.Plan.load(save)).lower(state, batch)
+    assert {layout.tier for layout in low.input_layouts} >= {"disk"}
+    both = list(zip(cf.Plan.load(save).inputs, low.input_layouts, strict=True))
+    assert [x.tier for x in low.input_layouts] == ["disk" if "@disk" in str(leaf.spec) else x.tier for leaf, x in both]
+
+
+def test_the_rates_of_a_disk_are_those_that_are_named(tmp_path):
+    mesh = cli.machine("a100-40g", "", "", "", "1GB,7GB/s,5GB/s")(cf.Mesh())
+    assert mesh.capacity_bytes("disk") == 10**9
+    assert mesh.copy_s(7e9, "disk", "host") == pytest.approx(1.0001) and mesh.copy_s(5e9, "host", "disk") == pytest.approx(1.0001)
+    plain, sized = (cli.machine("a100-40g", "", "", "", disk)(cf.Mesh()) for disk in ("", "2TB"))
+    assert sized.copy_s(1e9, "disk", "host") == plain.copy_s(1e9, "disk", "host") and sized.capacity_bytes("disk") == 2 * 10**12
+    here = cli.machine("a100-40g", "", "", "", str(tmp_path))(cf.Mesh()).capacity_bytes("disk")
+    assert 0 < here <= shutil.disk_usage(tmp_path).total
+
+
+def test_a_plan_for_a_disk_without_a_directory_does_not_run(script):
+    run(f"{script}:step", "--device", "h100")
+    module = importlib.import_module("my_training")
+    step = cf.offload(cf.shard(module.step, cf.Mesh(topology="a100-40g")), policy="disk", disk=True)
+    state, batch = module.example()
+    assert step.lower(state, batch).memory().peak_bytes["disk"] > 0
+    with pytest.raises(cf.errors.InputError, match=r"keeps something on disk, and no directory is named for it. Try: cf.offload\(step"):
+        step.init(state, batch)
+
+
 def test_a_budget_holds_whatever_the_step_says_itself(script):
     script.write_text(script.read_text() + "\nlarge = cf.checkpoint(cf.shard(step, cf.Mesh()), budget='1GiB')\n")
     code, said = run(f"{script}:large", "--device", "rtx-2060", "--budget", "100KiB", "--within", "")
@@ -102,6 +145,10 @@ def test_a_mesh_has_as_many_devices(script):
         (["{}:step", "--device", "h100", "--topology", "8xh100"], "both name a machine; give one of them"),
         (["{}:step", "--mesh", "dp:2"], "'dp:2' is no axis with a size; write dp=2,tp=4"),
         (["{}:step", "--budget", "lots"], "--budget: 'lots' is no size"),
+        (["{}:step", "--disk", "/nowhere/at/all"], "--disk '/nowhere/at/all' is neither a size nor a directory that is here"),
+        (["{}:step", "--disk", "2TB,7GB/s"], "--disk '2TB,7GB/s': write a size, or a size and the rates to read and to write at"),
+        (["{}:step", "--disk", "2TB,fast,slow"], "--disk: 'fast' is no size"),
+        (["{}:step", "--disk", "2TB", "--within", "checkpoint"], "--disk is of use to offload only"),
         (["{}:step", "--device", "h100", "--within", "prayer"], "--within 'prayer'; transforms: 'checkpoint', 'offload'"),
         (["{}:step", "--device", "h100", "--budget", "1KiB"], "no plan found within 1,024 B a rank"),
         (["{}:step", "--device", "h100", "--picture", "/nowhere/at/all.png"], "the picture cannot be written to '/nowhere/at/all.png'"),

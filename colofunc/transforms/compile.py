@@ -34,7 +34,7 @@ from colofunc.program.chunks import buffers_of
 from colofunc.program.trace_tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
-from colofunc.transforms.disk_state import Shelves, scratch_sizes
+from colofunc.transforms.disk_state import Shelves, named, scratch_sizes
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
@@ -47,10 +47,10 @@ Leaf = torch.Tensor
 class Ready:
     """A lowered step and, from the first call on, the backend that runs it."""
 
-    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None, fn: Callable[..., Any], disk: str | None) -> None:
+    def __init__(self, low: Lowered, executor: str | None, watch: Watch | None, fn: Callable[..., Any], disk: str | bool | None) -> None:
         self.low = low
         self.watch = watch
-        self.disk = disk  # the directory of what lies on disk
+        self.disk = disk  # the directory of what lies on disk; True: none is named yet
         self._executor = executor
         self._compared: set[str] = set()
         self._hidden: tuple[list[int], list[list[torch.Tensor]]] | None = None
@@ -97,7 +97,7 @@ class Ready:
     def scratch(self) -> Scratch | None:
         """Room on disk for values of the step itself; None where none goes there."""
         sizes = scratch_sizes(self.low.program, len(self.backend.ranks(self.low.mesh)))
-        return Scratch(self.disk, sizes, self.backend.ranks(self.low.mesh)[0]) if self.disk is not None and sizes else None
+        return Scratch(named(self.disk), sizes, self.backend.ranks(self.low.mesh)[0]) if sizes else None
 
     @cached_property
     def backend(self) -> Backend:

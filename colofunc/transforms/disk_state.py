@@ -17,6 +17,7 @@ import torch
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk_tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
@@ -28,7 +29,7 @@ class Shelves:
 
     def __init__(
         self,
-        directory: str | None,
+        directory: str | bool | None,
         leaves: Sequence[torch.Tensor],
         layouts: Sequence[Layout],
         copied: Sequence[bool],
@@ -38,8 +39,10 @@ class Shelves:
         self._mesh, self._ranks = mesh, backend.ranks(mesh)
         every = zip(leaves, layouts, copied, strict=False)
         new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not _is_there(leaf))]
+        if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
+            named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in range(len(self._keys(layout)))]
-        self._room = None if directory is None or not new else Room(directory, sizes, self._ranks[0])
+        self._room = None if directory is None or not new else Room(named(directory), sizes, self._ranks[0])
 
     def _keys(self, layout: Layout) -> dict[tuple[int, ...], int]:
         """The distinct parts of the ranks in this process: a rank that has each."""
@@ -60,6 +63,16 @@ class Shelves:
         """What was kept counts from now on, whatever happens to the step."""
         if self._room is not None:
             self._room.store.commit()
+
+
+def named(directory: str | bool | None) -> str:
+    """The directory. Raises InputError where a plan is to run that was made for a disk which has none."""
+    if not isinstance(directory, str):
+        raise InputError(
+            "this plan keeps something on disk, and no directory is named for it. Try: cf.offload(step, ..., disk='/nvme/me'), "
+            "with_plan(plan) where it was planned elsewhere"
+        )
+    return directory
 
 
 def _is_there(leaf: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from colofunc.planner.offload_trace import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.prepare import bytes_in
-from colofunc.transforms.staged import Intent, Staged, stage
+from colofunc.transforms.staged import Intent, Staged, fresh, stage
 
 BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST, DISK)}
 
@@ -40,7 +40,7 @@ def offload(
     budget: str | int | float = "auto",
     policy: str | MemoryPolicy = "auto",
     host: str | int | float = "auto",
-    disk: str | os.PathLike[str] | None = None,
+    disk: str | os.PathLike[str] | bool | None = None,
     where: Mapping[str, str] | None = None,
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
@@ -49,26 +49,41 @@ def offload(
     time; "device" moves nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
-    more, and what a killed process left goes when the next one begins there.
+    more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size.
     where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
     limit, part = _budget(budget, "budget")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
-    if disk is not None and not isinstance(disk, str | os.PathLike):
+    if disk is not None and disk is not True and not isinstance(disk, str | os.PathLike):
         raise InputError(f"cf.offload(disk={disk!r}): give the path of a directory, such as '/nvme/me'")
     if disk is None and policy in ("disk", DISK):
         raise InputError("cf.offload(policy='disk') needs a directory; write cf.offload(..., disk='/nvme/me')")
     room = _budget(host, "host")
-    directory = None if disk is None else os.fspath(disk)
+    directory = disk if disk is None or disk is True else os.fspath(disk)
     chosen = _where(where or {})
     options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
-    intent = Intent("offload", options, move=partial(_move, policy, chosen, room, disk is not None))
+    intent = _intent(options)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
     return staged
+
+
+def _intent(options: dict[str, Any]) -> Intent:
+    policy, where, host, disk = (options[word] for word in ("policy", "where", "host", "disk"))
+    return Intent("offload", options, move=partial(_move, policy, where, host, disk is not None))
+
+
+def with_disk(step: Staged, disk: str | bool) -> Staged:
+    """A step that is offloaded, with a disk where it has named none."""
+    intent = step.intent("offload")
+    assert intent is not None, "asked for of offloaded steps only"
+    if intent.options["disk"] is not None:
+        return step
+    other = _intent({**intent.options, "disk": disk})
+    return attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
 
 
 def _budget(budget: str | int | float, word: str) -> tuple[int | None, float | None]:
