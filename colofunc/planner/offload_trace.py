@@ -169,7 +169,7 @@ def write(
     """The program with the copies in it. stay: what the host made stays there where it is a result."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
-    out = _Writer(ground, on_host, items, Tiered(ground.program, ground.lies, home, on_host, ground.tiers))
+    out = _Writer(ground, on_host, items, Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay))
     starts: dict[int, list[Move]] = {}
     waits: dict[int, list[Move]] = {}
     for move in found.moves:

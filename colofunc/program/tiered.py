@@ -31,16 +31,26 @@ TIERS: Tiers = ("device", "host")
 
 
 class Tiered:
-    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier."""
+    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier.
+
+    gathered: results are taken where they are made, as the body of a loop hands them over, and not at the end.
+    """
 
     def __init__(
-        self, program: Program, lies: Lies, home: Collection[int], on_host: Collection[int] = (), tiers: Tiers = TIERS
+        self,
+        program: Program,
+        lies: Lies,
+        home: Collection[int],
+        on_host: Collection[int] = (),
+        tiers: Tiers = TIERS,
+        gathered: bool = False,
     ) -> None:
         self.program = program
         self.lies = lies
         self.home = frozenset(home)
         self.on_host = frozenset(on_host)  # nodes that run there
         self.near, self.far = tiers
+        self.early = frozenset(program.outputs) if gathered else frozenset[int]()
         self.values = dict(program.values)
         self.nodes: list[Node] = []
         self.maker = {o: node for node in program.nodes for o in node.outs if o is not None}
@@ -131,7 +141,9 @@ class Tiered:
         """Write a node down, its operands in the tier where it runs."""
         node, tier = self.program.nodes[index], self.far if index in self.on_host else self.near
         if is_view(node, self.lies) and all(self._mine(o) for o in node.outs if o is not None):
-            return  # taken where somebody reads it
+            for o in self.early.intersection(o for o in node.outs if o is not None and self.lies.home[o] in self.have[self.near]):
+                self.get(self.near, o)
+            return  # others are taken where somebody reads them
         tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
         reads = zip(tiers, node.refs, strict=True)
         args, kwargs = (map_refs(tree, lambda _: Ref(self.get(*next(reads)))) for tree in (node.args, node.kwargs))
