@@ -95,8 +95,8 @@ class Compiled:
     def compile(self, program: Program, mesh: Mesh) -> Run:
         segmented, bound = compile_segments(program, self._compiler)
         if isinstance(self._inner, Simulated):
-            return SimulatedProgram(segmented, mesh, bound)
-        return self._inner.compile(segmented, mesh, bound)
+            return SimulatedProgram(segmented, mesh, bound, whole=program)
+        return self._inner.compile(segmented, mesh, bound, program)
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)

@@ -1,74 +1,152 @@
-"""Copies between tiers on a real device: two streams, one each way, and an event behind each copy.
+"""Copies between tiers on a real device: two streams, one each way, and events between them and who uses the memory.
 
     copying = COPIER.start("to_device", (x,), device)     # runs beside what the device computes
-    copying.wait()                                        # the device's later work waits, or the host where it got the data
+    copying.wait()                                        # the device's later work waits for it; the host goes on
 
-On a CPU device and host are RAM, so a copy is done when it has started. Buffers on the host are pinned, which is what lets a copy
-run beside compute; torch keeps them in size classes and gives them again. What lies on disk is moved by the threads of its store.
+Host memory is written and read by three parties that do not wait for one another: both streams, and the host itself. So each
+piece of it (`Flights`) remembers the event behind the last copy into it and those behind copies out of it since; whoever comes
+next waits for what stands in its way: a stream for events, the host in `settle`. Memory of the device needs none of it: it is
+allocated, and after the wait given back, in the order of the stream that computes. `finish` ends all of it with the step.
+
+On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of its store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import attrs
 import torch
 
 from colofunc.executors.disk_tensors import SCRATCH, Moving, OnDisk, reading, writing
+from colofunc.executors.pools import Pool
 from colofunc.ops.copies import duplicate
 
 
 class Copying:
-    """A copy in flight."""
+    """A copy in flight. It holds what is copied until it is waited for."""
 
-    __slots__ = ("_ready", "result")
+    __slots__ = ("_ready", "_source", "result")
 
-    def __init__(self, result: torch.Tensor, ready: Callable[[], Any] | None = None) -> None:
+    def __init__(self, result: torch.Tensor, ready: Callable[[], Any] | None = None, source: torch.Tensor | None = None) -> None:
         self.result = result
-        self._ready = ready
+        self._ready, self._source = ready, source
 
     def wait(self) -> torch.Tensor:
-        """The copy, safe to read for whoever runs next in its tier."""
+        """The copy, safe to read for whoever runs next in its tier; on the host, for who has asked to `settle` it."""
         if self._ready is not None:
             self._ready()
+            self._ready = self._source = None
         return self.result
+
+
+@attrs.define
+class Flights:
+    """Events of the copies of one piece of host memory: behind the last one into it, and behind those out of it since."""
+
+    filled: Any = None
+    read: list[Any] = attrs.field(factory=list)
+
+    def before(self, writes: bool) -> list[Any]:
+        """What a copy, or the host, has to wait for before it reads, or writes, this memory."""
+        return [event for event in (self.filled, *(self.read if writes else ())) if event is not None]
+
+    def note(self, done: Any, writes: bool) -> None:
+        if writes:
+            self.filled, self.read = done, []
+        else:
+            self.read.append(done)
+
+
+class Engines:
+    """What a device copies with: streams and events, as CUDA has them. Tests have others."""
+
+    def current(self, device: torch.device) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def stream(self, device: torch.device) -> Any:
+        return torch.cuda.Stream(device)
+
+    def empty(self, like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """Memory of any content that lies as `like` does, of a device or (None) of the host, where it is pinned."""
+        where, pinned = device or torch.device("cpu"), device is None
+        return torch.empty_like(like, device=where, pin_memory=pinned, memory_format=torch.preserve_format)
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begin to copy on a stream; the event behind it."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
 
 
 class Copier:
     """The copy engines of the devices in this process, made at the first use."""
 
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+    def __init__(self, engines: Engines | None = None) -> None:
+        self._engines = engines or Engines()
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+        self._flights: dict[int, Flights] = {}  # by the address of the memory
 
-    def start(self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device) -> Copying | Moving:
-        """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`."""
+    def start(
+        self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device, pool: Pool | None = None
+    ) -> Copying | Moving:
+        """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`. `pool`: where a copy on the host is to lie."""
         if kind == "to_disk":
+            self.settle(operands)
             scratch = SCRATCH.get()
             return Copying(duplicate(operands[0])) if scratch is None else scratch.write(operands[0])
         if isinstance(operands[0], OnDisk):
+            self.settle(operands[1:])
             return writing(operands[0], operands[1]) if kind == "put" else reading(operands[0])
-        if device.type != "cuda":
-            return Copying(operands[0].copy_(operands[1]) if kind == "put" else duplicate(operands[0]))
-        source = operands[-1]
-        current, stream = torch.cuda.current_stream(device), self._stream(device, kind)
+        if device.type != "cpu":
+            return self._fly(kind, operands, device, pool)
+        if kind == "put" or (pool is not None and kind == "to_host"):
+            target = operands[0] if kind == "put" or pool is None else pool.like(operands[0])
+            return Copying(target.copy_(operands[-1]))
+        return Copying(duplicate(operands[0]))
+
+    def _fly(self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device, pool: Pool | None) -> Copying:
+        source, writes = operands[-1], kind != "to_device"  # whether host memory is written
         if kind == "put":
             target = operands[0]
+        elif pool is not None and kind == "to_host":
+            target = pool.like(source)
         else:
-            pinned = kind == "to_host"
-            where = torch.device("cpu") if pinned else device
-            target = torch.empty_like(source, device=where, pin_memory=pinned, memory_format=torch.preserve_format)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            done = stream.record_event()
-        (target if kind == "to_device" else source).record_stream(stream)  # its memory is not given away before the copy ends
-        return Copying(target, (lambda: current.wait_event(done)) if kind == "to_device" else done.synchronize)
+            target = self._engines.empty(source, None if writes else device)
+        current, stream = self._engines.current(device), self._stream(device, kind)
+        flights = self._of(target if writes else source)
+        stream.wait_stream(current)  # what it reads is computed, and who had the target's memory before has ended
+        for event in flights.before(writes):
+            stream.wait_event(event)
+        done = self._engines.copy(stream, target, source)
+        flights.note(done, writes)
+        return Copying(target, partial(current.wait_event, done), source)
 
-    def _stream(self, device: torch.device, kind: str) -> torch.cuda.Stream:
+    def settle(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
+        """The host waits until it may read and write these tensors of its own."""
+        for x, changed in (*((x, False) for x in reads), *((x, True) for x in writes)):
+            flights = None if not self._flights or isinstance(x, OnDisk) else self._flights.get(x.untyped_storage().data_ptr())
+            for event in () if flights is None else flights.before(changed):
+                event.synchronize()
+
+    def finish(self) -> None:
+        """At the end of a step: the host waits for all copies, so that whoever comes later may forget about them."""
+        for flights in self._flights.values():
+            for event in flights.before(writes=True):
+                event.synchronize()
+        self._flights.clear()
+
+    def _of(self, x: torch.Tensor) -> Flights:
+        return self._flights.setdefault(x.untyped_storage().data_ptr(), Flights())
+
+    def _stream(self, device: torch.device, kind: str) -> Any:
         way = "in" if kind == "to_device" else "out"
         if (device, way) not in self._streams:
-            self._streams[device, way] = torch.cuda.Stream(device)
+            self._streams[device, way] = self._engines.stream(device)
         return self._streams[device, way]
 
 
 COPIER = Copier()
+"""One for the process, as its engines are."""

@@ -29,6 +29,7 @@ from colofunc.executors.faults import ask
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import first_rows, with_zeros
+from colofunc.executors.pools import accelerator, pool_of
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
@@ -51,8 +52,11 @@ class RankProgram:
         watch: Watch | None,
         bound: Mapping[str, Callable[..., Any]] | None = None,
         tap: Tap | None = None,
+        whole: Program | None = None,
     ) -> None:
+        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
         self.program = program
+        self.pool = pool_of(program, 1, whole) if tap is None else None
         self._tap = tap
         self._bound = bound
         self._groups = groups
@@ -74,12 +78,14 @@ class RankProgram:
         partition = ((0,),) * len(flat)
         if self._written:
             own_memory(flat, partition, self._written)
+        device = accelerator(flat)
+        if self.pool is not None:
+            self.pool.allocate(device.type == "cuda")
         if self._function is None:
             if self._watch is not None and has_wires(self.program):
                 self._hash = program_hash(self.program, self._groups.mesh)
                 self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
-            device = flat[0].device if flat else torch.device("cpu")
-            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap)
+            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap, pool=self.pool)
             writer.write()
             self._function = writer.function()
         if self._watch is not None and self._hash:
@@ -128,7 +134,8 @@ class RankWires:
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         start, device = writer.bind(COPIER.start, "copy_start"), writer.bind(writer.device, "device")
         operands = "".join(f"{writer.where[i][0]}, " for i in node.refs)
-        call = f"{start}({kind!r}, ({operands}), {device})" + ("" if asynchronous else ".wait()")
+        pool = writer.pooled(node.outs[0]) if node.outs else ""
+        call = f"{start}({kind!r}, ({operands}), {device}{', ' * bool(pool)}{pool})" + ("" if asynchronous else ".wait()")
         if not node.outs:
             writer.line(call)
             return
@@ -178,13 +185,13 @@ class Distributed:
         return (self.rank,)
 
     def compile(
-        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None
+        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None, whole: Program | None = None
     ) -> RankProgram:
         """`program` ready to run on this rank, collectives started early and waited for late.
 
-        `bound`: callables of targets that are no registered operators.
+        `bound`: callables of targets that are no registered operators. `whole`: the program before it was compiled.
         """
-        return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound)
+        return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound, whole=whole)
 
     def order(self, program: Program) -> Program:
         return overlapped(program)

@@ -42,32 +42,41 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
             dying.setdefault(end, []).append(id)
     writer.line(f"for {counter} in range({loop.trips}):")
     writer.loops.append((loop, counter))
-    writer.program = loop.body
+    outer = writer.passing
+    pools = [writer.pooled(o) for o in node.outs]
+    writer.program, writer.passing = loop.body, None if outer is None else outer.inside.get(node.outs)
     writer.where = {into: where[i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
-    gathered = {k: _gather(writer, loop, k, results[k], owned) for k in at.get(-1, ())}
+    gathered = {k: _gather(writer, loop, k, results[k], owned, pools[k]) for k in at.get(-1, ())}
     for index, inner in enumerate(loop.body.nodes):
         writer.node(inner)
         if writer.tap is not None:
             writer.tap(writer, index, inner)
-        gathered |= {k: _gather(writer, loop, k, results[k], owned) for k in at.get(index, ())}
+        gathered |= {k: _gather(writer, loop, k, results[k], owned, pools[k]) for k in at.get(index, ())}
         if writer.look is not None:
             writer.line(writer.look(writer))
         writer.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
     writer.loops.pop()
-    writer.program, writer.where = program, where
+    writer.program, writer.where, writer.passing = program, where, outer
     where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
 
 
-def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int]) -> tuple[str, ...]:
-    """Lines that put output k of the body to what the trips before have given; its variables per lane."""
+def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool: str) -> tuple[str, ...]:
+    """Lines that put output k of the body to what the trips before have given; its variables per lane. pool: where that is to lie."""
     how, counter, source = loop.gathers[k], writer.loops[-1][1], writer.where[loop.body.outputs[k]]
     classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(source))}
+    mine = k in owned and not pool and not writer.pooled(loop.body.outputs[k])
+    host = loop.body.values[loop.body.outputs[k]].tier != "device"
     for name, total in classes.items():
+        room = f"{pool}.stack" if pool else writer.bind(stack_of, "stack_of")
         if how == "stack":
-            writer.line(f"if {counter} == 0: {total} = {writer.bind(stack_of, 'stack_of')}({name}, {loop.trips})")
+            writer.line(f"if {counter} == 0: {total} = {room}({name}, {loop.trips})")
+            writer.settle([name] if host else [], [total] if host else [])
             writer.line(f"{total}[{counter}] = {name}")
             continue
-        first = name if k in owned else f"{name}.clone()"
+        if pool:
+            writer.line(f"if {counter} == 0: {total} = {room}({name}, 1)[0]")
+        writer.settle([name] if host else [], [total] if pool else [])
+        first = name if mine else f"{total}.copy_({name})" if pool else f"{name}.clone()"
         more = f"{total}.add_({name})" if how == "sum" else f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
         writer.line(f"{total} = {first} if {counter} == 0 else {more}")
     return tuple(classes[name] for name in source)

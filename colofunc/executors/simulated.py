@@ -25,6 +25,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk_tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
+from colofunc.executors.pools import accelerator, pool_of
 from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES, duplicate
@@ -39,9 +40,16 @@ class SimulatedProgram:
     """A program ready to run on every rank of a mesh. Call with `inputs[i][r]`: input i on rank r, without constants."""
 
     def __init__(
-        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None, tap: Tap | None = None
+        self,
+        program: Program,
+        mesh: Mesh,
+        bound: Mapping[str, Callable[..., Any]] | None = None,
+        tap: Tap | None = None,
+        whole: Program | None = None,
     ) -> None:
+        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
         self.program = program
+        self.pool = pool_of(program, mesh.size, whole) if tap is None else None
         self._tap = tap
         self.mesh = mesh
         self._bound = bound
@@ -56,7 +64,9 @@ class SimulatedProgram:
         partition, flat = distinct(inputs, self.mesh.size)
         if self._written:
             own_memory(flat, partition, self._written)
-        device = flat[0].device if flat else torch.device("cpu")
+        device = accelerator(flat)
+        if self.pool is not None:
+            self.pool.allocate(device.type == "cuda")
         function = self._functions.get((partition, device))
         if function is None:
             function = self._functions[partition, device] = self.write(partition, device).function()
@@ -65,7 +75,10 @@ class SimulatedProgram:
 
     def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None) -> Writer:
         """The source for inputs that are shared as `partition` says."""
-        writer = Writer(self.program, self.mesh.size, device, SimulatedWires(self.mesh), partition, self._bound, sparing, self._tap, look)
+        wires = SimulatedWires(self.mesh)
+        writer = Writer(
+            self.program, self.mesh.size, device, wires, partition, self._bound, sparing, self._tap, look, self.pool
+        )
         writer.write()
         return writer
 
@@ -238,8 +251,9 @@ class SimulatedWires:
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
-        if any(writer.program.values[i].tier == "disk" for i in (*node.refs, *(o for o in node.outs if o is not None))):
-            self._disk(writer, node, kind, asynchronous)
+        disk = any(writer.program.values[i].tier == "disk" for i in (*node.refs, *(o for o in node.outs if o is not None)))
+        if disk or writer.device.type != "cpu":
+            self._moved(writer, node, kind, asynchronous, spoil=disk)
         elif kind == "put":
             into, x = node.refs
             writer.separate((into,), list(zip(writer.where[into], writer.where[x], strict=True)))
@@ -254,23 +268,33 @@ class SimulatedWires:
                 writer.line(f"{name} = {target[lane]}")  # a variable of its own: `into` may die before it or after it
             self._hidden[only(node)] = source
         else:
-            source = writer.where[node.refs[0]]
+            source, pool = writer.where[node.refs[0]], writer.pooled(only(node))
             copy = writer.bind(unfilled_copy if asynchronous else duplicate, f"{kind}_start" if asynchronous else kind)
+            spoil = writer.bind(spoiled, "spoiled") if pool and asynchronous else ""
             for name, lane in writer.assign(only(node), source):
-                writer.line(f"{name} = {copy}({source[lane]})")
+                if pool:
+                    room = f"{pool}.like({source[lane]})"
+                    writer.line(f"{name} = {spoil}({room})" if asynchronous else f"{name} = {room}.copy_({source[lane]})")
+                else:
+                    writer.line(f"{name} = {copy}({source[lane]})")
             if asynchronous:
                 self._hidden[only(node)] = source
 
-    def _disk(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
-        """Threads move the bytes from the start on; until the wait there is NaN, or an error where a file is read."""
-        start, device = writer.bind(COPIER.start, "disk_start"), writer.bind(writer.device, "device")
+    def _moved(self, writer: Writer, node: Node, kind: str, asynchronous: bool, spoil: bool) -> None:
+        """Threads, or the engines of a GPU, move the bytes from the start on.
+
+        spoil: until the wait there is NaN, or an error where a file is read.
+        """
+        start, device = writer.bind(COPIER.start, "copy_start"), writer.bind(writer.device, "device")
+        pool = writer.pooled(node.outs[0]) if node.outs else ""
         if kind == "put":
             writer.separate(node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))
         operands = list(zip(*(writer.where[i] for i in node.refs), strict=True))
         writer.disk += 1
         moves = {names: f"d{writer.disk}_{k}" for k, names in enumerate(dict.fromkeys(operands))}
         for names, move in moves.items():
-            writer.line(f"{move} = {start}({kind!r}, ({', '.join(names)},), {device})" + ("" if asynchronous else ".wait()"))
+            call = f"{start}({kind!r}, ({', '.join(names)},), {device}{', ' * bool(pool)}{pool})"
+            writer.line(f"{move} = {call}" + ("" if asynchronous else ".wait()"))
         mine = tuple(moves[names] for names in operands)
         if not node.outs:
             writer.line(f"del {', '.join(moves.values())}")
@@ -281,7 +305,7 @@ class SimulatedWires:
             return
         writer.extra[out] = tuple(moves.values())
         ends = tuple(f"{move}.wait()" for move in mine)
-        if kind in ("put", "to_disk"):
+        if not spoil or kind in ("put", "to_disk"):
             self._writing[out] = ends
             for name, lane in writer.assign(out, mine):
                 writer.line(f"{name} = {mine[lane]}.result")

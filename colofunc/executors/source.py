@@ -23,18 +23,22 @@ from typing import Any, Protocol
 
 import torch
 
+from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
+from colofunc.executors.pools import Pool, moves
 from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
+from colofunc.program.passing import CAST
 from colofunc.program.reuse import FUNCTIONAL, functional
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 
 _SERIAL = count()
 _PLAIN = (int, bool, str, type(None))
+SETTLE = COPIER.settle
 
 
 class Wires(Protocol):
@@ -65,13 +69,18 @@ class Writer:
         sparing: bool = True,
         tap: Tap | None = None,
         look: Look | None = None,
+        pool: Pool | None = None,
     ) -> None:
         """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
+
+        `pool`: where what passes through the host lies; None: each copy allocates.
 
         `look`: says a line to write behind each node of a loop's body, before what died there is freed.
         """
         self.tap = tap
         self.look = look
+        self.pool = pool
+        self.passing = pool.plan if pool is not None else None  # of the program that is written: the step's, or of a loop in it
         self.program = program
         self.lanes = lanes
         self.device = device
@@ -191,6 +200,9 @@ class Writer:
 
     def compute(self, node: Node) -> None:
         """An ordinary operator: one line per distinct set of operands."""
+        if self.pooled(node.outs[0] if node.outs else None) and node.target == CAST:
+            self.cast(node)
+            return
         changed = written(node)
         keys = self._keys(node)
         if changed and len(set(keys)) > 1:
@@ -212,6 +224,7 @@ class Writer:
                 f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
             ]
             call = f"{name}({', '.join(words)})"
+            self.settle(self._on_host(node.refs, lane), self._on_host(changed, lane))
             targets = ["_" if o is None else f"{self.stem(o)}_{c}" if many else self.stem(o) for o in node.outs]
             self.line(self._assignment(targets, call, result))
         for o in node.outs:
@@ -219,6 +232,35 @@ class Writer:
                 self.where[o] = tuple(f"{self.stem(o)}_{classes[key]}" if many else self.stem(o) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
+
+    # ---- host memory ----
+
+    def pooled(self, id: int | None) -> str:
+        """The pool that value `id` lies in, by name; "" where it has memory of its own."""
+        return self.bind(self.pool, "pool") if self.passing is not None and id in self.passing.values else ""
+
+    def cast(self, node: Node) -> None:
+        """A cast on the host whose result lies in the pool."""
+        out, source = only(node), self.where[node.refs[0]]
+        dtype = self.literal(self.program.values[out].dtype, 0)
+        for name, lane in self.assign(out, source):
+            self.fill(name, source[lane], dtype, self.pooled(out))
+
+    def fill(self, name: str, source: str, dtype: str, pool: str) -> None:
+        """Lines by which the host copies a tensor of its own to a buffer."""
+        self.line(f"{name} = {pool}.like({source}, {dtype})")
+        self.settle([source], [name])
+        self.line(f"{name}.copy_({source})")
+
+    def settle(self, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are done."""
+        if self.device.type != "cpu" and (reads or writes):
+            told = ", ".join(f"({', '.join(names)}{',' * bool(names)})" for names in (reads, writes))
+            self.line(f"{self.bind(SETTLE, 'settle')}({told})")
+
+    def _on_host(self, ids: Sequence[int], lane: int) -> list[str]:
+        values = self.program.values
+        return [] if self.device.type == "cpu" else [self.where[i][lane] for i in dict.fromkeys(ids) if values[i].tier != "device"]
 
     def _keys(self, node: Node) -> list[tuple[str, ...]]:
         """Per lane, the variables of the operands."""
@@ -241,10 +283,10 @@ class Writer:
         """Keyword arguments; factories are told the device where it is not the default one."""
         if self.device.type == "cpu" or bound or not node.target.startswith("aten.") or not takes_device(node.target):
             return node.kwargs
-        given = dict(node.kwargs)
+        given, host = dict(node.kwargs), any(o is not None and self.program.values[o].tier == "host" for o in node.outs)
         if node.refs and given.get("device") is None:
             return node.kwargs
-        return tuple((given | {"device": self.device}).items())
+        return tuple((given | {"device": torch.device("cpu") if host else self.device}).items())
 
     def separate(self, changed: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Give lanes that share a tensor, but are about to write different things into it, tensors of their own."""
@@ -303,6 +345,7 @@ class StepFunction:
         self.source = "\n".join([*head, *body, tail, ""])
         self._first_line = len(head) + 1
         self._origin = writer.origin
+        self._finish = COPIER.finish if writer.device.type != "cpu" and moves(writer.program) else None
         self._program = writer.program
         self._file = f"<colofunc program {next(_SERIAL)}>"
         namespace = dict(writer.names)
@@ -324,6 +367,9 @@ class StepFunction:
                 note = f": {node.note}" if node.note else ""
                 error.add_note(f"while running {node.target} of {node.path or 'the step'} ({node.line or 'no source line'}){note}")
             raise
+        finally:
+            if self._finish is not None:
+                self._finish()
 
     def _failed_node(self, error: Exception) -> Node | None:
         trace = error.__traceback__

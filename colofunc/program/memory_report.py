@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
 
@@ -68,7 +69,8 @@ class MemoryReport:
 
     `by_kind[tier][kind][k]`: of what sort the bytes at position k are; the kinds add up to `timeline[tier][k]`.
     `alive[tier]`: what is alive at the tier's peak, largest first. `where`: what runs there, and how many positions there are.
-    `bodies[k]`: of the loop at position k, what each position of its body holds beside what is held outside.
+    `bodies[k]`: of the loop at position k, what each position of its body holds beside what is held outside. `pool`: the buffers on
+    the host for what comes and goes within the step (`program.passing`); where sizes are rounded up it exceeds what lies in it.
     """
 
     peak_bytes: Mapping[str, int]
@@ -78,6 +80,7 @@ class MemoryReport:
     alive: Mapping[str, tuple[Live, ...]]
     where: Mapping[str, str]
     bodies: Mapping[int, MemoryReport] = attrs.field(factory=dict, repr=False)
+    pool: Any = None  # Passing, of a lowered step that copies
 
     @property
     def at_peak(self) -> tuple[Live, ...]:
@@ -93,7 +96,7 @@ class MemoryReport:
     def table(self, most: int = 8) -> str:
         """The report of every tier that holds something. `most`: so many lines of the largest."""
         tiers = [tier for tier, peak in self.peak_bytes.items() if peak or tier == "device"]
-        return "\n".join(self._tier(tier, most) for tier in tiers)
+        return "\n".join([*(self._tier(tier, most) for tier in tiers), *([] if self.pool is None else [str(self.pool)])])
 
     __str__ = table
 

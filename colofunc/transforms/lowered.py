@@ -24,6 +24,7 @@ from colofunc.program.ir import Program
 from colofunc.program.lanes import Lanes, lanes
 from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport
+from colofunc.program.passing import passing
 from colofunc.program.text import text
 from colofunc.program.trace import Traced
 from colofunc.transforms.compare import Compared, compare
@@ -94,7 +95,8 @@ class Lowered:
         On real ranks collectives are started early and waited for late: what is in flight counts, and positions are those of
         that order.
         """
-        return held(self.program, self.mesh, self.executor)
+        report, pool = held(self.program, self.mesh, self.executor), passing(self.ordered())
+        return attrs.evolve(report, pool=pool) if pool.classes else report
 
     def ordered(self) -> Program:
         """The local program in the order in which the executor runs it."""

@@ -1,0 +1,196 @@
+"""Copies on two streams: whatever a stream does when, nobody reads what is not there yet or writes over what is still read.
+
+There is no GPU here, so streams are queues of work that a random scheduler runs as late or as early as it likes: the host is
+ahead of all of them, as it is on a GPU, and memory of the device that the host has let go of is given away at once. Numbers must
+be those of doing everything in order.
+"""
+
+import ctypes
+import random
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from colofunc.executors.copies import Copier, Copying, Engines, Flights
+from colofunc.executors.pools import Pool
+from colofunc.program.passing import Passing, SizeClass
+
+SIZE = 8
+DEVICE = torch.device("cuda")  # a name only
+
+
+class Stream:
+    """Work in order; an entry is a function that says whether it could be done."""
+
+    def __init__(self, card: "Card") -> None:
+        self.card, self.queue = card, list[Callable[[], bool]]()
+
+    def put(self, work: Callable[[], Any]) -> None:
+        self.queue.append(lambda: (work(), True)[1])
+        self.card.some()
+
+    def record_event(self) -> "Event":
+        event = Event(self.card)
+        self.queue.append(event.happen)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        self.queue.append(lambda: event.done)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def step(self) -> bool:
+        return bool(self.queue) and self.queue[0]() and (self.queue.pop(0), True)[1]
+
+
+class Event:
+    def __init__(self, card: "Card") -> None:
+        self.card, self.done = card, False
+
+    def happen(self) -> bool:
+        self.done = True
+        return True
+
+    def synchronize(self) -> None:
+        while not self.done:
+            assert self.card.run_one(), "streams wait for one another"
+
+
+class Card(Engines):
+    """A device whose streams run when the scheduler likes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.streams = [Stream(self)]
+        self.eager = self.random.choice([0, 1, 4])
+        self.free: list[torch.Tensor] = []
+        self.pinned: list[torch.Tensor] = []
+
+    def current(self, device: torch.device) -> Stream:
+        return self.streams[0]
+
+    def stream(self, device: torch.device) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def empty(self, like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """The allocator of the device gives memory away again as soon as the host has let go of it, in the order of its stream."""
+        if device is None:  # torch gives pinned memory away when its copies have ended; here it is not given away at all
+            self.pinned.append(torch.empty_like(like))
+            return self.pinned[-1]
+        memory = self.free.pop() if self.free else torch.zeros(SIZE)
+        array = memory.numpy()[:]
+        weakref.finalize(array, self.free.append, memory)
+        return torch.from_numpy(array)
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
+        a, b = addresses(target), addresses(source)
+        stream.put(lambda: a.copy_(b))
+        return stream.record_event()
+
+    def run_one(self) -> bool:
+        order = self.random.sample(self.streams, len(self.streams))
+        return any(stream.step() for stream in order)
+
+    def some(self) -> None:
+        for _ in range(self.random.randint(0, self.eager)):
+            self.run_one()
+
+
+def addresses(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, without keeping it from being given away: what a kernel has is an address."""
+    return torch.frombuffer((ctypes.c_float * SIZE).from_address(x.data_ptr()), dtype=torch.float32)
+
+
+def script(card: Card, copier: Copier, pool: Pool | None, steps: int) -> Iterable[float]:
+    """State on the host that is updated there; activations that leave and come back; gradients that travel."""
+    compute, ones = card.streams[0], torch.ones(SIZE)
+    state = [torch.full((SIZE,), float(k + 1)) for k in range(3)]
+    moments = [torch.zeros(SIZE) for _ in range(3)]
+
+    def kernel(*operands: torch.Tensor, by: float) -> torch.Tensor:
+        out = card.empty(operands[0], DEVICE)
+        there, ins = addresses(out), [addresses(x) for x in operands]
+        compute.put(lambda: there.copy_(sum(ins, torch.zeros(SIZE)) * by))
+        return out
+
+    def start(kind: str, *operands: torch.Tensor) -> Copying:
+        found = copier.start(kind, operands, DEVICE, pool)
+        assert isinstance(found, Copying)
+        return found
+
+    for _ in range(steps):
+        x, kept = kernel(ones, by=1.0), []
+        for k, _ in enumerate(state):
+            w = start("to_device", state[k]).wait()
+            x = kernel(x, w, by=0.5)
+            out = start("to_host", x)
+            kept.append(out.wait() if k % 2 else out)
+        for k in reversed(range(len(state))):
+            there = kept[k].wait() if isinstance(kept[k], Copying) else kept[k]
+            kept[k] = None
+            back = start("to_device", there)
+            del there
+            moment = start("to_device", moments[k])
+            grad = kernel(x, back.wait(), by=0.25)
+            moment = kernel(moment.wait(), grad, by=0.5)
+            start("put", moments[k], moment).wait()
+            far = start("to_host", grad).wait()
+            del back, grad, moment
+            copier.settle((far, state[k]), (state[k],))
+            state[k].sub_(far)
+            del far
+        copier.finish()
+        yield from (float(t.sum()) for t in (*state, *moments))
+
+
+def pooled() -> Pool:
+    pool = Pool(Passing((SizeClass(4096, 4),), 0, frozenset()))
+    pool.allocate()
+    return pool
+
+
+def in_order() -> list[float]:
+    state, moments, found = [float(k + 1) for k in range(3)], [0.0] * 3, list[float]()
+    for _ in range(3):
+        x, kept = 1.0, []
+        for w in state:
+            x = (x + w) * 0.5
+            kept.append(x)
+        for k in reversed(range(3)):
+            grad = (x + kept[k]) * 0.25
+            moments[k] = (moments[k] + grad) * 0.5
+            state[k] -= grad
+        found += [SIZE * v for v in (*state, *moments)]
+    return found
+
+
+@pytest.mark.parametrize("with_pool", [False, True])
+def test_whenever_streams_run_the_numbers_are_those_of_one_after_another(with_pool: bool) -> None:
+    for seed in range(40):
+        card = Card(seed)
+        got = list(script(card, Copier(card), pooled() if with_pool else None, steps=3))
+        assert got == pytest.approx(in_order()), f"schedule {seed}"
+
+
+@pytest.mark.parametrize("without", ["settle", "before", "wait_stream"])
+def test_the_scheduler_finds_what_is_missing(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three ways to wait is needed: without it some schedule gives other numbers."""
+    where: Any = {"settle": Copier, "before": Flights, "wait_stream": Stream}[without]
+    monkeypatch.setattr(where, without, lambda *_, **__: [])
+    assert any(
+        list(script(card, Copier(card), pooled(), steps=3)) != pytest.approx(in_order()) for card in map(Card, range(40))
+    )
+
+
+def test_on_a_cpu_a_copy_is_done_when_it_has_started() -> None:
+    copier, pool, x = Copier(), pooled(), torch.arange(6.0).reshape(2, 3).t()
+    there = copier.start("to_host", (x,), torch.device("cpu"), pool).wait()
+    assert torch.equal(there, x) and there.stride() == x.stride() and pool.used == 1
+    back = copier.start("to_device", (there,), torch.device("cpu")).wait()
+    copier.start("put", (there, back + 1), torch.device("cpu")).wait()
+    assert torch.equal(back, x) and torch.equal(there, x + 1)
