@@ -10,8 +10,8 @@ split over that axis by the rules that split it over `dp` (`program.time`), and 
 (`program.loop`): means divide by the whole batch's count, gradients are summed in one accumulator each and reduced over
 the mesh once, per-sample outputs are put together, clipping and the update run once.
 
-Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Where that does not
-fit the device's memory, both happen in every trip.
+Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Under a budget (the
+device's memory is one) either happens in every trip, or both, where that is faster than other ways to keep to it.
 
 What reads all rows at once (batch norm in training, a contrastive loss) cannot be computed so: it is an error that
 names the operator. With mixing="per-microbatch" such a statistic is the microbatch's own, as in a loop by hand.
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -31,11 +32,8 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import NONE, Constraint, Constraints, NotSo
 from colofunc.plugins import Registry
-from colofunc.program.coalesce import reduces_early
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program, Value
 from colofunc.program.loop import MIXING, RowsMove, fold, unmixed
-from colofunc.program.memory import memory
 from colofunc.program.time import Rules, lies_over_time, over_time
 from colofunc.program.trace import Traced, record_local
 from colofunc.program.trace_tree import Tree
@@ -69,16 +67,19 @@ def accumulate(
 Pass = Callable[[Program, Mesh], Program]
 
 
-def _pass(microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry, asked: Constraints) -> Pass:
+def _pass(
+    microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry, asked: Constraints
+) -> tuple[Pass, ...]:
+    """The ways to do it: gathers and reductions outside of the loop, then in it, but for those that somebody wants there."""
     if microbatches == 1:
-        return lambda program, mesh: program
+        return (lambda program, mesh: program,)
     leaves = _leaves(_argument(traced, batch), traced)
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
     if mixing != "error" and not _mixes(leaves, microbatches, rules, traced.program):
         mixing = "error"  # nothing is estimated that another choice of rows computes exactly
     pinned = partial(_rows_on, leaves, microbatches, rules)
-    each = any(asked.scatter.values()), any(asked.regather.values())
-    return partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each)
+    scatter, gather = ((True,) if any(said.values()) else (False, True) for said in (asked.scatter, asked.regather))
+    return tuple(partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each) for each in product(scatter, gather))
 
 
 def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program) -> bool:
@@ -208,23 +209,21 @@ def _accumulated(
     leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules,
     pinned: Callable[[frozenset[str], Program], Constraints], scatter: bool, gather: bool, program: Program, mesh: Mesh,
 ) -> Program:  # fmt: skip
-    """The loop. scatter, gather: what somebody wants done in each microbatch; else as memory asks."""
+    """The loop. scatter, gather: what is done in each microbatch."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
-    budget = mesh.capacity_bytes("device")
     make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)
     # Where rows are brought to other ranks, as ids for an embedding that is looked up on shards, rows t, t + n, ... are the same
     # microbatch on both sides, and runs of rows are not: what lies between them could not be in the loop.
     minor = len({program.values[id].shape[0] for id in split}) > 1
     try:
-        made = make(minor=minor)
+        return make(minor=minor)
     except PlanError as error:
         if mesh.size == 1:
             raise
         try:  # the batch is split over more axes inside the program than at its entry
-            minor = not minor
-            made = make(minor=minor)
+            return make(minor=not minor)
         except PlanError:
             if not isinstance(error, RowsMove):
                 raise error from None
@@ -232,14 +231,6 @@ def _accumulated(
             here = Counter(layout.dims[0] for i in program.inputs if i in split and (layout := program.values[i].layout) is not None)
             axes = frozenset(axis for _, axis in here.most_common(1)[0][0] if axis is not None) if here else frozenset()
             raise NotSo(str(error), partial(pinned, axes)) from None
-    if mesh.size == 1 or budget is None or _peak_bytes(made) <= budget:
-        return made
-    lean = make(minor=minor, scatter=True, gather=True)
-    return lean if _peak_bytes(lean) < _peak_bytes(made) else made
-
-
-def _peak_bytes(program: Program) -> int:
-    return memory(in_place(reduces_early(program))).peak_bytes["device"]
 
 
 def _loops(

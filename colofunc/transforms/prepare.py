@@ -83,7 +83,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
-    passes += [i.last(traced, registry, constraints) for i in staged.intents if i.last is not None]
+    ways = [i.last(traced, registry, constraints) for i in staged.intents if i.last is not None]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
@@ -93,7 +93,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     tiers = {**dict.fromkeys(lying, "device"), **tiers} if moves is not None or tiers else {}
     move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
-    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order)
+    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, *ways)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()

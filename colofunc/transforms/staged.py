@@ -32,7 +32,8 @@ class Intent:
     `within`: the same for a transform that has to know the chain: `within(staged, fn)`.
     `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
     `local`: rewrites the program of one rank, beside the passes of plugins.
-    `last`: makes, from the trace, the registry and the constraints, a rewrite of one rank's program that runs after all others.
+    `last`: makes, from the trace, the registry and the constraints, rewrites of one rank's program that run after all others: the
+    first, or another where that keeps to a budget in less time.
     `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
     `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
     `move`: from the plugins' policies of memory and the tiers of inputs that lie somewhere, `within.Move`: copies between tiers.

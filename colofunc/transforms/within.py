@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
+from operator import itemgetter
 from typing import Protocol
 
 import attrs
@@ -41,6 +42,7 @@ LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
+Rewrite = Callable[[Program, Mesh], Program]
 
 
 class Move(Protocol):
@@ -55,30 +57,50 @@ class Move(Protocol):
 class Ending:
     """What happens to a program of one rank once its plan is made.
 
-    `passes`: of plugins and transforms. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
-    whether they are written over. `count`: the accountant of the executor that will run it. `refit`: of `checkpoint`.
+    `passes`: of plugins and transforms. `ways`: what comes behind them, the fastest first where there are several. `chunks`: input
+    position -> elements of the chunks that it lies in. `temporaries`: whether they are written over. `count`: the accountant of the
+    executor that will run it. `refit`: of `checkpoint`.
     `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
     """
 
     program: Program
     mesh: Mesh
     rule_of: RuleOf
-    passes: Sequence[Callable[[Program, Mesh], Program]]
+    passes: Sequence[Rewrite]
     chunks: Mapping[int, int | str]
     temporaries: bool
     count: Callable[[Program], MemoryReport]
     refit: Refit | None = None
     move: Move | None = None
     order: Callable[[Program, float], Program] = lambda program, _: program
+    ways: Sequence[Rewrite] = (lambda program, _: program,)
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
-        """The program that runs, as decided. Its peak is counted only where somebody asks."""
-        local = self._lowered(decided)
+        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks."""
+        lowered = self._lowered(decided)
+        first = self._rewritten(lowered, self.ways[0])
+        best = self._refitted(first, budget_bytes)
+        if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
+            return best
+        others = {_size(some): some for some in (self._rewritten(lowered, way) for way in self.ways[1:])}
+        others.pop(_size(first), None)  # a way that changes nothing
+        near = [(self._counted(budget_bytes, some, best), self._seconds(some) - self._seconds(first), some) for some in others.values()]
+        guesses = [(_rank(budget_bytes, guess, slower_s), slower_s, some) for guess, slower_s, some in near]
+        for guess, slower_s, some in sorted(guesses, key=itemgetter(0)):
+            if guess < _rank(budget_bytes, best) or not best.fits(budget_bytes):
+                found = self._refitted(some, budget_bytes)
+                best = min(best, attrs.evolve(found, more_s=found.more_s + slower_s), key=partial(_rank, budget_bytes))
+        return best
+
+    def _refitted(self, local: Program, budget_bytes: int | None) -> Fitted:
         counted = partial(self._counted, budget_bytes)
         if self.refit is None:
             return counted(local)
         fitted, leanest = self.refit(local, self._node_s, counted, budget_bytes)
         return fitted or leanest
+
+    def _seconds(self, local: Program) -> float:
+        return sum(self._node_s(node, local.values) for node in local.nodes)
 
     @property
     def gives_way(self) -> bool:
@@ -93,8 +115,12 @@ class Ending:
         local = lower(self.program, decided.choices, *layouts, self.mesh, record_local, decided.regather)
         check_program(local, self.mesh)
         for rewrite in self.passes:
-            local = rewrite(local, self.mesh)
-            check_program(local, self.mesh)
+            local = self._rewritten(local, rewrite)
+        return local
+
+    def _rewritten(self, local: Program, rewrite: Rewrite) -> Program:
+        local = rewrite(local, self.mesh)
+        check_program(local, self.mesh)
         return local
 
     def _completed(self, local: Program, bucket_bytes: float) -> Program:
@@ -118,6 +144,15 @@ class Ending:
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
+
+
+def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool, float]:
+    return (False, done.more_s + slower_s) if done.fits(budget_bytes) else (True, done.peak_bytes)
+
+
+def _size(local: Program) -> tuple[int, ...]:
+    """How many operators stand outside of loops, and in each."""
+    return len(local.nodes), *(len(node.loop.body.nodes) for node in local.nodes if node.loop is not None)
 
 
 def within(
