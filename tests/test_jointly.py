@@ -71,7 +71,7 @@ class Case:
         return self.edges_s(choice) + sum(x.forward_s + x.backward_s + x.update_s for x in self.picked(choice))
 
 
-def made(seed: int, layers: int = 2, options: int = 2) -> Case:
+def made(seed: int, layers: int = 2, options: int = 2, part: float | None = None) -> Case:
     random = Random(seed)
 
     def layer() -> Layer:
@@ -83,7 +83,7 @@ def made(seed: int, layers: int = 2, options: int = 2) -> Case:
     case = Case(all_, between, random.choice([1.0, 2.0, 4.0, 8.0]), random.choice([4.0, 16.0]))
     fastest = min(case.choices(), key=case.cost_s)
     whole = plain_bytes(case, fastest) // (4 * UNIT)
-    return attrs.evolve(case, budget=int(whole * random.uniform(0.6, 0.99)) * 4 * UNIT + 8)
+    return attrs.evolve(case, budget=int(whole * (part or random.uniform(0.6, 0.99))) * 4 * UNIT + 8)
 
 
 # ---- the product's decision ----
@@ -137,7 +137,7 @@ def plain_bytes(case: Case, choice: tuple[int, ...]) -> int:
     return memory(step_of(case, choice)[0]).peak_bytes["device"]
 
 
-def decided(case: Case, moves: bool = True, again: bool = True, prices: bool = True) -> float:
+def decided(case: Case, moves: bool = True, again: bool = True, prices: bool = True, few: bool = True) -> float:
     """Seconds of what is decided; inf where nothing is found."""
     mesh, plain = machine(case), {c: plain_bytes(case, c) for c in case.choices()}
 
@@ -167,7 +167,11 @@ def decided(case: Case, moves: bool = True, again: bool = True, prices: bool = T
         fitted, leanest = fit(program, node_s, finished, case.budget)
         return fitted or leanest
 
-    best, _ = together(propose, finish, case.budget)
+    def every() -> Iterator[Proposed[tuple[int, ...]]]:
+        for c in sorted(plain, key=case.cost_s) if few else ():
+            yield Proposed(c, case.cost_s(c), plain[c], c)
+
+    best, _ = together(propose, finish, case.budget, every=every)
     return INF if best is None else best.total_s
 
 
@@ -332,11 +336,11 @@ def test_the_oracle_by_hand() -> None:
     assert at(5) == INF  # backward needs w, x, dw and the batch
 
 
-def ratios(seeds: range, layers: int = 2) -> list[float]:
+def ratios(seeds: range, layers: int = 2, part: float | None = None) -> list[float]:
     """Ours over the least there is, where there is any; at least what the oracle finds there to be none of may be none."""
     found = []
     for seed in seeds:
-        case = made(seed, layers)
+        case = made(seed, layers, part=part)
         ours = decided(case)
         best = optimum(case, ours * (1 - 1e-4) if ours < INF else INF)
         found += [1.0 if best == INF else ours / best] if ours < INF or best < INF else []
@@ -349,17 +353,30 @@ def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "WORK", 20_000)
 
 
-def test_decisions_are_nearly_always_within_five_percent_of_the_best_there_is() -> None:
+@pytest.mark.parametrize("seed", [22, 61, 71, 89, 116, 165, 3032, 3208, 3255])
+def test_decisions_to_which_no_price_of_memory_leads(seed: int) -> None:
+    """Found by prices alone: nothing that fits (22, 71, 3032), or what takes up to 2.8 times as long as it need."""
+    assert ratios(range(seed, seed + 1))[0] <= 1.05
+
+
+def test_decisions_are_within_five_percent_of_the_best_there_is() -> None:
     found = ratios(range(12))
-    assert len(found) >= 6 and sum(r <= 1.05 for r in found) >= 0.9 * len(found)
+    assert len(found) >= 6 and max(found) <= 1.05
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("layers", [2, 3])
 def test_many_decisions(layers: int) -> None:
-    """bench/RESULTS.md has the counts."""
-    found = ratios(range(1000, 1200 if layers == 2 else 1040), layers)
-    assert len(found) >= 20 and sum(r <= 1.05 for r in found) >= 0.9 * len(found)
+    """docs/memory.md has the counts."""
+    found = ratios(range(5000, 5200 if layers == 2 else 5040), layers)
+    assert len(found) >= 20 and max(found) <= 1.05
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", [0.5, 0.6, 0.75, 0.9])
+def test_many_decisions_by_budget(part: float) -> None:
+    found = ratios(range(6000, 6100), part=part)
+    assert len(found) >= 10 and max(found) <= 1.05
 
 
 def test_never_slower_than_the_separate_choices() -> None:

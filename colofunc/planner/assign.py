@@ -13,8 +13,9 @@ nothing changes. Later residency (keep, recompute, offload) enters as further op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from heapq import merge
 from typing import Protocol
 
 import attrs
@@ -24,6 +25,7 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.budget import at_price, fit, least_error
+from colofunc.planner.cheapest import at_least, cheapest
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
@@ -262,6 +264,17 @@ def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, 
             mine = mine.union(*(b for b in blocks if b & mine))
             blocks = [b for b in blocks if not b & mine] + [mine]
     return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
+
+
+def cheapest_first(program: Program, memo: Memo, budget_bytes: int) -> Iterator[Assignment]:
+    """All assignments of a small step that was assigned before, but what holds nowhere less than a cheaper one, or can never fit."""
+    ways, known = list[Iterator[Assignment]](), memo.fastest
+    if known is None:
+        return iter(())
+    for regather, (model, alive) in memo.models.items():
+        ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), cheapest(model, budget_bytes)))
+    every = merge(*ways, key=lambda a: a.cost_s)
+    return (a for a in every if at_least(program, a.strategies) <= budget_bytes)
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -17,8 +17,8 @@ Source: Lagrangian duality; the prices are those of Everett, Operations Research
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from itertools import islice, pairwise, takewhile
 from typing import Generic, TypeVar
 
 import attrs
@@ -36,6 +36,8 @@ LESS = 0.9
 """Where a plan fits only with help, sharding alone is asked for so much less."""
 FINE = 1e-3
 """What may be gained beyond such a part is not looked for."""
+LOOK, LITTLE = 256, 0.01
+"""Of a small step so many shardings are looked at beside those, and those that may gain more than such a part."""
 
 
 @attrs.frozen(eq=False)
@@ -64,13 +66,21 @@ Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, secon
 
 
 def together(
-    propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, tries: int = 4, searches: int = SEARCHES
+    propose: Propose[P],
+    finish: Callable[[P], Fitted],
+    budget: int,
+    parts: int = 1,
+    tries: int = 4,
+    searches: int = SEARCHES,
+    every: Callable[[], Iterable[Proposed[P]]] = tuple,
+    most: int = LOOK,
 ) -> tuple[Scored[P] | None, Fitted]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
-    A step in `parts` microbatches may hold so many times less than is estimated. Raises PlanError where nothing can be proposed.
+    A step in `parts` microbatches may hold so many times less than is estimated. `every`: all shardings, cheapest first, of a
+    step that is small enough to have few; at most `most` of them are finished. Raises PlanError where nothing can be proposed.
     """
-    return _Together(propose, finish, budget, budget * parts).run(tries, searches)
+    return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most)
 
 
 class _Together(Generic[P]):
@@ -80,11 +90,14 @@ class _Together(Generic[P]):
         self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
         self.best: Scored[P] | None = None
 
-    def run(self, tries: int, searches: int) -> tuple[Scored[P] | None, Fitted]:
+    def run(
+        self, tries: int, searches: int, every: Callable[[], Iterable[Proposed[P]]], most: int
+    ) -> tuple[Scored[P] | None, Fitted]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first):
             self.for_less(tries)
             self.priced(first, searches)
+            self.all_of(every(), most)
         return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:
@@ -131,6 +144,18 @@ class _Together(Generic[P]):
             before, one = self.best, self.score(self.propose(None, price_s))
             if one is not None and self.best is not before and one.done.more_s > 0:
                 ahead.insert(0, self.price_s(one))
+
+    def all_of(self, every: Iterable[Proposed[P]], most: int) -> None:
+        """Of whatever may still be faster by more than a little what promises most: its seconds, and what the best pays a byte."""
+        known = None if self.best is None else self.price_s(self.best)
+        fast = takewhile(lambda p: self.best is None or p.cost_s * (1 + LITTLE) < self.best.total_s, every)
+
+        def promise(p: Proposed[P]) -> float:
+            return p.peak_bytes if known is None else p.cost_s + known * max(0, p.peak_bytes - self.aim)
+
+        for proposed in sorted(islice(fast, LOOK), key=promise)[:most]:
+            if self.best is None or proposed.cost_s * (1 + LITTLE) < self.best.total_s:
+                self.score(proposed)
 
     def between(self) -> list[float]:
         """Prices at which two plans that are next to each other cost the same; a third may beat both there. Nearest the best first."""

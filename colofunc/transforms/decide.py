@@ -182,13 +182,15 @@ def decide(
     budget_bytes: int | None,
     axes: tuple[str, ...],
     price_s: float = 0.0,
+    found: Assignment | None = None,
 ) -> Decided:
-    """Plan the program: over all open axes at once where at most two are open, axis by axis beyond."""
-    candidates.follow_wishes(constraints)
-    found = assign_by_axes(
-        program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
-        price_s=price_s,
-    )  # fmt: skip
+    """Plan the program: over all open axes at once where at most two are open, axis by axis beyond. found: what to take instead."""
+    if found is None:
+        candidates.follow_wishes(constraints)
+        found = assign_by_axes(
+            program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
+            price_s=price_s,
+        )  # fmt: skip
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):
         call, _ = call_of(node, program.values)

@@ -9,7 +9,7 @@ plan is made, completed and counted, and made again with less in mind until what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from operator import itemgetter
@@ -19,6 +19,7 @@ import attrs
 
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
+from colofunc.planner.assign import Assignment, cheapest_first
 from colofunc.planner.constraints import Constraints
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import SEARCHES, Proposed, together
@@ -38,6 +39,8 @@ from colofunc.transforms.decide import Candidates, Decided, decide
 
 SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
+SMALL, WORK = 100, 400
+"""Of programs of at most so many nodes all shardings are looked at, where they are few; so many nodes are finished in all of them."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
@@ -187,7 +190,9 @@ def within(
     else:
         searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
         finish = partial(ending.finish, budget_bytes=budget_bytes)
-        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches)
+        every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
+        most = max(2, WORK // len(ending.program.nodes))
+        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most)
         found = None if best is None else (best.proposed.plan, best.done)
     if found is not None:
         return _told(*found)
@@ -201,8 +206,15 @@ def within(
     )
 
 
-def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float) -> Proposed[Decided]:
-    decided = make(budget_bytes=aim, price_s=price_s)
+def _every(make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int) -> Iterator[Proposed[Decided]]:
+    """All shardings of a small program, cheapest first."""
+    if len(program.nodes) <= SMALL:
+        for found in cheapest_first(program, candidates.memo, budget_bytes):
+            yield _proposed(make, None, 0.0, found)
+
+
+def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float, found: Assignment | None = None) -> Proposed[Decided]:
+    decided = make(budget_bytes=aim, price_s=price_s, found=found)
     key = [(c.strategy.name, c.strategy.ins, c.strategy.outs) for c in decided.choices], decided.input_layouts, decided.regather
     return Proposed(decided, decided.plan.cost_s, decided.plan.peak_bytes, key)
 
