@@ -36,6 +36,9 @@ MOVES: dict[str, tuple[str, str, Local]] = {
     "part": ("m d e", "m (a d) e", lambda x, mesh: cf.local.part(x, 1, "a", mesh)),
     "among zeros": ("m (a d) e", "m d e +a", lambda x, mesh: cf.local.among_zeros(x, 1, "a", mesh)),
     "passing": ("(a m) d e", "m d e", in_turn),
+    "streamed": ("(a m) d e", "m d e", lambda x, mesh: torch.stack([*cf.local.streamed(x, 2, "a", mesh)], 1).flatten(0, 1)),
+    "streamed, two blocks each": ("(a m) d e", "m d e", lambda x, mesh: torch.cat([*cf.local.streamed(x, 1, "a", mesh, blocks=6)])),
+    "collected": ("m d e", "(a m) d e", lambda x, mesh: cf.local.collected(x.unflatten(0, (3, 2)).unbind(1), "a", mesh) / 3),
 }
 
 

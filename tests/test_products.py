@@ -1,5 +1,6 @@
 """cf.products and cf.reading: what a plan reads from a program, and one pattern of all three products of a linear layer."""
 
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +73,39 @@ def test_products_with_weights_and_what_they_weigh() -> None:
     assert all(p.spec(summed="i", kept="(tp o)") == "(tp o) i" and PROGRAM.values[p.bias].shape == (o,) for p, (o, _) in zip(found, shapes))
 
 
+def test_how_a_dim_of_a_weight_is_written() -> None:
+    assert [cf.products.dim("x z", "i"), cf.products.dim("tp", "o", stripes=3)] == ["(x z i)", "(3 tp o)"]
+
+
+def test_what_a_factor_must_divide_into() -> None:
+    """b lies on z and y in X, on z and x in Y."""
+    mesh = cf.Mesh(x=2, y=3, z=2)
+    lies = {"x": {"b": "z y", "i": "x"}, "w": {"i": "x z", "o": "y"}, "y": {"b": "z x", "o": "y"}}
+    assert [cf.products.parts(mesh, lies, f) for f in "bio"] == [12, 4, 3]
+
+
+def test_the_share_of_the_work_that_some_products_do() -> None:
+    rules = cf.Rules(PROGRAM, MESH)
+    first, second = cf.products.weighted(PROGRAM, rules)
+    assert cf.products.share(PROGRAM, rules, {first.index, second.index})[0] == 1
+    share, rest = cf.products.share(PROGRAM, rules, {first.index})
+    sizes = [PROGRAM.values[p.leaf].shape for p in (first, second)]
+    assert share == pytest.approx(prod(sizes[0]) / sum(map(prod, sizes)))
+    assert rest == f"colofunc.linear in {second.path!r} on {(8, sizes[1][1])} and {sizes[1]}"
+
+
+def test_a_pattern_is_wished_for_forward_and_for_gradients() -> None:
+    mesh = cf.Mesh(a=2, b=2, c=2, d=1)
+    product = next(cf.products.weighted(PROGRAM, cf.Rules(PROGRAM, mesh)))
+    words = tuple((axis, f"mine {axis}") for axis in "abcd")
+    wishes = list(cf.products.wishes(PROGRAM, mesh, {product: words}, "me"))
+    both, third = "{a: mine a, b: mine b}", "{c: mine c}"  # the planner takes two axes together; one of size 1 says nothing
+    phases = [(w.want, *w.phases) for w in wishes]
+    assert phases == [(both, "forward"), (both, "backward"), (third, "forward"), (third, "backward")]
+    assert {w.targets for w in wishes} == {("colofunc.linear",), ("colofunc.linear_dx", "colofunc.linear_dw")}
+    assert all(w.along and w.match == product.path and not w.values for w in wishes)
+
+
 def test_pairs() -> None:
     pairs = cf.product_pairs(PROGRAM, MESH, "tp")
     first, second = cf.products.weighted(PROGRAM, cf.Rules(PROGRAM, MESH))
@@ -82,6 +116,31 @@ def test_moments_belong_to_the_parameter_of_their_name() -> None:
     of = cf.reading.moments(PROGRAM)
     names = {PROGRAM.values[state].name: PROGRAM.values[param].name for state, param in of.items()}
     assert names and all(state.split(".")[-2:] == param.split(".")[-2:] for state, param in names.items())
+
+
+def test_moments_lie_as_their_parameters() -> None:
+    of = cf.reading.moments(PROGRAM)
+    one = next(iter(of.values()))
+    mine = [state for state, param in of.items() if param == one]
+    assert cf.reading.with_moments(PROGRAM, {one: "(tp o) i"}) == dict.fromkeys((one, *mine), "(tp o) i") and mine
+
+
+def test_layers_of_experts_and_their_router() -> None:
+    w = {"dense": r(16, 16), "router": r(4, 16), "up": r(4, 32, 16), "down": r(4, 16, 16)}
+
+    def loss(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.linear(x, w["dense"])
+        index, weight, _ = cf.moe.route(torch.nn.functional.linear(h, w["router"]), k=2)
+        return cf.moe.experts(h, index, weight, w["up"], w["down"]).sum()
+
+    mesh = cf.Mesh(tp=2, dp=2, pp=1)
+    program = cf.shard(lambda w, x: cf.value_and_grad(loss)(w, x), mesh, auto=False).lower(w, r(8, 16)).global_program
+    ((index, wishes, leaves),) = cf.reading.experts(program, mesh, "tp", "me", rows=("dp", "pp"))
+    assert program.nodes[index].target == "colofunc.experts" and [wish.want for wish in wishes] == ["{tp: f}", "{dp: b0}"]
+    assert {program.values[id].shape: lies.axes for id, lies in leaves.items()} == {(4, 32, 16): ("tp",), (4, 16, 16): ("tp",)}
+    every = {program.values[p.leaf].shape: p.index for p in cf.products.weighted(program, cf.Rules(program, mesh))}
+    assert cf.reading.routers(program, every.values()) == {every[4, 16]} and len(every) == 2
+    assert not list(cf.reading.experts(program, cf.Mesh(tp=3), "tp", "me"))
 
 
 def test_rows_of_the_batch() -> None:

@@ -14,13 +14,18 @@ together by itself: what forward gives is what the next product, and its own bac
     lies = {"x": {"b": "dp"}, "w": {"o": "dp"}, "y": {"b": "dp"}, "bias": {}}     # blocks of W pass, rows stay
     yield from cf.products.strategies(call, mesh, lies, (("dp", "streamed"),), cost, local)
 
-with `cost(form, way)` the seconds and bytes of the communication and `local(form, way)` its code, for a `Form`.
+with `cost(form, way)` the seconds and bytes of the communication and `local(form, way)` its code, for a `Form`. A plan asks
+for the pattern where it wants it, in forward and in both gradients:
+
+    yield from cf.products.wishes(program, mesh, {p: (("dp", "streamed"),) for p in cf.products.weighted(program, rules)}, name)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
+from math import lcm, prod
 
 import attrs
 import torch
@@ -30,9 +35,10 @@ from colofunc.dtensor.rule import Call, Strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.follow import Rules
 from colofunc.planner.ways import ways
+from colofunc.planner.wishes import Wish
 from colofunc.program.ir import Node, Program
 
-__all__ = ["FORMS", "Form", "Product", "forms", "gradients", "leaf_of", "strategies", "weighted", "work"]
+__all__ = ["FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes", "work"]
 
 FORMS = {
     "colofunc.linear": ("b i, o i, o -> b o",),
@@ -43,6 +49,7 @@ FORMS = {
 }
 """Operator -> how it can be read as a product."""
 
+_BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}  # of others: aten.mm
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.")
@@ -82,6 +89,12 @@ class Form:
             found[_NAMES[text]] = flat.t() if text in ("i b", "o b", "o i") else flat
         return found
 
+    def product(self, m: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The matrix that is wanted, of those that are given; without the bias."""
+        if self.wanted == "y":
+            return torch.mm(m["x"], m["w"])
+        return torch.mm(m["y"], m["w"].t()) if self.wanted == "x" else torch.mm(m["x"].t(), m["y"])
+
     def given(self, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The result, from a matrix that stands as "b i", "i o" or "b o"."""
         turned = matrix.t() if self.out == "o i" else matrix
@@ -92,6 +105,22 @@ class Form:
         size = call.ins[-1].dtype.itemsize
         every = zip((*self.ins, self.out), (*way.ins, *way.outs), strict=True)
         return {_NAMES[text]: lay.local_numel * size for text, lay in every if lay is not None}
+
+    def wire(
+        self, call: Call, way: Strategy, mesh: Mesh, along: Mapping[str, str], panels: int = 1, standing: int = 1
+    ) -> tuple[float, int]:
+        """(seconds on the wire, bytes of buffers) of matrices that are split once more where they are stored: `along`, name -> axis.
+
+        Those that are given are gathered, what is wanted is scattered; in so many panels, of which `standing` are there at once.
+        """
+        part_bytes = self.part_bytes(call, way)
+        wire_s, buffer_bytes = 0.0, 0
+        for name, axis in along.items():
+            panel_bytes = part_bytes[name] * mesh.axis_size(axis) // panels
+            kind = "reduce_scatter" if name == self.wanted else "all_gather"
+            wire_s += panels * mesh.collective_s(kind, panel_bytes, (axis,))
+            buffer_bytes += standing * panel_bytes
+        return wire_s, buffer_bytes
 
 
 def forms(call: Call) -> Iterator[Form]:
@@ -148,6 +177,12 @@ def strategies(
             yield way.with_pattern((*words, *depth), local(form, way), extra_s=seconds, peak_bytes=peak)
 
 
+def parts(mesh: Mesh, lies: Lies, factor: str) -> int:
+    """How many parts a factor must fall into, so that every matrix can lie as a pattern says."""
+    axes = [matrix[factor].split() for matrix in lies.values() if factor in matrix]
+    return lcm(*(prod(map(mesh.axis_size, some)) for some in axes))
+
+
 def _in_order(layout: Layout, mesh: Mesh) -> Layout:
     """The layout with the axes that lead a dim in the mesh's order."""
     dims = []
@@ -158,6 +193,11 @@ def _in_order(layout: Layout, mesh: Mesh) -> Layout:
 
 
 # ---- of a program ----
+
+
+def dim(axes: str, factor: str, stripes: int = 1) -> str:
+    """One dim of a weight's spec: axes on a factor, in so many stripes: "(tp o)", "(3 tp o)"."""
+    return f"({stripes} {axes} {factor})" if stripes > 1 else f"({axes} {factor})"
 
 
 @attrs.frozen
@@ -212,6 +252,17 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
     return found
 
 
+def share(program: Program, rules: Rules, held: Collection[int]) -> tuple[float, str]:
+    """(how much of `work` some nodes do, in words the one with the most of the rest). `held`: their indices."""
+    flops = work(program, rules)
+    rest = [index for index in flops if index not in held]
+    if not rest:
+        return 1.0, "nothing"
+    most = program.nodes[max(rest, key=flops.__getitem__)]
+    shapes = " and ".join(str(tuple(program.values[r].shape)) for r in most.refs[:2])
+    return 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values())), f"{most.target} in {most.path!r} on {shapes}"
+
+
 def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
     """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `made`: program.producers()."""
     swapped = False
@@ -240,6 +291,24 @@ def gradients(program: Program, product: Product, targets: Sequence[str]) -> tup
             if product.leaf in roots or (roots & reads and sorted(shape) == sorted(weight)):
                 found.append(node.outs[0])
     return tuple(found)
+
+
+def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], source: str) -> Iterator[Wish]:
+    """What holds products and their gradients to patterns, with words as in `strategies`, and follows what they give."""
+    paths = Counter(product.path for product in patterns)
+    for product, every in patterns.items():
+        words = [(axis, word) for axis, word in every if mesh.axis_size(axis) > 1]
+        node, alone = program.nodes[product.index], paths[product.path] == 1
+        backward = _BACKWARD.get(node.target, ("aten.mm.default",))
+        forward = tuple(id for id in node.outs if id is not None)
+        # An adapter's products stand under the path of the layer that it is for: those are told apart by what they make.
+        made = ((), ()) if alone else (forward, gradients(program, product, backward))
+        for some in filter(None, (words[:2], words[2:])):  # the planner takes two axes together, then the third
+            want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
+            wish = Wish(product.path, want, source=source, targets=(node.target,), along=True, values=made[0])
+            yield wish
+            if alone or made[1]:
+                yield attrs.evolve(wish, targets=backward, phases=("backward",), optional=True, values=made[1])
 
 
 def _root(program: Program, made: Mapping[int, Node], id: int) -> int:

@@ -2,8 +2,11 @@
 
     cf.reading.rows(program, 4, name)               the leaves of the batch that have its rows, which 4 ranks divide
     cf.reading.moments(program)                     state leaf -> the parameter that it belongs to
+    cf.reading.with_moments(program, specs)         specs of parameters, and the same for their moments
     cf.reading.origins(program, rules, wanted)      where values arise that are to lie so
     cf.reading.written_attention(program)           softmaxes of scores, where a model does not call attention as one
+    cf.reading.experts(program, mesh, "tp", name)   layers of experts, each of which an axis splits as a column and row pair
+    cf.reading.routers(program, some)               which of these products say where a token goes
 
 A model may make its tokens itself, as a vision transformer does of patches; `origins` walks back to where:
 
@@ -14,15 +17,23 @@ What operators can do is asked of `cf.Rules`, where a layout goes of `cf.follow`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
+from typing import TypeVar
+
+import attrs
 
 from colofunc.dtensor.layout import Layout
 from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
 from colofunc.planner.follow import Rules
+from colofunc.planner.products import leaf_of
+from colofunc.planner.wishes import Wish
 from colofunc.program.ir import Node, Program, Value
 
-__all__ = ["moments", "origins", "rows", "written_attention"]
+Want = TypeVar("Want")
+
+__all__ = ["experts", "moments", "origins", "routers", "rows", "with_moments", "written_attention"]
 
 
 def rows(program: Program, ranks: int, name: str) -> list[Value]:
@@ -54,6 +65,11 @@ def moments(program: Program) -> dict[int, int]:
         if best is not None and _common(best.name, value.name):
             found[id] = best.id
     return found
+
+
+def with_moments(program: Program, specs: Mapping[int, Want]) -> dict[int, Want]:
+    """Leaf -> spec, and the moments of each of these parameters alike."""
+    return {**specs, **{state: specs[id] for state, id in moments(program).items() if id in specs}}
 
 
 def _common(a: str, b: str) -> int:
@@ -118,3 +134,39 @@ def _is_product(program: Program, made: Mapping[int, Node], id: int) -> bool:
             todo += [r for r in node.refs if prod(program.values[r].shape) == size]
         seen.add(id)
     return False
+
+
+# ---- mixtures of experts ----
+
+_EXPERTS = ("colofunc.experts", "colofunc.experts_backward")  # (tokens, index, weight, then the experts' own weights)
+
+
+def experts(
+    program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = ()
+) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
+    """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
+    index, wishes in the name of a plan, weight -> how it lies)."""
+    made, rules = program.producers(), Rules(program, mesh)
+    words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
+    for index, node in enumerate(program.nodes):
+        way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None
+        if way is not None:
+            leaves = ((leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
+            held = Wish(node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward"))
+            wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
+            yield index, wishes, {id: lies for id, lies in leaves if id is not None and lies is not None}
+
+
+def routers(program: Program, some: Collection[int]) -> set[int]:
+    """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice and weights."""
+    at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in some}
+    made, found, seen = program.producers(), set[int](), set[int]()
+    todo = [ref for node in program.nodes if node.target == _EXPERTS[0] for ref in node.refs[1:3]]
+    while todo:
+        id = todo.pop()
+        if id in at:
+            found.add(at[id])
+        elif id in made and id not in seen:
+            todo += made[id].refs
+        seen.add(id)
+    return found

@@ -24,8 +24,7 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES
-from colofunc_plugins.tp2d_25d_3d.summa import Lies, Words
+from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Lies, Words
 
 import colofunc as cf
 from colofunc import products
@@ -70,13 +69,7 @@ class Cube:
 
     def cost(self, call: Any, mesh: cf.Mesh, flat: bool, form: products.Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of what is gathered and of the terms of the result)."""
-        part_bytes = form.part_bytes(call, way)
-        seconds, peak = 0.0, 0
-        for name, axis in self.along(flat).items():
-            nbytes = part_bytes[name] * mesh.axis_size(axis)
-            seconds += mesh.collective_s("reduce_scatter" if name == form.wanted else "all_gather", nbytes, (axis,))
-            peak += nbytes
-        return seconds, peak
+        return form.wire(call, way, mesh, self.along(flat))
 
     def local(self, flat: bool, form: products.Form, way: cf.Strategy) -> Callable[..., T]:
         """The local code of one strategy: gather, multiply, scatter the result where it is stored split."""
@@ -84,12 +77,7 @@ class Cube:
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
             m = {name: cf.local.gathered(m, 0, along[name], mesh) if name in along else m for name, m in form.matrices(shards).items()}
-            if form.wanted == "y":
-                found = torch.mm(m["x"], m["w"])
-            elif form.wanted == "x":
-                found = torch.mm(m["y"], m["w"].t())
-            else:
-                found = torch.mm(m["x"].t(), m["y"])
+            found = form.product(m)
             if form.wanted in along:
                 found = cf.local.scattered(found, 0, along[form.wanted], mesh)
             return form.given(found + m["bias"] if "bias" in m else found, shape)

@@ -6,25 +6,23 @@
 
 A product's pattern says where its operands and its result lie; the flow goes on from there through norms, attention over
 heads, activation functions and the residual stream, and through all of backward. A fused weight is cut in stripes, as in
-"1d". Embeddings, norms' weights and what a size keeps out of the grid are found by cost.
+"1d". Embeddings, norms' weights and what a size keeps out of the grid are found by cost; so is all else by the plan "auto".
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from math import lcm, prod
+from itertools import permutations
+from itertools import product as combine
+from math import prod
 from typing import Any
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
-from colofunc_plugins.tp2d_25d_3d.pairs import EXPERTS, STRIPES, group, hidden, routers
-from colofunc_plugins.tp2d_25d_3d.summa import Grid
+from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Grid
 
 import colofunc as cf
 from colofunc import products
-
-BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}
 
 
 @attrs.frozen
@@ -53,56 +51,40 @@ class Gridded:
         if self.mode == "3d":
             z, x, y = mesh.atoms(self.axes)
             return Cube(x, y, z), Cube(y, x, z)
-        x, y, *depth = mesh.atoms(self.axes)
-        return (Grid(x, y, mesh.axis_size(x), mesh.axis_size(y), *depth),)
+        return (Grid(*mesh.atoms(self.axes)),)
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         self._check(mesh)
         if all(mesh.axis_size(a) == 1 for a in self.axes):
             return []
+        rules, rows = cf.Rules(program, mesh), self._rows(program, mesh)
         specs: dict[int, str | cf.Layout] = {}
-        found: list[cf.Wish] = []
-        rules = cf.Rules(program, mesh)
-        rows = self._rows(program, mesh)
-        mine = list(self._products(program, mesh))
-        paths = Counter(product.path for product, _, _ in mine)
-        for product, grid, stripes in mine:
-            inputs, outputs = group(grid.lies["w"]["i"], "i"), group(grid.lies["w"]["o"], "o", stripes)
+        patterns = {}
+        for product, grid, stripes in self._products(program, mesh, rules):
+            inputs, outputs = products.dim(grid.lies["w"]["i"], "i"), products.dim(grid.lies["w"]["o"], "o", stripes)
             specs.setdefault(product.leaf, product.spec(inputs, outputs))
             if product.bias is not None:
                 specs.setdefault(product.bias, outputs)
-            words = [(axis, word) for axis, word in grid.words(stripes) if mesh.axis_size(axis) > 1]
-            found += self._on_operators(program, product, words, paths[product.path] == 1)
+            patterns[product] = grid.words(stripes)
         if not specs:
             sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
             raise cf.PlanError(
                 f"{self.name} finds no product with a weight whose inputs and outputs both divide over {sizes} ranks; "
                 "use fewer ranks, or tensor('1d', axis), which splits one of the two"
             )
-        held, apart = {product.index for product, _, _ in mine}, set[int]()
-        for index, wishes, leaves in self._experts(program, mesh, rules):
+        found = list(products.wishes(program, mesh, patterns, self.name))
+        held, dense = {product.index for product in patterns}, set(specs)
+        # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others have rows.
+        first, width, *more = mesh.atoms(self.axes)
+        for index, wishes, leaves in cf.reading.experts(program, mesh, width, self.name, rows=(first, *more)):
             held.add(index)
             found += wishes
             specs |= leaves
-            apart |= set(leaves)  # what works on them is said already
+            dense -= set(leaves)  # what works on them is said already
         self._worthwhile(program, rules, held)
-        for id, spec in specs.items():
-            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id not in apart))
-        kept = ((program.values[state].name, specs[id]) for state, id in cf.reading.moments(program).items() if id in specs)
-        found += [cf.Wish(name, spec, self.axes, ("state",), self.name) for name, spec in kept]
+        for id, spec in cf.reading.with_moments(program, specs).items():
+            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id in dense))
         return [*rows, *dict.fromkeys(found)]
-
-    def _on_operators(self, program: Any, product: products.Product, words: list[tuple[str, str]], alone: bool) -> Iterator[cf.Wish]:
-        """What a product and its gradients do. Not `alone`: an adapter's products stand under the path of the layer that it is for."""
-        node = program.nodes[product.index]
-        targets = {"forward": (node.target,), "backward": BACKWARD.get(node.target, ("aten.mm.default",))}
-        made = {"forward": node.outs, "backward": products.gradients(program, product, targets["backward"])}
-        for some in (words[:2], words[2:]):  # the planner takes two axes together, then the third
-            want = "{" + ", ".join(f"{axis}: {word}" for axis, word in some) + "}"
-            for phase in ("forward", "backward") if some else ():
-                rest: dict[str, Any] = dict(targets=targets[phase], phases=(phase,), along=True, optional=phase != "forward")
-                if alone or made[phase]:
-                    yield cf.Wish(product.path, want, source=self.name, values=() if alone else made[phase], **rest)
 
     def _check(self, mesh: cf.Mesh) -> None:
         atoms, has = mesh.atoms(self.axes), tuple(map(mesh.axis_size, self.axes))
@@ -112,53 +94,83 @@ class Gridded:
             if said != size:
                 raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")
 
-    def _products(self, program: Any, mesh: cf.Mesh) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
+    def _products(self, program: Any, mesh: cf.Mesh, rules: cf.Rules) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
         pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
-        every = list(products.weighted(program, cf.Rules(program, mesh)))
-        apart = routers(program, {product.index for product in every})  # as narrow as there are experts, on tokens in one dim: by cost
+        every = list(products.weighted(program, rules))
+        apart = cf.reading.routers(program, {product.index for product in every})  # as narrow as there are experts: by cost
         for product in every:
             if program.nodes[product.index].target not in products.FORMS or product.index in apart:
                 continue
             grid = grids[-1] if product in pairs.rows else grids[0]
             stripes = pairs.columns.get(product, 1)
-            shape = program.values[product.leaf].shape
-            inputs, outputs = (prod(map(mesh.axis_size, grid.lies["w"][f].split())) for f in "io")
-            if isinstance(grid, Grid):
-                inputs = lcm(grid.rows, grid.columns)
+            shape, inputs, outputs = program.values[product.leaf].shape, *(products.parts(mesh, grid.lies, f) for f in "io")
             stripes = stripes if stripes in STRIPES and shape[product.kept] % (outputs * stripes) == 0 else 1
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
 
-    def _experts(self, program: Any, mesh: cf.Mesh, rules: cf.Rules) -> Iterator[tuple[int, list[cf.Wish], dict[int, cf.Layout]]]:
-        """(node, wishes, weight -> how it lies) of experts: a token's whole width is gathered from the axis that splits it, which has
-        hidden units instead, and the sum goes back to where the width was; the other axes have rows."""
-        first, width, *more = mesh.atoms(self.axes)
-        words = {axis: "f" if axis == width else "b0" for axis in (width, first, *more) if mesh.axis_size(axis) > 1}
-        for index, path, leaves in hidden(program, rules, width):
-            rest = dict(source=self.name, targets=EXPERTS, phases=("forward", "backward"))
-            yield index, [cf.Wish(path or "*", f"{{{axis}: {word}}}", self.axes, **rest) for axis, word in words.items()], leaves
-
-    def _worthwhile(self, program: Any, rules: cf.Rules, mine: set[int]) -> None:
+    def _worthwhile(self, program: Any, rules: cf.Rules, held: set[int]) -> None:
         """Raises where most of the work is not in products on the grid: it would be copied, or split in some other way."""
-        flops = products.work(program, rules)
-        rest = [index for index in flops if index not in mine]
-        share = 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values()))
+        share, rest = products.share(program, rules, held)
         if share < 0.5:
-            node = program.nodes[max(rest, key=flops.__getitem__)]
-            shapes = " and ".join(str(tuple(program.values[r].shape)) for r in node.refs[:2])
             raise cf.PlanError(
                 f"{self.name}: products that the grid can hold are {100 * share:.0f} % of the work with weights; the most of the rest is "
-                f"{node.target} in {node.path!r} on {shapes}; use zero(...) for this model, or sizes that the axes divide"
+                f"{rest}; use zero(...) for this model, or sizes that the axes divide"
             )
 
     def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         """The rows of the batch on the axes that are for them."""
-        atoms = mesh.atoms(self.axes)
-        on = (atoms[0],) if self.mode == "3d" else tuple(sorted((atoms[0], *atoms[2:]), key=mesh.axis_names.index))
-        ways = prod(map(mesh.axis_size, on))
-        if self.mode == "3d":  # on the one other axis, then on the other
-            ways *= lcm(*map(mesh.axis_size, atoms[1:]))
+        first, _, *depth = mesh.atoms(self.axes)
+        if self.mode == "3d":  # further on the one other axis, then on the other
+            depth = []
+        on = tuple(sorted((first, *depth), key=mesh.axis_names.index))
+        ways = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
         spec = f"({' '.join(on)} b) ..."
         return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.reading.rows(program, ways, self.name)]
+
+
+@attrs.frozen
+class Auto:
+    """What `tensor("auto", axes)` returns: every product with a weight splits its work over the axes, as cost says.
+
+    Over two axes also as SUMMA, either way round: more messages than gathering operands whole and the same bytes, so cost
+    takes it where memory asks for it.
+    """
+
+    axes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"tensor(auto, {', '.join(self.axes)})"
+
+    @cf.hookimpl
+    def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
+        return dict.fromkeys(products.FORMS, self.strategies) if len(self.axes) == 2 else {}
+
+    def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
+        for grid in self.grids(mesh):
+            yield from grid.strategies(call, mesh)
+
+    def grids(self, mesh: cf.Mesh) -> list[Grid]:
+        """Both ways round."""
+        names = [a for a in self.axes if a in mesh and mesh.axis_size(a) > 1]
+        return [Grid(*way) for way in permutations(names)] if len(names) == 2 else []
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        axes = [a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1]
+        if not axes:
+            return []
+        found, rules = [], cf.Rules(program, mesh)
+        patterns = tuple(grid.words(1) for grid in self.grids(mesh))
+        for product in products.weighted(program, rules):
+            node = program.nodes[product.index]
+            able = [[(a, f) for f in product.weight_factors if rules.place(node, f, a) is not None] for a in axes]
+            if all(able):
+                ways = (*combine(*able), *(patterns if node.target in products.FORMS else ()))
+                want = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
+                found.append(cf.Wish(node.path, want, self.axes, source=self.name, targets=(node.target,)))
+        if not found:
+            n = " by ".join(str(mesh.axis_size(a)) for a in axes)
+            raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")
+        return list(dict.fromkeys(found))

@@ -26,7 +26,6 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.pairs import STRIPES
 
 import colofunc as cf
 from colofunc import products
@@ -34,16 +33,16 @@ from colofunc import products
 T = torch.Tensor
 Lies = dict[str, dict[str, str]]  # as `cf.products` takes them
 Words = tuple[tuple[str, str], ...]
+STRIPES = (1, 2, 3)
+"""Into how many parts a fused weight may be cut (query, key, value: 3), each of which is split over the axis."""
 
 
 @attrs.frozen
 class Grid:
-    """rows by columns ranks: rows of activations on axis `x`, columns on `y`; more of the rows on `depth`."""
+    """Rows of activations on axis `x`, columns on `y`; more of the rows on `depth`."""
 
     x: str
     y: str
-    rows: int
-    columns: int
     depth: str | None = None
 
     @property
@@ -58,36 +57,26 @@ class Grid:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """SUMMA for a call on this grid, and without its depth, for a planner that has not come to that axis."""
+        cost, local = partial(self.cost, call, mesh), partial(self.local, mesh)
         for n in STRIPES:
-            cost, words = partial(self.cost, call, mesh), self.words(n)
-            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, self.local, stripes=n, sort=True)
+            words = self.words(n)
+            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, local, stripes=n, sort=True)
             yield from laid(depth=words[2:])
             if self.depth is not None:
                 yield from laid(hidden=(self.depth,))
 
-    @property
-    def blocks(self) -> int:
-        """What i falls into: one or more for each rank of either axis."""
-        return lcm(self.rows, self.columns)
-
     def cost(self, call: Any, mesh: cf.Mesh, form: products.Form, way: cf.Strategy) -> tuple[float, int]:
         """(seconds on the wire, bytes of two panels)."""
-        count = panels(form.width, self.rows, self.columns)
-        part_bytes = form.part_bytes(call, way)
-        seconds, peak = 0.0, 0
-        for name, axis, n in (("x", self.y, self.columns), ("w", self.x, self.rows)):
-            nbytes = part_bytes[name] * n // count
-            seconds += count * mesh.collective_s("reduce_scatter" if name == form.wanted else "all_gather", nbytes, (axis,))
-            peak += 2 * nbytes
-        return seconds, peak
+        count = panels(form.width, mesh.axis_size(self.x), mesh.axis_size(self.y))
+        return form.wire(call, way, mesh, {"x": self.y, "w": self.x}, count, standing=2)
 
-    def local(self, form: products.Form, way: cf.Strategy) -> Callable[..., T]:
+    def local(self, mesh: cf.Mesh, form: products.Form, way: cf.Strategy) -> Callable[..., T]:
         """The local code of one strategy."""
-        count = panels(form.width, self.rows, self.columns)
+        count = panels(form.width, mesh.axis_size(self.x), mesh.axis_size(self.y))
         shape = way.outs[0].local_shape
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
-            stream = _Stream(self, count, mesh)
+            stream = _Stream(self.x, self.y, count, mesh)
             make = {"x": stream.dx, "w": stream.dw, "y": stream.forward}[form.wanted]
             return form.given(make(**form.matrices(shards)), shape)
 
@@ -108,45 +97,35 @@ def panels(width: int, rows: int, columns: int) -> int:
 class _Stream:
     """`count` panels. A panel stands with its factor i in front: (p, b) of X, (p, o) of W."""
 
-    grid: Grid
+    x: str
+    y: str
     count: int
     mesh: cf.Mesh
 
-    def panels(self, m: T, axis: str, n: int) -> Iterator[T]:
-        """All members' slices, panel by panel; the next one starts before this one is used. m: (i, rest) -> (p, rest)."""
-        own = self.cut(m, n)
-        gather = lambda k: cf.collectives.all_gather(own[:, k].contiguous(), (axis,), self.mesh).flatten(0, 2)  # noqa: E731
-        coming = gather(0)
-        for k in range(self.count):
-            here, coming = coming, gather(k + 1) if k + 1 < self.count else coming
-            yield here
+    def panels(self, m: T, axis: str) -> Iterator[T]:
+        """All members' slices of m: (i, rest) -> (p, rest), panel by panel."""
+        return cf.local.streamed(m, self.count, axis, self.mesh, self.blocks)
 
-    def cut(self, m: T, n: int) -> T:
-        """(i, rest) of one of n ranks -> (blocks, panels, slice, rest)."""
-        return m.unflatten(0, (self.grid.blocks // n, self.count, -1))
+    def scattered(self, panels: Iterator[T], axis: str) -> T:
+        """Of the sum of all members' panels the own part: (p, rest) each -> (i, rest)."""
+        return cf.local.collected(panels, axis, self.mesh, self.blocks)
 
-    def scatter(self, panel: T, axis: str, n: int) -> T:
-        """The sum of all members' panels, each rank its own slices: (p, rest) -> (blocks, slice, rest)."""
-        chunks = panel.unflatten(0, (n, self.grid.blocks // n, -1))
-        return cf.collectives.reduce_scatter(chunks, (axis,), self.mesh)
+    @property
+    def blocks(self) -> int:
+        return lcm(self.mesh.axis_size(self.x), self.mesh.axis_size(self.y))
 
     def forward(self, x: T, w: T, bias: T | None = None) -> T:
         """x (b, i), w (i, o) -> (b, o)."""
         y: T | None = bias
-        for mine, theirs in zip(self.panels(x.t(), self.grid.y, self.grid.columns), self.panels(w, self.grid.x, self.grid.rows)):
+        for mine, theirs in zip(self.panels(x.t(), self.y), self.panels(w, self.x)):
             y = torch.mm(mine.t(), theirs) if y is None else torch.addmm(y, mine.t(), theirs)
         assert y is not None
         return y
 
     def dx(self, y: T, w: T) -> T:
         """y (b, o), w (i, o) -> (b, i)."""
-        panels = self.panels(w, self.grid.x, self.grid.rows)
-        parts = [self.scatter(torch.mm(panel, y.t()), self.grid.y, self.grid.columns) for panel in panels]
-        return torch.stack(parts, 1).flatten(0, 2).t()
+        return self.scattered((torch.mm(panel, y.t()) for panel in self.panels(w, self.x)), self.y).t()
 
     def dw(self, x: T, y: T) -> T:
         """x (b, i), y (b, o) -> (i, o)."""
-        panels = self.panels(x.t(), self.grid.y, self.grid.columns)
-        parts = [self.scatter(torch.mm(panel, y), self.grid.x, self.grid.rows) for panel in panels]
-        return torch.stack(parts, 1).flatten(0, 2)
-
+        return self.scattered((torch.mm(panel, y) for panel in self.panels(x.t(), self.y)), self.x)

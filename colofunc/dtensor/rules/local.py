@@ -16,11 +16,13 @@ are dealt round where they are `striped`.
     exchanged(x, split, join, "sp", mesh)   part i of `split` to member i, what comes in along `join`
     part(x, dim, "tp", mesh)                of what all have the own part; among_zeros: this part, and zeros in the others
     passing(x, 4, "cp", mesh)               what 4 members have, one after the other, each sent before the last is used
+    streamed(x, 3, "y", mesh)               slices of dim 0 of all members' parts, in 3 panels, each sent likewise
+    collected(panels, "y", mesh)            such panels put back: of the sum of all members' panels the own slices
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -34,8 +36,8 @@ from colofunc.ops.collectives import Axes, all_gather, all_to_all, axis_index, p
 from colofunc.ops.targets import resolve
 
 __all__ = [
-    "among_zeros", "clear", "exchanged", "first_of", "gathered", "inside", "part", "passing", "place_of", "positions", "rerun",
-    "scattered", "wide",
+    "among_zeros", "clear", "collected", "exchanged", "first_of", "gathered", "inside", "part", "passing", "place_of", "positions", "rerun",
+    "scattered", "streamed", "wide",
 ]  # fmt: skip
 
 
@@ -175,6 +177,30 @@ def passing(x: torch.Tensor, count: int, axis: str, mesh: Mesh) -> Iterator[torc
         if step + 1 < count:
             x = permute(here, axis, mesh, [(i - 1) % n for i in range(n)])
         yield here
+
+
+def streamed(x: torch.Tensor, count: int, axes: Axes, mesh: Mesh, blocks: int | None = None) -> Iterator[torch.Tensor]:
+    """All members' x, (n m, ..), in `count` panels (n m / count, ..), each of which is on its way while the one before it is in use.
+
+    A panel is a slice of each of `blocks` blocks that all parts together fall into: one a member, or a multiple.
+    """
+    slices = x.unflatten(0, (_blocks_each(blocks, axes, mesh), count, -1))
+    coming = all_gather(slices[:, 0].contiguous(), axes, mesh).flatten(0, 2)
+    for k in range(count):
+        here = coming
+        if k + 1 < count:
+            coming = all_gather(slices[:, k + 1].contiguous(), axes, mesh).flatten(0, 2)
+        yield here
+
+
+def collected(panels: Iterable[torch.Tensor], axes: Axes, mesh: Mesh, blocks: int | None = None) -> torch.Tensor:
+    """The way back from `streamed`, for terms: of the sum of all members' panels (n m / count, ..) the own slices, (m, ..)."""
+    cut = (_ranks(axes, mesh), _blocks_each(blocks, axes, mesh), -1)
+    return torch.stack([reduce_scatter(panel.unflatten(0, cut), axes, mesh) for panel in panels], 1).flatten(0, 2)
+
+
+def _blocks_each(blocks: int | None, axes: Axes, mesh: Mesh) -> int:
+    return 1 if blocks is None else blocks // _ranks(axes, mesh)
 
 
 def _ranks(axes: Axes, mesh: Mesh) -> int:

@@ -1,0 +1,96 @@
+"""1D tensor parallelism: pairs of products split over one axis.
+
+    step = cf.shard(step_fn, mesh, tensor("1d", "tp"))        # colofunc_plugins.tensor
+
+    x whole -> q, k, v column (tp o) -> attention over heads -> o row (tp i) -> pending sum: one all-reduce, x whole
+
+Problem: a model has to be rewritten, or a table of its module names kept, to say which product is split how. Idea:
+`cf.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and follows
+them: heads of attention, activation functions and all of backward are split along. Experts are a pair of products each.
+
+Per layer and step four all-reduces of (b, s, d): two forward (behind each row product), two backward (behind each group
+of column products). Source: Megatron-LM (1909.08053), section 3; along the sequence: 2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+import colofunc as cf
+
+__all__ = ["Megatron", "megatron"]
+
+
+def megatron(
+    axis: str | Sequence[str] | None = None, *, sequence: bool = False, vocabulary: bool = True, size: int | None = None
+) -> Megatron:
+    """`tensor("1d", axis)`: column and row pairs over one axis, "tp" by default.
+
+    sequence: whether what lies between the pairs (norms, residual sums) stays split along the sequence, so that each all-reduce
+    becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether the output layer, its loss and the
+    embedding are split along the vocabulary, where the loss can. size: how many ranks there are.
+    """
+    axes = ("tp",) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if len(axes) != 1 or not isinstance(axes[0], str):
+        raise cf.PlanError(f"tensor('1d') takes one axis, not {axis!r}; write tensor('1d', ('tp',)), or make a view of several")
+    if size is not None and (isinstance(size, bool) or size < 1):
+        raise cf.PlanError(f"tensor('1d'): size={size!r} is no number of ranks")
+    return Megatron(axes, sequence, vocabulary)
+
+
+@attrs.frozen
+class Megatron:
+    """What `tensor("1d", axis)` returns: a named plan."""
+
+    axes: tuple[str, ...]
+    sequence: bool = False
+    vocabulary: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"tensor(1d, {self.axes[0]})"
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        (axis,) = mesh.atoms(self.axes)
+        if mesh.axis_size(axis) == 1:
+            return []
+        specs: dict[int, str | cf.Layout] = dict(self._specs(program, mesh, axis))
+        layers = [] if self.sequence else list(cf.reading.experts(program, mesh, axis, self.name))
+        for _, _, leaves in layers:
+            specs |= leaves
+        if not specs:
+            raise cf.PlanError(
+                f"{self.name} finds no two products with weights of which one feeds the other and whose heads and widths "
+                f"divide over {mesh.axis_size(axis)} ranks; use fewer, or tensor('auto', {axis!r})"
+            )
+        rest = {3: f"b ({axis} s) d"} if self.sequence else {}
+        found, weights = [], [id for id in program.inputs if program.values[id].role in ("param", "frozen")]
+        for id, spec in cf.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
+            value = program.values[id]
+            found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
+        return found + list(dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes))
+
+    def _specs(self, program: Any, mesh: cf.Mesh, axis: str) -> Iterator[tuple[int, str]]:
+        """Leaf -> spec, of weights, biases and tables."""
+        pairs, tables = cf.product_pairs(program, mesh, axis), _tables(program)
+        for product, stripes in pairs.columns.items():
+            if product in pairs.vocabulary and not self.vocabulary:
+                continue
+            split = cf.products.dim(axis, "o", stripes)
+            yield product.leaf, product.spec(kept=split)
+            if product.bias is not None:
+                yield product.bias, split
+            if product in pairs.vocabulary:
+                rows = program.values[product.leaf].shape[product.kept]
+                yield from ((id, f"({axis} v) e") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
+        for product, stripes in pairs.rows.items():
+            yield product.leaf, product.spec(summed=cf.products.dim(axis, "i", stripes))
+
+
+def _tables(program: Any) -> list[int]:
+    """Weights that are looked up by index."""
+    refs = [node.refs[0] for node in program.nodes if node.phase == "forward" and node.target.startswith("aten.embedding.")]
+    return [id for id in dict.fromkeys(refs) if program.values[id].role in ("param", "frozen")]
