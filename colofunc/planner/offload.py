@@ -8,13 +8,15 @@ do. Every choice is scored by the same timeline of compute, host and copy engine
     program -> items, uses, seconds -> reside() per split of the updates -> the fastest -> program with copies
 
 The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is not
-worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`).
+worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`): then the
+fastest are also looked for as if copies took as long as the disk makes them, and the fastest with its disk is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 import attrs
 
@@ -23,13 +25,14 @@ from colofunc.mesh.sizes import size_text
 from colofunc.ops.update import IN_PLACE
 from colofunc.planner.host_operators import check_where, told, with_operators
 from colofunc.planner.memory_policies import AUTO, MemoryPolicy, Room, State, places
-from colofunc.planner.offload_disk import on_disk
+from colofunc.planner.offload_disk import as_disk, least_disk_s, on_disk, timed
 from colofunc.planner.offload_loops import opened
 from colofunc.planner.offload_trace import Ground, NodeS, ground_of, trace_of, write
 from colofunc.planner.plan_table import time_text
 from colofunc.planner.residency import SKETCH, Point, Residency, Search, Trace, least_budget
 from colofunc.program.facts import written
 from colofunc.program.ir import Program
+from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
 SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5, 0.25)
@@ -37,6 +40,8 @@ SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5, 0.25)
 EVERY = 8
 FULL = 2
 """Of a large program so many splits are searched in full, those that look best in a sketch."""
+LARGE = 4000
+"""In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
 CAST = "aten._to_copy.default"
 LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
@@ -44,10 +49,12 @@ LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"
 
 @attrs.frozen
 class Hint:
-    """What was best for a program: the share of the updates on the host, and where the search for copies ended."""
+    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
+    is copied that it took to come from disk."""
 
     share: float
     point: Point | None
+    below: float = 0.0
 
 
 @attrs.frozen(eq=False)
@@ -83,25 +90,45 @@ def offload(
     check_where(policy.where, program)
     ground = ground_of(program, mesh, node_s, given)
     limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
-    best: _Found | None = None
     inside = opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit, policy)
-    for each in (ground, inside) if inside is None or "host" not in policy.where.values() else (inside,):
-        if each is None or (best is not None and best.over == 0 and not best.found.moves):
-            continue
-        found = _search(each, policy, _placed(each, policy, budget_bytes, mesh), limit, like)
-        best = found if best is None else min(best, found, key=lambda f: (f.over, f.found.seconds))
-    assert best is not None, "the program as it is was tried"
+    grounds = [g for g in (ground, inside) if g is not None] if inside is None or "host" not in policy.where.values() else [inside]
+
+    def best_of(like: Hint | None, part: float = 0.0) -> _Found:
+        best: _Found | None = None
+        for each in grounds:
+            if best is None or best.over or best.found.moves:
+                far = attrs.evolve(each, links=as_disk(each.links, mesh, part)) if part else each
+                found = _search(far, policy, _placed(each, policy, budget_bytes, mesh), limit, like)
+                found = attrs.evolve(found, ground=each, found=timed(found.trace, found.found, each.links), below=part) if part else found
+                best = found if best is None else min(best, found, key=lambda f: f.rank)
+        assert best is not None, "the program as it is was tried"
+        return best
+
+    best = best_of(like, like.below if like is not None else 0.0)
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
     below, most = _below(ground, policy, budget_bytes, mesh, given or {}), min(rooms, default=None)
-    exposed_s, hint = _longer_s(ground, best), Hint(best.share, best.point)
+    above = 0 if most is None else max(0, _on_host(best) - most)
+    above = max(above, sum(program.values[program.inputs[k]].nbytes for k, tier in below.items() if tier == "disk"))
     if like is not None:
-        return Offloaded(program, exposed_s, (), "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks), best.over, hint)
-    done, words = write(best.ground, best.on_host, best.items, best.trace, best.found), tuple(_words(best))
-    if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
-        lower = on_disk(done, mesh, node_s, most, below)
-        done, exposed_s, words = lower.program, exposed_s + lower.exposed_s, (*words, *lower.words)
-    short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks)
-    return Offloaded(done, exposed_s, words, short, best.over, hint)
+        short = "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks)
+        least_s = least_disk_s(mesh, above) if disk else 0.0
+        return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
+    found = [best]
+    if above and (disk or "disk" in below.values()):
+        like = None if len(program.nodes) <= LARGE else best.hint
+        found += [best_of(like, part) for part in sorted({min(1.0, above / max(1, _on_host(best))), 1.0})]
+
+    def whole(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
+        done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
+        lacks = ""
+        if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
+            lower = on_disk(done, mesh, node_s, most, below)
+            done, words, lacks = lower.program, (*words, *lower.words), lower.short
+        short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks) or lacks
+        exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if len(found) > 1 else _longer_s(ground, one)
+        return (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
+
+    return min(map(whole, found), key=itemgetter(0))[1]
 
 
 @attrs.frozen(eq=False)
@@ -116,6 +143,11 @@ class _Found:
     found: Residency
     share: float
     point: Point | None
+    below: float = 0.0
+
+    @property
+    def hint(self) -> Hint:
+        return Hint(self.share, self.point, self.below)
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -142,13 +174,18 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
     return min(full, key=lambda one: one.rank)
 
 
-def _longer_s(ground: Ground, best: _Found) -> float:
-    """Seconds beyond those of the work alone, all of it on the device."""
+def _longer_s(ground: Ground, best: _Found, least_s: float = 0.0) -> float:
+    """Seconds beyond those of the work alone, all of it on the device. least_s: what it takes in any case."""
+    alone_s = _alone_s(ground)
+    more_s = max(best.found.seconds, least_s) - alone_s
+    return more_s if abs(more_s) > 1e-12 * alone_s else 0.0
+
+
+def _alone_s(ground: Ground) -> float:
     alone_s = 0.0
     for seconds in ground.device_s:
         alone_s += seconds
-    more_s = best.found.seconds - alone_s
-    return more_s if abs(more_s) > 1e-12 * alone_s else 0.0
+    return alone_s
 
 
 def _on_host(best: _Found) -> int:
