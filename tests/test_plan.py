@@ -25,7 +25,8 @@ from colofunc.planner.constraints import NONE, Constraints
 from colofunc.planner.describe import Shares, words
 from colofunc.planner.explain import constraints_from, make_plan, node_keys
 from colofunc.planner.plan import Plan, matches, parse_axes
-from colofunc.planner.wishes import Wish, constraints_of, wishes_of
+from colofunc.planner.wished import constraints_of
+from colofunc.planner.wishes import Wish, wishes_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.testing import models, programs

@@ -19,7 +19,8 @@ from colofunc.errors import InputError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.explain import RuleOf, constraints_from
-from colofunc.planner.wishes import Wish, constraints_of, wishes_of
+from colofunc.planner.wished import constraints_of
+from colofunc.planner.wishes import Wish, wishes_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace import Traced
 from colofunc.program.trace_tree import Tree
