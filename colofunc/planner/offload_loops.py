@@ -5,6 +5,9 @@ the device at once. Idea: its body is a program like any other. State that it re
 where the body uses it; activations may leave and come back; the same copies happen in every trip, and the loop takes as many
 times longer. What is not copied lies on the device for the whole loop.
 
+So do the gradients that it sums, which are as large as the parameters. Where there is no room for them, their sums lie on the host:
+each trip's share goes there as soon as it is made and is added there, and what reads the sum behind the loop finds it there.
+
 The budget of a body is what the device has left beside all that cannot leave it meanwhile.
 """
 
@@ -18,7 +21,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.host_operators import with_operators
 from colofunc.planner.memory_policies import MemoryPolicy
 from colofunc.planner.offload_trace import Ground, NodeS, of_lies, trace_of, write
-from colofunc.planner.residency import Trace, least_budget, reside
+from colofunc.planner.residency import Residency, Trace, least_budget, reside
 from colofunc.program.ir import Loop, Node
 from colofunc.program.memory import Meta, inside, lies, memory
 
@@ -83,12 +86,53 @@ def _opened(
     outer = {found.home[into]: ground.lies.home[i] for into, i in zip(body.inputs, refs, strict=True)}
     mine: dict[int, str | None] = {s: states[o] for s, o in outer.items() if o in states and states[o] != "device"}
     inner = of_lies(body, found, held, mesh, node_s, {})
-    tries = []
+    sums = _sums(loop, inner)
+    tries = _tried(inner, NOTHING, 0, mine, limit, policy)
+    for few in range(1, len(sums) + 1):
+        over = min(one.over for one in tries)
+        if not over:
+            break
+        saved = sum(sums[s] for s in [*sums][:few])
+        if few == len(sums) or saved >= over:  # no room for some more of the largest, at last for none
+            tries += _tried(inner, frozenset([*sums][:few]), saved, mine, limit, policy)
+    best = min(tries, key=lambda one: (one.over, one.made.seconds))
+    written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
+    away = frozenset(outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents)
+    adding_s = mesh.host_s(3 * sum(sums[s] for s in best.leave))
+    return attrs.evolve(loop, body=written), away, max(best.made.seconds, adding_s) * loop.trips
+
+
+@attrs.frozen(eq=False)
+class _Try:
+    """A body with copies. `over`: bytes that it has too much; `leave`: storages of what is summed on the host."""
+
+    over: int
+    on_host: frozenset[int]
+    items: list[int]
+    trace: Trace
+    made: Residency
+    leave: frozenset[int]
+
+
+def _tried(
+    inner: Ground, leave: frozenset[int], saved: int, mine: Mapping[int, str | None], limit: int, policy: MemoryPolicy
+) -> list[_Try]:
+    """A body in each way to run its operators. saved: bytes that the sums would take beside it, were they not on the host."""
+    tries, limit = [], limit + saved
     for _, on_host in with_operators(inner, policy.where, policy.update, mine, max(limit, 1), [(0.0, NOTHING)]):
-        items, trace = trace_of(inner, on_host, mine, max(limit, 1))
+        items, trace = trace_of(inner, on_host, mine, max(limit, 1), leave=leave)
         least = least_budget(trace)[0]
-        tries.append((max(0, least - limit), on_host, items, trace, reside(trace, max(limit, least), inner.links)))
-    _, on_host, items, trace, made = min(tries, key=lambda one: (one[0], one[-1].seconds))
-    written = write(inner, on_host, items, trace, made, stay=True)
-    away = frozenset(outer[items[m]] for m, item in enumerate(trace.items) if item.home and m not in made.residents)
-    return attrs.evolve(loop, body=written), away, made.seconds * loop.trips
+        made = reside(trace, max(limit, least), inner.links)
+        tries.append(_Try(max(0, least - limit), on_host, items, trace, made, leave))
+    return tries
+
+
+def _sums(loop: Loop, inner: Ground) -> dict[int, int]:
+    """Storages of what a body makes and a loop sums, all of each -> bytes; the largest first."""
+    homes, found = [inner.lies.home[o] for o in loop.body.outputs], dict[int, int]()
+    for s, o, how in zip(homes, loop.body.outputs, loop.gathers, strict=True):
+        value, storage = inner.program.values[o], inner.lies.storages[s]
+        whole = storage.value == o and storage.nbytes == value.nbytes and homes.count(s) == 1
+        if how == "sum" and whole and storage.born >= 0 and value.tier == "device" and value.shape:
+            found[s] = value.nbytes
+    return dict(sorted(found.items(), key=lambda one: -one[1]))

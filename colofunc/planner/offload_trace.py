@@ -95,9 +95,17 @@ def _touched(node: Node, program: Program) -> int:
 
 
 def trace_of(
-    ground: Ground, on_host: frozenset[int], states: Mapping[int, str | None], limit: int, activations: bool = True
+    ground: Ground,
+    on_host: frozenset[int],
+    states: Mapping[int, str | None],
+    limit: int,
+    activations: bool = True,
+    leave: frozenset[int] = frozenset(),
 ) -> tuple[list[int], Trace]:
-    """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is said."""
+    """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is said.
+
+    leave: storages of results that are wanted on the host; the trace has one more position then, behind all, which reads them there.
+    """
     program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
     changed: dict[int, set[int]] = {}
@@ -112,7 +120,7 @@ def trace_of(
     for s in dict.fromkeys(ground.lies.home.values()):
         storage, value = storages[s], program.values[storages[s].value]
         uses, home, tier = ground.uses.get(s, []), s in states, states.get(s)
-        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
+        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())} | ({count} if s in leave else set())
         if storage.tier != near or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
             continue
         if not home and (storage.born < 0 or ((s in outputs or not activations) and not there)):
@@ -125,11 +133,13 @@ def trace_of(
         base[begin:end] -= storage.nbytes
         if not home and value.nbytes < min(floor, FEW) and there:
             continue  # a scalar that the host reads
-        uses = sorted({*uses, *busy.get(s, ())})
+        uses = sorted({*uses, *busy.get(s, ()), *there})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
         items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far))
         chosen.append(s)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
+    if leave:
+        seconds, on_host, base = (*seconds, 0.0), on_host | {count}, np.append(base, 0)
     return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
 
 
@@ -164,9 +174,15 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[in
 
 
 def write(
-    ground: Ground, on_host: frozenset[int], items: Sequence[int], trace: Trace, found: Residency, stay: bool = False
+    ground: Ground,
+    on_host: frozenset[int],
+    items: Sequence[int],
+    trace: Trace,
+    found: Residency,
+    stay: bool = False,
+    leave: frozenset[int] = frozenset(),
 ) -> Program:
-    """The program with the copies in it. stay: what the host made stays there where it is a result."""
+    """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
     out = _Writer(ground, on_host, items, Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay))
@@ -177,7 +193,7 @@ def write(
         if _awaited(move) > move.start:
             waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
-    for k in range(count + 1):
+    for k in range(len(trace.seconds) + 1):
         for kind in ("store", "fetch"):
             for move in waits.get(k, ()):
                 if move.kind == kind:
@@ -187,7 +203,7 @@ def write(
         if k < count:
             out.run(k)
     out.drain()
-    return out.tiered.finish(stay)
+    return out.tiered.finish(stay, leave)
 
 
 def _awaited(move: Move) -> int:

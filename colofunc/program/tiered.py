@@ -191,12 +191,12 @@ class Tiered:
             if old is not None and made is not None:
                 have[old] = made
 
-    def finish(self, stay: bool = False) -> Program:
-        """The program; outputs that are state of the far tier lie there, and what was made there where outputs `stay`."""
+    def finish(self, stay: bool = False, leave: Collection[int] = ()) -> Program:
+        """The program; outputs that are state of the far tier lie there, what was made there where outputs `stay`, and what `leave`s."""
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
         homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
         made = {s for s in self.base[self.far] if s not in self.have[self.near]} if stay else set()
-        far = self.home | made
+        far = self.home | made | set(leave)
         outputs = tuple(self.get(self.far if lies & far else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True))
         used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
         values = {id: v for id, v in self.values.items() if id in used}
