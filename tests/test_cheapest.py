@@ -8,7 +8,7 @@ import torch
 
 import colofunc as cf
 from colofunc.planner import assign
-from colofunc.planner.cheapest import _in_order, at_least, buckets_of, cheapest
+from colofunc.planner.cheapest import _in_order, at_least, buckets_of, cheapest, roomy
 from colofunc.planner.eliminate import Graph, exact_order
 from colofunc.program.ir import Program
 
@@ -79,5 +79,12 @@ def test_none_that_holds_nowhere_less_than_a_cheaper_one(monkeypatch: pytest.Mon
 def test_bytes_that_one_operator_alone_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's linear layer makes 256 x 64 floats, and backward reads as many; parameters and updates are not counted."""
     program, one = planned(monkeypatch)
-    whole = [options[0] for options in one.model.options]  # replicated
-    assert at_least(program, [whole[one.ties.of_node(k)] for k in range(len(program.nodes))]) == 256 * 64 * 4 <= one.peak_bytes
+    whole = [0] * len(one.choice)  # replicated
+    assert at_least(program, one.model, one.ties, whole) == 256 * 64 * 4 <= one.peak_bytes
+
+
+def test_shardings_that_may_be_brought_down_to_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward of the layer reads x and w and makes y: replicated 32768 + 8448 + 65536 bytes; half the batch a rank, 57600."""
+    program, one = planned(monkeypatch)
+    at = lambda budget: [at_least(program, one.model, one.ties, x) for x in roomy(program, one.model, one.ties, one.choice, budget)]  # noqa: E731
+    assert max(at(106_752)) == 65_536 and at(60_000) and max(at(60_000)) <= 32_768 and not at(20_000)

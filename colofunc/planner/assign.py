@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import merge
+from itertools import chain
 from typing import Protocol
 
 import attrs
@@ -25,7 +26,7 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.budget import at_price, fit, least_error
-from colofunc.planner.cheapest import at_least, cheapest
+from colofunc.planner.cheapest import fitting, roomy
 from colofunc.planner.classes import Ties, item_of, tie
 from colofunc.planner.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.eliminate import BIG
@@ -266,15 +267,15 @@ def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, 
     return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
 
 
-def cheapest_first(program: Program, memo: Memo, budget_bytes: int) -> Iterator[Assignment]:
-    """All assignments of a small step that was assigned before, but what holds nowhere less than a cheaper one, or can never fit."""
+def others(program: Program, memo: Memo, budget_bytes: int, few: bool) -> Iterator[Assignment]:
+    """Of a step that was assigned before, all assignments, cheapest first, but what holds nowhere less than a cheaper one, or can
+    never fit; or only a `few` that may fit where what was found did not."""
     ways, known = list[Iterator[Assignment]](), memo.fastest
-    if known is None:
-        return iter(())
-    for regather, (model, alive) in memo.models.items():
-        ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), cheapest(model, budget_bytes)))
-    every = merge(*ways, key=lambda a: a.cost_s)
-    return (a for a in every if at_least(program, a.strategies) <= budget_bytes)
+    for regather, (model, alive) in memo.models.items() if known else ():
+        assert known is not None
+        found = roomy(program, model, known.ties, known.choice, budget_bytes) if few else fitting(program, model, known.ties, budget_bytes)
+        ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
+    return chain(*ways) if few else merge(*ways, key=lambda a: a.cost_s)
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -16,16 +16,19 @@ Source: Dechter, Bucket elimination; Lawler, Management Science 18 (1972), for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 
 import attrs
 import numpy as np
 
 from colofunc.dtensor.rule import Strategy
+from colofunc.planner.classes import Ties
 from colofunc.planner.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
 from colofunc.planner.exact import exact_graph
 from colofunc.planner.model import Model
+from colofunc.planner.problem import NORMAL
+from colofunc.planner.search import search
 from colofunc.program.ir import Program
 
 FACTOR, ELEMENTS = 1 << 16, 1 << 20
@@ -34,6 +37,8 @@ STEPS = 4000
 """So many choices are opened at most."""
 FINE = 100
 """What weighs less than this part of the budget is not told apart."""
+ROOMS = (0.9, 0.8, 0.7, 0.6)
+LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
 
 
 @attrs.frozen(eq=False)
@@ -62,18 +67,40 @@ def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[li
             yield eliminate_all(graph, light, weighs, choice)
 
 
-def at_least(program: Program, strategies: Sequence[Strategy]) -> int:
-    """Bytes that some operator alone needs at a time, whatever is moved or made again: what it reads that was made, or what it makes."""
-    inputs, most = set(program.inputs), 0
-    for node, strategy in zip(program.nodes, strategies, strict=True):
-        if node.phase == "update":  # may run elsewhere
-            continue
-        refs = node.refs
-        reads = {r: lay for r, lay in zip(refs, strategy.ins, strict=True) if r not in inputs and lay is not None}
-        made = {o: lay for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None}
-        for some in (reads, made):
-            most = max(most, sum(lay.local_numel * program.values[v].dtype.itemsize for v, lay in some.items()))
-    return most
+def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
+    """Of any step the fastest choices found in which no operator alone holds more than parts of the budget: these may be brought
+    down to it, whatever they hold before anything is moved or made again."""
+    alone = [np.array([_alone(program, ties, c, s, sum) for s in options], dtype=float) for c, options in enumerate(model.options)]
+    least = max((float(sizes.min()) for sizes in alone), default=0.0)
+    for most in (budget_bytes, least, *(room * budget_bytes for room in ROOMS)):
+        if least <= most <= budget_bytes:
+            extra = [np.where(sizes > most, BIG, 0.0) for sizes in alone]
+            found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
+            if all(sizes[o] <= most for sizes, o in zip(alone, found, strict=True)):
+                yield found
+
+
+def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
+    """`cheapest`, without what can never fit."""
+    return (x for x in cheapest(model, budget_bytes) if at_least(program, model, ties, x) <= budget_bytes)
+
+
+def at_least(program: Program, model: Model, ties: Ties, choice: Sequence[int]) -> int:
+    """Bytes that some operator alone needs whatever is moved or made again: what it reads that was made, or what it makes."""
+    return max((_alone(program, ties, c, model.options[c][o], max) for c, o in enumerate(choice)), default=0)
+
+
+def _alone(program: Program, ties: Ties, c: int, strategy: Strategy, how: Callable[[tuple[int, int]], int]) -> int:
+    """Bytes of what an operator reads, and of what it makes, taken together by `how` (sum; max: it may write over what it reads)."""
+    item = ties.members[c][0]
+    node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
+    if node is None or node.phase == "update":  # which may run on the host
+        return 0
+    inputs = set(program.inputs) if how is max else set[int]()
+    reads = {r: lay for r, lay in zip(node.refs, strategy.ins, strict=False) if r not in inputs and lay is not None}
+    made = {o: lay for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None}
+    size = [sum(lay.local_numel * program.values[v].dtype.itemsize for v, lay in some.items()) for some in (reads, made)]
+    return how((size[0], size[1]))
 
 
 def _bytes(model: Model, c: int) -> Array:

@@ -63,6 +63,7 @@ class Scored(Generic[P]):
 
 
 Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
+Every = Callable[[bool], Iterable[Proposed[P]]]  # (whether nothing fits so far) -> others; then some of those that may, else all
 
 
 def together(
@@ -72,13 +73,13 @@ def together(
     parts: int = 1,
     tries: int = 4,
     searches: int = SEARCHES,
-    every: Callable[[], Iterable[Proposed[P]]] = tuple,
+    every: Every[P] = lambda stuck: (),
     most: int = LOOK,
 ) -> tuple[Scored[P] | None, Fitted]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
-    A step in `parts` microbatches may hold so many times less than is estimated. `every`: all shardings, cheapest first, of a
-    step that is small enough to have few; at most `most` of them are finished. Raises PlanError where nothing can be proposed.
+    A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
+    to have few shardings all, cheapest first; at most `most` of them are finished. Raises PlanError where nothing can be proposed.
     """
     return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most)
 
@@ -91,13 +92,17 @@ class _Together(Generic[P]):
         self.best: Scored[P] | None = None
 
     def run(
-        self, tries: int, searches: int, every: Callable[[], Iterable[Proposed[P]]], most: int
+        self, tries: int, searches: int, every: Every[P], most: int
     ) -> tuple[Scored[P] | None, Fitted]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first):
             self.for_less(tries)
             self.priced(first, searches)
-            self.all_of(every(), most)
+            if self.best is None:
+                self.all_of(every(True), most)
+                if self.best is not None:
+                    self.priced(first, searches // 2)
+            self.all_of(every(False), most)
         return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:

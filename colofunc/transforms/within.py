@@ -19,7 +19,7 @@ import attrs
 
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, cheapest_first
+from colofunc.planner.assign import Assignment, others
 from colofunc.planner.constraints import Constraints
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import SEARCHES, Proposed, together
@@ -206,10 +206,12 @@ def within(
     )
 
 
-def _every(make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int) -> Iterator[Proposed[Decided]]:
-    """All shardings of a small program, cheapest first."""
-    if len(program.nodes) <= SMALL:
-        for found in cheapest_first(program, candidates.memo, budget_bytes):
+def _every(
+    make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, stuck: bool
+) -> Iterator[Proposed[Decided]]:
+    """All shardings of a small program, cheapest first; of any that is stuck some that may fit."""
+    if stuck or len(program.nodes) <= SMALL:
+        for found in others(program, candidates.memo, budget_bytes, few=stuck):
             yield _proposed(make, None, 0.0, found)
 
 
