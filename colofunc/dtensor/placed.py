@@ -26,6 +26,7 @@ from colofunc.dtensor.parts import part
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
+from colofunc.executors.pools import gpu_of, in_tier
 from colofunc.mesh import Mesh
 from colofunc.ops.flat import together
 
@@ -35,8 +36,19 @@ Shards = list[torch.Tensor]
 def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "") -> Shards:
     """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
 
-    `copy`: they may be written to, so they must not be the caller's memory.
+    `copy`: they may be written to, so they must not be the caller's memory. On a GPU a part lies in the memory that the layout says:
+    the device's, or pinned on the host.
     """
+    made = _placed(x, layout, mesh, backend, copy, name)
+    where = gpu_of(mesh) if not x.is_cuda else x.device
+    if where is None:
+        return made
+    settled = {id(s): in_tier(s, layout.tier, where) for s in made}
+    return [settled[id(s)] for s in made]
+
+
+def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool, name: str) -> Shards:
+    """The parts, wherever the tensor lies."""
     what = f"argument {name!r}" if name else "an argument"
     if isinstance(x, DTensor):
         if x.mesh != mesh:

@@ -22,8 +22,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from colofunc.errors import CapacityError
+from colofunc.executors.disk_tensors import OnDisk
+from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
@@ -37,7 +40,8 @@ class Pool:
     """Buffers of the sizes of a plan, for so many ranks in this process.
 
     `growths`: how often memory was taken: once, and again after a step that failed and left tensors behind. `most`: size -> the
-    most buffers that were in use at one time. `spoils`: what comes back is filled with NaN, for tests on a CPU (a copy on a GPU may still read it).
+    most buffers that were in use at one time. `spoils`: what comes back is filled with NaN, for tests on a CPU: on a GPU a copy may
+    still read it.
     """
 
     def __init__(self, plan: Passing, ranks: int = 1) -> None:
@@ -145,6 +149,22 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(shape, device="cpu", memory_format=torch.preserve_format)
     flat = torch.from_numpy(pages(rounded(shape.nbytes, 0), pinned=True)[: shape.nbytes])
     return flat.view(shape.dtype).as_strided(shape.shape, shape.stride())
+
+
+def in_tier(x: torch.Tensor, tier: str, gpu: torch.device) -> torch.Tensor:
+    """x where a value of that tier lies on a machine with this GPU; x itself where it is there. What lies on disk stays there."""
+    if isinstance(x, OnDisk) or tier == "disk":
+        return x
+    if tier == "host":
+        return x if x.is_cpu and x.is_pinned() else pinned_like(x).copy_(x)
+    return x if x.is_cuda else x.to(gpu)
+
+
+def gpu_of(mesh: Mesh) -> torch.device | None:
+    """The GPU on which steps on a mesh run because it says so, or its process group does; None: wherever their inputs lie."""
+    joined = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+    cuda = mesh.device == "cuda" or (joined and mesh.device is None and dist.get_world_size() == mesh.size)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda and torch.cuda.is_available() else None
 
 
 def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -44,7 +44,8 @@ class MemoryPolicy:
 
     place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device", "host" or None.
     activations: whether what forward keeps for backward may be copied to the host. where: glob of module paths -> "host" or "device",
-    where their operators run; of others cost decides (`host_operators`).
+    where their operators run; of others cost decides (`host_operators`). measure: so many first steps are timed and the
+    step is planned again (`cf.offload(measure=)`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class MemoryPolicy:
     update: str | None = None
     activations: bool = True
     where: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    measure: int = 0
 
 
 SCALAR = 8  # bytes of a step count, which goes with nobody

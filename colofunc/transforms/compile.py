@@ -23,12 +23,14 @@ from colofunc import compat
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import ColofuncError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.disk_tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
+from colofunc.planner.plan_table import time_text
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.chunks import buffers_of
 from colofunc.program.trace_tree import Tree, flatten, unflatten
@@ -36,12 +38,15 @@ from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.disk_state import Shelves, named, scratch_sizes
 from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.measured import Warmup, moved, step_s, warmup
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
 from colofunc.transforms.reads import reads_of
 from colofunc.transforms.staged import Staged
 
 Leaf = torch.Tensor
+LEAST = 0.01
+"""A plan from measurements that is faster by a smaller part is not worth moving state."""
 
 
 class Ready:
@@ -52,6 +57,9 @@ class Ready:
         self.watch = watch
         self.disk = disk  # the directory of what lies on disk; True: none is named yet
         self._executor = executor
+        self.measure = 0  # of the steps to come so many are to be measured
+        self.warmup: Warmup | None = None  # what measures them
+        self.after: Ready | None = None  # planned by what was measured; state of this one moves there
         self._compared: set[str] = set()
         self._hidden: tuple[list[int], list[list[torch.Tensor]]] | None = None
         values, captured = low.traced.program.values, low.traced.captured
@@ -107,6 +115,9 @@ class Ready:
     def run(self) -> Callable[[Sequence[list[torch.Tensor]]], list[list[torch.Tensor]]]:
         return self.backend.compile(self.low.program, self.low.mesh)
 
+    def step(self, inputs: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return self.run(inputs) if self.warmup is None else self.warmup.run(inputs)
+
 
 class StepCompiler:
     """Compiles a staged function once per signature and runs it."""
@@ -121,8 +132,37 @@ class StepCompiler:
         ready = self._get(staged, args, leaves, tree, runs=True)
         ready.compare("call", leaves)
         name = getattr(staged.fn, "__name__", "step")
+        if ready.measure:
+            ready.measure, ready.warmup = 0, warmup(ready.low, ready.backend, ready.measure, name, say)
+        elif ready.warmup is not None and not ready.warmup.left:
+            self._plan_again(staged, args, leaves, ready, name)
         with nullcontext() if ready.watch is None else ready.watch.step(name):
+            while ready.after is not None:
+                ready = ready.after
+                leaves = moved(leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, name)
             return run(ready, leaves, name)
+
+    def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
+        """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one standing."""
+        assert old.warmup is not None, "whoever calls has looked"
+        timed, old.warmup = old.warmup.timed(), None
+        donated = set(old.low.donated)
+        staying = [None if i in donated else leaf for i, leaf in enumerate(leaves)]
+        try:
+            low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
+        except ColofuncError as error:
+            warnings.warn(f"{name} keeps its plan: none could be made from what its first steps measured ({error})", stacklevel=4)
+            return
+        before_s, after_s = step_s(old.low, timed), step_s(low, timed)
+        faster = after_s < before_s * (1 - LEAST)
+        if low.mesh.is_main:
+            what = "is planned again" if faster else "keeps its plan, the best that is known by that"
+            say(f"{name} {what}: measured, a step takes {time_text(before_s)}, planned anew {time_text(after_s)}")
+        if faster:
+            low = attrs.evolve(low, plan=attrs.evolve(low.plan, cost_s=after_s))
+            old.after = Ready(low, staged.executor, old.watch, staged.fn, old.disk)
+            known = next(some for some in self._ready.values() if old in some)
+            known.insert(0, old.after)
 
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
@@ -172,6 +212,7 @@ class StepCompiler:
             intent = staged.intent("offload")
             disk = None if intent is None else intent.options["disk"]
             ready = Ready(prepare(staged, args, leaves, watch), staged.executor, watch, staged.fn, disk)
+            ready.measure = 0 if intent is None else intent.options["measure"]
             known.append(ready)
         self._last = leaves, tree, around
         return ready
@@ -290,7 +331,7 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     disk, scratch = Together(part for parts in inputs for part in parts), ready.scratch
     try:
         with nullcontext() if scratch is None else scratch.used():
-            outs = ready.run(inputs)
+            outs = ready.step(inputs)
         disk.commit()
     except Exception as error:
         disk.rollback()

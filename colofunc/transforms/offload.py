@@ -42,6 +42,7 @@ def offload(
     host: str | int | float = "auto",
     disk: str | os.PathLike[str] | bool | None = None,
     where: Mapping[str, str] | None = None,
+    measure: int | None = None,
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
@@ -51,6 +52,7 @@ def offload(
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
     more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size.
     where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
+    measure: so many first steps are timed, and what moves when is planned again by that (see `measured.py`); a policy may ask for it.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
     limit, part = _budget(budget, "budget")
@@ -60,10 +62,15 @@ def offload(
         raise InputError(f"cf.offload(disk={disk!r}): give the path of a directory, such as '/nvme/me'")
     if disk is None and policy in ("disk", DISK):
         raise InputError("cf.offload(policy='disk') needs a directory; write cf.offload(..., disk='/nvme/me')")
+    if measure is not None and (isinstance(measure, bool) or not isinstance(measure, int) or measure < 0):
+        raise InputError(f"cf.offload(measure={measure!r}): give how many first steps are timed, such as 2")
+    if measure is None:
+        measure = policy.measure if isinstance(policy, MemoryPolicy) else 0
     room = _budget(host, "host")
     directory = disk if disk is None or disk is True else os.fspath(disk)
     chosen = _where(where or {})
     options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
+    options["measure"] = measure
     intent = _intent(options)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)

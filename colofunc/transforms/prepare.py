@@ -33,6 +33,7 @@ from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
 from colofunc.program.lift import lift
 from colofunc.program.simplify import simplify
+from colofunc.program.timed import Timed
 from colofunc.program.trace import Traced, trace
 from colofunc.program.trace_tree import Tree
 from colofunc.transforms.agree import equal_captured, from_main, same, share
@@ -41,7 +42,7 @@ from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Intent, Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
-from colofunc.transforms.within import Ending, within
+from colofunc.transforms.within import Ending, finished, within
 
 
 def say(text: str) -> None:
@@ -59,8 +60,17 @@ def mesh_of(staged: Staged) -> Mesh:
     return mesh
 
 
-def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor], watch: Watch | None) -> Lowered:
-    """Trace, plan and lower for one signature."""
+def prepare(
+    staged: Staged,
+    args: tuple[Any, ...],
+    leaves: Sequence[torch.Tensor | None],
+    watch: Watch | None,
+    measured: tuple[Plan, Timed] | None = None,
+) -> Lowered:
+    """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
+
+    `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
+    """
     mesh = mesh_of(staged)
     intent = staged.intent("shard")
     options = dict(intent.options) if intent is not None else {}
@@ -94,6 +104,7 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
     ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, *ways)
+    ending = ending if measured is None else attrs.evolve(ending, timed=measured[1])
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()
@@ -108,7 +119,9 @@ def prepare(staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
     chain = (asked, sorted(named.items()), budget, axes, temporaries, parts, real)
+    anew = lambda plan: finished(ending, decided_by(plan, program, mesh, candidates, constraints), budget)  # noqa: E731
     recall = lambda: remembered(key_of(program, mesh, registry, constraints, chain), plan_it, again, say)  # noqa: E731
+    recall = recall if measured is None else partial(anew, measured[0])
     choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:

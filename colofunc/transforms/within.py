@@ -34,6 +34,7 @@ from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import lower
 from colofunc.program.memory import MemoryReport
+from colofunc.program.timed import Timed
 from colofunc.program.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
 
@@ -64,6 +65,7 @@ class Ending:
     position -> elements of the chunks that it lies in. `temporaries`: whether they are written over. `count`: the accountant of the
     executor that will run it. `refit`: of `checkpoint`.
     `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
+    `timed`: how long operators take, where that was measured.
     """
 
     program: Program
@@ -77,6 +79,7 @@ class Ending:
     move: Move | None = None
     order: Callable[[Program, float], Program] = lambda program, _: program
     ways: Sequence[Rewrite] = (lambda program, _: program,)
+    timed: Timed | None = None
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
         """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks."""
@@ -111,7 +114,8 @@ class Ending:
         return self.refit is not None or self.move is not None
 
     def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
-        return node_s(node, values, self.mesh, self.rule_of)
+        model = partial(node_s, mesh=self.mesh, rule_of=self.rule_of)
+        return model(node, values) if self.timed is None else self.timed.node_s(node, values, model)
 
     def _lowered(self, decided: Decided) -> Program:
         layouts = decided.input_layouts, decided.output_layouts
@@ -204,6 +208,14 @@ def within(
         f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
         f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
     )
+
+
+def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
+    """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
+    done = ending.finish(decided, budget_bytes)
+    if budget_bytes is not None and not done.fits(budget_bytes):
+        raise PlanError(done.short or f"the least found has a peak of {_gib(done.peak_bytes)}, the budget is {_gib(budget_bytes)}")
+    return _told(decided, done)
 
 
 def _every(

@@ -4,11 +4,11 @@
     step = cf.offload(cf.shard(step_fn, mesh, zero(3, "dp")), policy=elixir(), budget="20GiB")
 
 Problem: chunks of parameters and optimizer state have to lie somewhere between their uses, and a system that looks while it
-runs learns too late. Idea: the traced program is the statistics that Gemini gathers in warm-up, so a policy only says which
-tier each state is kept in; what moves when follows from the uses (`cf.offload`). In these systems' words: a chunk is *held*
-where it lies, *computed* with while an operator reads it, and *free* on the device where only the host has it
-(`chunk_states`); the *margin* is what the device has left beside parameters and non-model data, and a ratio of it takes
-optimizer state.
+runs learns too late. Idea: the traced program is the statistics that Gemini gathers in warm-up (`warmup` measures seconds,
+too), so a policy only says which tier each state is kept in; what moves when follows from the uses (`cf.offload`). In these
+systems' words: a chunk is *held* where it lies, *computed* with while an operator reads it, and *free* on the device where only
+the host has it (`chunk_states`); the *margin* is what the device has left beside parameters and non-model data, and a ratio of
+it takes optimizer state.
 
 Source: PatrickStar (2108.05818) for chunk states and margin; Colossal-AI's Gemini for the policies' names; Elixir (2212.05339)
 for the rates.
@@ -32,18 +32,23 @@ SCALAR = 8  # bytes: step counts stay with the device
 ADAM_BYTES = 16.0  # of float32 parameter, gradient and two moments, which a rate in parameters is about
 
 
-def gemini(placement: Placement = "auto", *, param: float = 0.0, optim: float = 1.0, margin: float = 0.5) -> cf.MemoryPolicy:
+def gemini(
+    placement: Placement = "auto", *, param: float = 0.0, optim: float = 1.0, margin: float = 0.5, warmup: int = 0
+) -> cf.MemoryPolicy:
     """A policy for `cf.offload`.
 
     "device": all state on the device. "host": all on the host, updated there. "static": parts `param` of the parameters' and
     `optim` of the optimizer state's bytes on the host, the last used first; updated where the moments lie. "auto": parameters
     stay as long as they leave room, `margin` (0 to 1) of what is left then takes optimizer state, the first used first.
+    warmup: so many first steps are measured; then the step is planned again with their seconds in place of modelled ones.
     """
     if placement not in PLACEMENTS:
         raise cf.PlanError(f"gemini has no placement {placement!r}; it has {', '.join(PLACEMENTS)}")
     for name, part in (("param", param), ("optim", optim), ("margin", margin)):
         if not 0 <= part <= 1:
             raise cf.PlanError(f"gemini({name}={part}): a part is between 0 and 1")
+    if warmup < 0:
+        raise cf.PlanError(f"gemini(warmup={warmup}): give how many first steps are measured, such as 2")
 
     def place(states: Sequence[cf.State], room: cf.Room) -> Sequence[str | None]:
         if placement in ("device", "host"):
@@ -60,7 +65,8 @@ def gemini(placement: Placement = "auto", *, param: float = 0.0, optim: float = 
             away = set(range(len(states))) - held
         return ["host" if k in away and s.nbytes > SCALAR else "device" for k, s in enumerate(states)]
 
-    return cf.MemoryPolicy(f"gemini {placement}", place, {"device": "device", "host": "host"}.get(placement), activations=False)
+    update = {"device": "device", "host": "host"}.get(placement)
+    return cf.MemoryPolicy(f"gemini {placement}", place, update, activations=False, measure=warmup)
 
 
 def elixir() -> cf.MemoryPolicy:
