@@ -149,19 +149,6 @@ def test_another_function_reads_it_where_it_lies(tmp_path: Path) -> None:
     assert len({p.store.path for p in on_disk(state) if p.store}) == 1
 
 
-def test_it_is_saved_part_by_part_and_loaded_when_a_step_takes_it(tmp_path: Path) -> None:
-    step, *args = training(layers=2)
-    staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
-    state, _ = staged(staged.init(*args), args[1])
-    saving = cf.save(tmp_path / "saved" / "s", state, wait=False)
-    assert saving.done  # written, not copied: memory has no room for it
-    want, _ = staged(state, args[1])
-    loaded = cf.load(tmp_path / "saved" / "s", mesh=one())
-    assert all(part.store is None for part in on_disk(loaded)) and loaded["params"]["2.weight"].sharding.tier == "disk"
-    found, _ = staged(loaded, args[1])
-    assert equal(fulls(found), fulls(want)) and all(part.store is not None for part in on_disk(found))
-
-
 def test_files_go_with_the_state_and_nothing_else_is_touched(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "colofunc-disk-rank00000-mine").mkdir()

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from threading import Thread
 from types import TracebackType
 from typing import Self
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk_files import Files, create, disk_error, reopen
+from colofunc.executors.disk_held import Held, Holds
 from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
 from colofunc.executors.disk_queue import Move, Ticket, Work, Workers, aligned, whole_pages
 
@@ -85,9 +87,6 @@ class Records:
 
     def get(self, chunk: int, version: int, target: Buffer, block: int, buffer: Buffer) -> None:
         """Read one block and compare its checksum."""
-        if chunk in self.failed:
-            why = self.failed[chunk]
-            raise DiskError(f"chunk {chunk} cannot be read, its last write failed: {why}. Try: write it again, or rollback()") from why
         at = block * self.layout.block_bytes
         part = target[at : at + self.layout.block_bytes]
         data = part if whole_pages(part) else buffer[: padded(len(part))]
@@ -104,6 +103,12 @@ class Records:
             )
         if data is not part:
             np.copyto(part, data[: len(part)])
+
+    def whole(self, chunk: int) -> None:
+        """Raises DiskError where the last write of a chunk failed."""
+        if chunk in self.failed:
+            why = self.failed[chunk]
+            raise DiskError(f"chunk {chunk} cannot be read, its last write failed: {why}. Try: write it again, or rollback()") from why
 
     def wrote(self, chunk: int, error: BaseException | None) -> None:
         if error is None:
@@ -175,6 +180,7 @@ class DiskStore:
         self._files = files
         self._records = Records(files, last)
         self._workers = Workers(threads, files.layout.block_bytes)
+        self._holds = Holds()
         self._end = weakref.finalize(self, _finish, self._workers, files)
 
     # -- what there is --
@@ -214,10 +220,12 @@ class DiskStore:
 
         The tensor is borrowed: nothing may change it until the ticket is done. Where its memory begins at a page
         (`aligned_empty`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
+        Where it would replace what is held (`hold`), it waits until that is released.
         """
         source = self._bytes_of(chunk, tensor, "write")
         records = self._records
         version = 1 if records.current[chunk] == 0 else 0  # never the one that counts
+        self._holds.wait(chunk, version)
         records.newest[chunk] = version
 
         def move(block: int, buffer: Buffer) -> None:
@@ -234,6 +242,24 @@ class DiskStore:
         records, version = self._records, int(self._records.newest[chunk])
         if version < 0:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before read({chunk}, into)")
+
+        def move(block: int, buffer: Buffer) -> None:
+            records.whole(chunk)
+            records.get(chunk, version, target, block, buffer)
+
+        return self._submit(chunk, f"reading chunk {chunk} from {records.path(version)!r}", move, writes=False)
+
+    def hold(self, chunk: int) -> Held:
+        """A chunk as it was written last, to be read whatever is written later, in another thread too, and then released."""
+        self._ours(f"hold chunk {chunk} of")
+        version = int(self._records.newest[chunk])
+        if version < 0:
+            raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before hold({chunk})")
+        self._holds.add(chunk, version)
+        return Held(self.sizes[chunk], partial(self._read_held, chunk, version), partial(self._holds.release, chunk, version))
+
+    def _read_held(self, chunk: int, version: int, into: Tensor) -> Ticket:
+        target, records = self._bytes_of(chunk, into, "read"), self._records
 
         def move(block: int, buffer: Buffer) -> None:
             records.get(chunk, version, target, block, buffer)

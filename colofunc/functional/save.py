@@ -32,6 +32,7 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.executors.launch import before_end
+from colofunc.functional.checkpoint.beside import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import INDEX, Writing, keep_newest, read_index, write_durably, write_index
@@ -96,12 +97,12 @@ def save(
 ) -> Saving:
     """Write `state`, any tree that a step takes, to folder `path`. Collective on real ranks.
 
-    format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been
-    copied; the rest happens in a thread, which ends before the interpreter does, and what goes wrong is raised by
-    `wait()` or the next save. State that lies on disk is not copied, since memory has no room for it: then it returns when all is
-    written. keep: of the folders beside `path` whose names differ in numbers only, this many newest
-    stay. deadline_s: how long ranks wait for each other. Raises CheckpointError where another process saves to the
-    same folder or the disk is full; the folder is then as it was before.
+    format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been copied; the rest happens
+    in a thread, which ends before the interpreter does, and what goes wrong is raised by `wait()` or the next save. With state on disk
+    nothing is copied, since memory has no room for it: it returns when what lies in memory is written, and reads what lies on disk, as it
+    was, beside the next steps; as "dcp" when all is written. keep: of the folders beside `path` whose names differ in numbers only, this
+    many newest stay. deadline_s: how long ranks wait for each other. Raises CheckpointError where another process saves to the same folder
+    or the disk is full; the folder is then as it was before.
     """
     if format not in FORMATS:
         raise InputError(f"save: no format {format!r}{near(format, FORMATS)}")
@@ -110,7 +111,7 @@ def save(
     saver = _saver()
     failed = saver.settle()
     job = _prepared(path, lambda: _Job.make(path, state, batches, random, keep, deadline_s).copied(None if wait else format))
-    wait = wait or job.large
+    wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
     writing = _begin(job, failed)
@@ -119,10 +120,11 @@ def save(
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         run_now(future, lambda: _attempt(job, writing, run))
-        saving = Saving(job.path, future)
-        saving.wait()
+        (saving := Saving(job.path, future)).wait()
         return saving
-    return saver.start(job.path, lambda: _attempt(job, writing, run))
+    saving = saver.start(job.path, lambda: _attempt(job, writing, run))
+    job.beside.taken.wait()
+    return saving
 
 
 def _what(path: str | os.PathLike[str]) -> str:
@@ -162,6 +164,7 @@ class _Job:
     keep: int | None
     deadline_s: float
     writing: Writing | None = None
+    beside: Beside = attrs.field(factory=Beside)
 
     @staticmethod
     def make(path: Any, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
@@ -181,14 +184,17 @@ class _Job:
         return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
 
     @property
-    def large(self) -> bool:
-        """Whether part of the state lies on disk, because memory has no room for it."""
+    def large(self) -> bool:  # for memory
         return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
 
     def copied(self, format: str | None) -> _Job:
-        """With copies of everything, so that the next step may write in place; None, or with state on disk: as it is."""
-        if format is None or self.large:
+        """With copies of everything, so that the next step may write in place; None: as it is. With state on disk: `Beside`."""
+        if format is None or (self.large and format == "dcp"):
             return self
+        if self.large:
+            self.items = self.beside.items(self.leaves, self.ranks.rank)
+            return self
+        self.beside.taken.set()
         if format == "dcp" and self.ranks.size == 1:
             plain = {leaf.name: leaf.tensor.full() if isinstance(leaf.tensor, DTensor) else leaf.tensor.clone() for leaf in self.leaves}
             self.leaves = assign(plain, self.ranks)
@@ -315,6 +321,7 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
         if job.ranks.rank != 0:
             writing.rename(said[0][0])
     if problem is not None:
+        job.beside.let_go()
         if isinstance(problem, CheckpointError):
             raise problem
         raise CheckpointError(f"save to {str(job.path)!r}: {problem}") from problem
@@ -336,6 +343,8 @@ def _attempt(job: _Job, writing: Writing, run: Callable[[], None]) -> None:
                 f"{'the last checkpoint there is intact' if job.path.exists() else 'nothing is there'}"
             ) from error
         raise
+    finally:
+        job.beside.let_go()
 
 
 def _give_up(job: _Job, writing: Writing, error: BaseException) -> None:

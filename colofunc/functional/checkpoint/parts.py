@@ -71,19 +71,25 @@ class Leaf:
 
     def items(self, rank: int) -> list[Item]:
         """What `rank` writes of it."""
+        return [item for item, _ in self.written(rank)]
+
+    def written(self, rank: int) -> list[tuple[Item, int]]:
+        """What `rank` writes of it, and the mesh rank whose part that is."""
         whole = len(self.writers) == 1
         return [
-            Item(self.name if whole else f"{self.name}{region.text()}", self.tensor.dtype, region, partial(self._value, held))
+            (Item(self.name if whole else f"{self.name}{region.text()}", self.tensor.dtype, region, partial(self._value, held)), held)
             for region, writer, held in self.writers
             if writer == rank
         ]
 
     def _value(self, held: int) -> torch.Tensor:
         x = self.tensor
-        if not isinstance(x, DTensor):
-            return make(x)
-        part = x.parts[held] if len(x.parts) == x.mesh.size else x.local
-        return unpadded(in_memory(part), x.sharding, x.mesh, held)
+        return unpadded(in_memory(self.part(held)), x.sharding, x.mesh, held) if isinstance(x, DTensor) else make(x)
+
+    def part(self, held: int) -> torch.Tensor:
+        """The part of a mesh rank of this process, of a tensor that is distributed."""
+        assert isinstance(self.tensor, DTensor)
+        return self.tensor.parts[held] if len(self.tensor.parts) == self.tensor.mesh.size else self.tensor.local
 
 
 def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:

@@ -1,0 +1,61 @@
+"""Saving beside the steps: what lies in memory is written first, what lies on disk is read behind it, as it was.
+
+Problem: a save in the background copies the state, and memory has no room for what lies on disk. Idea: what counts on disk stays
+there for one more step, so it is held (`executors/disk_held.py`) and read while training goes on. A copy of the rest would need
+room too, where the disk is used for want of it: steps go on when it is written.
+
+    beside = Beside()
+    items = beside.items(leaves, rank)      # to be written in this order, in a thread
+    beside.taken.wait()                     # from now on steps may write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from threading import Event
+
+import attrs
+import torch
+
+from colofunc.dtensor.tensor import DTensor
+from colofunc.executors.disk_held import Held
+from colofunc.executors.disk_tensors import OnDisk
+from colofunc.functional.checkpoint.files import Item
+from colofunc.functional.checkpoint.parts import Leaf
+from colofunc.functional.checkpoint.regions import unpadded
+
+
+@attrs.frozen(eq=False)
+class Beside:
+    """`holds`: what lies on disk, until it is read. `taken`: set when the next step may write in place."""
+
+    holds: list[Held] = attrs.field(factory=list)
+    taken: Event = attrs.field(factory=Event)
+
+    def items(self, leaves: Sequence[Leaf], rank: int) -> list[Item]:
+        """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`."""
+        first, behind = list[Item](), list[Item]()
+        for leaf in leaves:
+            for item, held in leaf.written(rank):
+                x = leaf.tensor
+                part = leaf.part(held) if isinstance(x, DTensor) else None
+                if isinstance(x, DTensor) and isinstance(part, OnDisk) and part.store is not None:
+                    self.holds.append(part.store.hold(part.number))
+                    item = attrs.evolve(item, value=partial(self._read, self.holds[-1], part, x, held))
+                    behind.append(item)
+                else:
+                    first.append(item)
+        return [*first, *behind]
+
+    def _read(self, held: Held, part: OnDisk, x: DTensor, rank: int) -> torch.Tensor:
+        self.taken.set()
+        flat = held.read()
+        held.release()
+        return unpadded(flat.view(part.dtype).as_strided(part.shape, part.stride()), x.sharding, x.mesh, rank)
+
+    def let_go(self) -> None:
+        """Nothing is read any more."""
+        for held in self.holds:
+            held.release()
+        self.taken.set()
