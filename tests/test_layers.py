@@ -40,7 +40,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
     "agree", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "lowered", "observe",
-    "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
+    "measured", "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
 )  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.
