@@ -9,7 +9,7 @@ from typing import Any
 import narrow
 import pytest
 import torch
-from colofunc_plugins import tensor, zero
+from colofunc_plugins import tensor, tp2d_25d_3d, zero
 from colofunc_plugins.tp2d_25d_3d.summa import panels
 from torch import nn
 
@@ -270,6 +270,8 @@ def test_bad_arguments() -> None:
         tensor("2d", size=8)
     with pytest.raises(cf.PlanError, match="leaves open how deep"):
         tensor("2.5d", size=8)
+    with pytest.raises(cf.PlanError, match=r"modes 'auto', '2d', '2.5d', '3d', not '1d'; colofunc_plugins.tensor has every mode"):
+        tp2d_25d_3d.tensor("1d", "tp")
     assert tensor("2.5d", depth=2, size=8).sizes == (2, 2, 2) and tensor("2.5d", ("r", "c"), depth=2).axes == ("r", "c", "depth")
 
 

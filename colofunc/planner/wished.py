@@ -254,10 +254,7 @@ def _on_operators(
     asked = [{f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
     able = [hit for hit, known in zip(hits, words, strict=True) if any(factors <= known for factors in asked)]
     if hits and not able:
-        rules = {
-            f"{node.target}: {rule.text()}" if (rule := rule_of(node)) else f"{node.target}: no rule"
-            for _, node in hits
-        }
+        rules = {f"{node.target}: {rule.text() if (rule := rule_of(node)) else 'no rule'}" for _, node in hits}
         line = f" (first at {hits[0][1].line})" if hits[0][1].line else ""
         raise PlanError(
             f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
