@@ -56,6 +56,9 @@ from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner import products as products
 from colofunc.planner import reading as reading
+from colofunc.planner import tokens as tokens
+from colofunc.planner.attention_pattern import AttentionExchange as AttentionExchange
+from colofunc.planner.attention_pattern import AttentionPattern as AttentionPattern
 from colofunc.planner.follow import Rules
 from colofunc.planner.follow import follow as follow
 from colofunc.planner.memory_policies import MemoryPolicy, Room, State
@@ -78,6 +81,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionCall",
+    "AttentionExchange",
+    "AttentionPattern",
     "Batches",
     "CapacityError",
     "CheckError",
@@ -155,6 +160,7 @@ __all__ = [
     "set_random_state",
     "shard",
     "testing",
+    "tokens",
     "topology",
     "train_step",
     "value_and_grad",

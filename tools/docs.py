@@ -70,6 +70,8 @@ PIECES = (
     ("Products: `cf.products`", cf.products, "cf.products"),
     ("Pairs of products: `cf.product_pairs`", product_pairs, "cf"),
     ("Attention: `cf.AttentionCall`", inspect.getmodule(cf.AttentionCall), "cf"),
+    ("Patterns of attention: `cf.AttentionPattern`", inspect.getmodule(cf.AttentionPattern), "cf"),
+    ("Tokens: `cf.tokens`", cf.tokens, "cf.tokens"),
     ("Local code: `cf.local`", cf.local, "cf.local"),
 )
 
@@ -84,9 +86,10 @@ def _pieces(title: str, module: object, place: str) -> list[str]:
             words = "" if isinstance(thing, type) else _signature(thing)
             rows.append(f"- `{place}.{name}{words}`: {_line(thing)}")
         for what, member in vars(thing).items() if isinstance(thing, type) else ():
+            member = getattr(thing, what) if isinstance(member, classmethod | staticmethod) else member
             if not what.startswith("_") and isinstance(member, property):
                 rows.append(f"    - `.{what}`" + (f": {_line(member)}" if member.__doc__ else ""))
-            elif not what.startswith("_") and inspect.isfunction(member):
+            elif not what.startswith("_") and (inspect.isfunction(member) or inspect.ismethod(member)):
                 rows.append(f"    - `.{what}{_signature(member).replace('(self, ', '(').replace('(self)', '()')}`: {_line(member)}")
     return [*parts, "\n".join(rows) + "\n"]
 

@@ -109,7 +109,7 @@ def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dic
     return found
 
 
-_PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
+PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
 
 
 def written_attention(program: Program) -> Iterator[Node]:
@@ -129,7 +129,7 @@ def _is_product(program: Program, made: Mapping[int, Node], id: int) -> bool:
     while todo:
         node = made.get(id := todo.pop())
         if node is not None and id not in seen:
-            if node.target in _PRODUCTS:
+            if node.target in PRODUCTS:
                 return True
             todo += [r for r in node.refs if prod(program.values[r].shape) == size]
         seen.add(id)

@@ -22,7 +22,8 @@ Hooks speak of operators by name: those of torch, of any library, and those that
 
 What plugins are made of, all of it used by those in this repository: `cf.ways` gives strategies to build on, and
 `way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.Rules` and `cf.follow` say what operators can do and
-where a layout goes. `cf.reading`, `cf.products`, `cf.product_pairs`, `cf.AttentionCall` and `cf.local` stand below.
+where a layout goes. `cf.reading`, `cf.products`, `cf.product_pairs`, `cf.AttentionCall`, `cf.AttentionPattern`, `cf.tokens` and
+`cf.local` stand below.
 """
 
 from __future__ import annotations

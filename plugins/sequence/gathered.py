@@ -11,37 +11,29 @@ Source: context parallelism of Llama 3 (2407.21783), section 3.3.2.
 
 from __future__ import annotations
 
-import attrs
 import torch
-from colofunc_plugins.sequence.pattern import Parts, Pattern
 
 import colofunc as cf
 
 
-@attrs.frozen
-class Gathered(Pattern):
+class Gathered(cf.AttentionPattern):
     """Keys gathered over one axis."""
 
-    @property
-    def word(self) -> str:
-        return "gathered striped" if self.striped else "gathered"
+    words = "gathered", "gathered striped"
 
     def price(self, flops: float) -> tuple[float, float, float]:
-        a, n, keys = self.attention, self.n, self.block_bytes()
-        late = a.get("causal") and not a.get("window") and not self.striped
-        extra_s, peak_bytes = self.mesh.collective_s("all_gather", n * keys, (self.axis,)), 2 * n * keys
+        a, keys = self.attention, self.n * self.block_bytes()
+        extra_s, peak_bytes = self.mesh.collective_s("all_gather", keys, (self.axis,)), 2 * keys
         if a.backward:
-            sums = n * self.block_bytes(cf.local.wide(a.dtype))
+            sums = self.n * self.block_bytes(cf.local.wide(a.dtype))
             extra_s += self.mesh.collective_s("reduce_scatter", sums, (self.axis,))
             peak_bytes += 2 * sums
-        return flops * (2 - 1 / n if late else 1), extra_s, peak_bytes
+        return flops * self.busiest, extra_s, peak_bytes
 
-    def attend(self, x: Parts) -> tuple[torch.Tensor, ...]:
-        over, widths = (2, self.axis, self.mesh, self.striped), [x["k"].shape[-1], x["v"].shape[-1]]
-        k, v = cf.local.gathered(torch.cat([x["k"], x["v"]], -1), *over).split(widths, -1)
-        found = self.over_all({**x, "k": k, "v": v})
+    def attend(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        over = (2, self.axis, self.mesh, self.striped)
+        found = self.over_all(x, cf.local.gathered(self.keys(x), *over))
         if not self.attention.backward:
             return found
         dq, dk, dv, dbias = found
-        mine = cf.local.scattered(torch.cat([dk, dv], -1).to(cf.local.wide(dk.dtype)), *over)
-        return dq, *mine.to(dk.dtype).split(widths, -1), dbias
+        return dq, *self.apart(cf.local.scattered(self.key_grads(dk, dv), *over), x), dbias

@@ -46,6 +46,7 @@ class AttentionCall:
 
     FORWARD: ClassVar[str] = "colofunc.attention"
     BACKWARD: ClassVar[str] = "colofunc.attention_backward"
+    TARGETS: ClassVar[tuple[str, ...]] = (FORWARD, BACKWARD)
 
     call: Call
 
