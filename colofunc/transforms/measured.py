@@ -91,7 +91,7 @@ def step_s(low: Lowered, timed: Timed) -> float:
 
 
 def moved(
-    leaves: Sequence[torch.Tensor], layouts: Sequence[Layout], low: Lowered, backend: Backend, directory: str | None, name: str
+    leaves: Sequence[torch.Tensor], layouts: Sequence[Layout], low: Lowered, backend: Backend, directory: str | bool | None, name: str
 ) -> list[torch.Tensor]:
     """The leaves in the tiers of new layouts, one after the other; what moved is consumed where it was."""
     there = [isinstance(x, DTensor) and x.sharding is not layout for x, layout in zip(leaves, layouts, strict=False)]
