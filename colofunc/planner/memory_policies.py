@@ -44,7 +44,8 @@ class MemoryPolicy:
 
     place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device", "host" or None.
     activations: whether what forward keeps for backward may be copied to the host. where: glob of module paths -> "host" or "device",
-    where their operators run; of others cost decides (`host_operators`). measure: so many first steps are timed and the
+    where their operators run; of others cost decides (`host_operators`). slack: of all that takes at most this part longer than
+    the fastest, what copies fewest bytes; None: next to nothing (`residency.SLACK`). measure: so many first steps are timed and the
     step is planned again (`cf.offload(measure=)`).
     """
 
@@ -53,11 +54,13 @@ class MemoryPolicy:
     update: str | None = None
     activations: bool = True
     where: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    slack: float | None = None
     measure: int = 0
 
 
 SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
+BYTES = MemoryPolicy("bytes", slack=0.25)
 DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
 DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states])
 HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)

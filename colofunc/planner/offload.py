@@ -35,11 +35,14 @@ from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
-SPLITS = (0.0, 1.0, 0.75, 0.9, 0.5, 0.25)
-"""Shares of the updates, by bytes, that are tried on the host; of up to so many updates every one is."""
+SPLITS, CLOSER = (0.0, 1.0, 0.5, 0.75), 3
+"""Shares of the updates, by bytes, that are tried on the host, then so often those half way to the neighbours of the best."""
 EVERY = 8
+"""Of up to so many updates every share is tried."""
 FULL = 2
 """Of a large program so many splits are searched in full, those that look best in a sketch."""
+FINE = 1e-3
+"""Where a disk adds less than such a part of the work, nothing else is looked for."""
 LARGE = 4000
 """In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())
@@ -113,10 +116,7 @@ def offload(
         short = "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks)
         least_s = least_disk_s(mesh, above) if disk else 0.0
         return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
-    found = [best]
-    if above and (disk or "disk" in below.values()):
-        like = None if len(program.nodes) <= LARGE else best.hint
-        found += [best_of(like, part) for part in sorted({min(1.0, above / max(1, _on_host(best))), 1.0})]
+    deep = above > 0 and (disk or "disk" in below.values())
 
     def whole(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
         done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
@@ -125,10 +125,17 @@ def offload(
             lower = on_disk(done, mesh, node_s, most, below)
             done, words, lacks = lower.program, (*words, *lower.words), lower.short
         short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks) or lacks
-        exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if len(found) > 1 else _longer_s(ground, one)
+        exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if deep else _longer_s(ground, one)
         return (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
 
-    return min(map(whole, found), key=itemgetter(0))[1]
+    rank, done = whole(best)
+    if deep and rank > (best.over, False, _longer_s(ground, best) + FINE * _alone_s(ground)):  # else the disk is hidden
+        like = None if len(program.nodes) <= LARGE else best.hint
+        part = min(1.0, above / max(1, _on_host(best)))
+        for one in (best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
+            if rank > (one.over, False, _longer_s(ground, one)):  # with its disk it is no faster
+                rank, done = min((rank, done), whole(one), key=itemgetter(0))
+    return done
 
 
 @attrs.frozen(eq=False)
@@ -154,24 +161,51 @@ class _Found:
         return self.over, self.found.seconds
 
 
+@attrs.frozen(eq=False)
+class _Try:
+    """A split of the updates, and what was searched for it so far."""
+
+    over: int
+    on_host: frozenset[int]
+    items: Sequence[int]
+    share: float
+    search: Search
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.search.fastest_s
+
+
 def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> _Found:
     """The fastest of the splits of the updates."""
-    tries: list[tuple[_Found, Search]] = []
+    tries = list[_Try]()
     points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
-    splits = _splits(ground, policy.update, placed, like)
-    for share, on_host in with_operators(ground, policy.where, policy.update, placed, limit, splits):
-        items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
-        least = least_budget(trace)[0]
-        search = Search(trace, max(limit, least), ground.links)
-        found = search.run() if search.many and like is None else search.sketch(points)
-        tries.append((_Found(max(0, least - limit), ground, on_host, items, trace, found, share, search.where), search))
-        if not found.moves:
+    seen = set[frozenset[int]]()
+    near = _splits(ground, policy.update, placed, like, (), seen)
+    for _ in range(1 + CLOSER):
+        for share, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
+            items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
+            least = least_budget(trace)[0]
+            search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
+            if search.many and like is None:
+                search.run()
+            else:
+                search.sketch(points)
+            tries.append(_Try(max(0, least - limit), on_host, items, share, search))
+            if search.still is not None:
+                break
+        tries.sort(key=lambda one: one.rank)
+        if like is not None or tries[0].search.still is not None:
             break
-    tries.sort(key=lambda one: one[0].rank)
-    if like is not None:
-        return tries[0][0]
-    full = (one if s.many else attrs.evolve(one, found=s.run(), point=s.where) for one, s in tries[:FULL])
-    return min(full, key=lambda one: one.rank)
+        near = _splits(ground, policy.update, placed, like, [one.share for one in tries], seen)
+    for one in tries[:FULL] if like is None else ():
+        if not one.search.many:
+            one.search.run()
+    best = min(tries, key=lambda one: one.rank)
+    most_s = best.search.fastest_s * (1 + best.search.slack)
+    enough = [(one, one.search.within(most_s)) for one in tries if one.over == best.over and one.search.fastest_s <= most_s]
+    one, found = min(enough, key=lambda each: (sum(each[1].moved_bytes), each[0].rank))
+    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where)
 
 
 def _longer_s(ground: Ground, best: _Found, least_s: float = 0.0) -> float:
@@ -250,13 +284,17 @@ def _state(ground: Ground, storage: int) -> State:
 
 
 def _splits(
-    ground: Ground, update: str | None, placed: Mapping[int, str | None], like: Hint | None
-) -> Iterator[tuple[float, frozenset[int]]]:
-    """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read."""
+    ground: Ground, update: str | None, placed: Mapping[int, str | None], like: Hint | None, tried: Sequence[float],
+    seen: set[frozenset[int]],
+) -> Iterator[tuple[float, frozenset[int]]]:  # fmt: skip
+    """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read.
+
+    tried: shares before, best first; then those between it and its neighbours. seen: sets before.
+    """
     updates = [k for k, node in enumerate(ground.program.nodes) if node.target in UPDATES]
     weigh = [sum(ground.program.values[i].nbytes for i in written(ground.program.nodes[k])) for k in updates]
-    total, seen = sum(weigh), set[frozenset[int]]()
-    for share in _shares(update, weigh) if like is None or update is not None else (like.share,):
+    total = sum(weigh)
+    for share in _shares(update, weigh, tried) if like is None or update is not None else (like.share,):
         chosen, so_far = [], 0
         for k, n in zip(updates, weigh, strict=True):
             stays = any(placed.get(ground.lies.home[i]) == "device" for i in written(ground.program.nodes[k]))
@@ -269,9 +307,12 @@ def _splits(
             yield share, found
 
 
-def _shares(update: str | None, weigh: Sequence[int]) -> Sequence[float]:
+def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) -> Sequence[float]:
     if update is not None:
         return (0.0,) if update == "device" else (1.0,)
+    if tried:
+        below, above = ([share for share in tried if (share > tried[0]) is up and share != tried[0]] for up in (False, True))
+        return [(tried[0] + share) / 2 for share in (max(below, default=tried[0]), min(above, default=tried[0]))]
     first = ((n + 0.5) / sum(weigh) for n in accumulate(weigh[:-1]))
     return (0.0, 1.0, *first) if len(weigh) <= EVERY else SPLITS
 

@@ -3,9 +3,11 @@
 Problem: state and activations exceed the device. Copying everything around every use is slow; keeping the wrong things
 is no better; a plan that exceeds its budget once is none.
 Idea: a plan is three decisions. *Residents*, home items that never move, save their traffic in every step. Of the rest,
-Belady's rule evicts (`evict`), in a room that may be smaller than the budget so that copies in flight find place.
-Copies are spread over the compute (`spread`). Each candidate (which order of residents, how many, how much room) is
-scored by playing it on the timeline; the fastest wins, ties go to the one that moves less.
+Belady's rule evicts (`evict`), in a room that may be smaller than the budget so that copies in flight find place; or both
+are chosen by a linear program that copies fewest bytes in that room (`fewest`). Copies are spread over the compute
+(`spread`). Each candidate (which order of residents, how many, how much room) is scored by playing it on the timeline; the
+fastest wins, ties go to the one that moves less. Where some *slack* is given, of all candidates that take at most that part
+longer than the fastest the one that moves least wins.
 
     trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(Item(4, True, (0, 2)), Item(4, True, (1, 3))))
     reside(trace, 8, links).residents            # {0, 1}: everything fits, no moves
@@ -28,7 +30,8 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.evict import Copy, Facts, evict, spread
+from colofunc.planner.evict import Copy, Facts, Stay, evict, spread
+from colofunc.planner.fewest import fewest
 from colofunc.planner.timeline import (
     Item,
     Links,
@@ -56,12 +59,15 @@ class Point(NamedTuple):
     filled: float  # part of the rest that Belady fills; copies in flight may have all
     spent: float = 1.0  # part of the budget that is used at all
     push: bool = False  # the compute waits for stores that stand in a fetch's way
+    fewest: bool = False  # residents and evictions by bytes: `order` says nothing, `stay` is a part of the state
 
-    def around(self, step: float, orders: int) -> Iterator[Point]:
+    def around(self, step: float, orders: int, solve: bool) -> Iterator[Point]:
         for field in ("filled", "stay", "spent"):
             for change in (step, -step):
                 yield self._replace(**{field: min(1.0, max(0.0, getattr(self, field) + change))})
         yield self._replace(push=not self.push)
+        if solve:
+            yield self._replace(fewest=not self.fewest)
         yield from (self._replace(order=other) for other in range(orders) if other != self.order)
 
 
@@ -73,6 +79,7 @@ STARTS = (
     Point(0, 0.9, 0.9),
     Point(0, 0.25, 0.5),
     Point(1, 0.5, 0.9),
+    Point(0, 0.5, 1.0, fewest=True),
 )
 MANY = tuple(
     Point(order, stay, filled, spent)
@@ -81,8 +88,12 @@ MANY = tuple(
     for stay in (0.0, 0.5, 1.0)
     for filled in (1.0, 0.8, 0.5, 0.0)
 )
+SLACK = 0.03
+"""Of a large trace's plans so much counts as equally fast: seconds are a model, and what is copied takes of the bandwidth of
+the host's memory that updates there live on, which the model does not know."""
 MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
-SKETCH = (STARTS[1], STARTS[2], STARTS[4])  # where little may be tried
+FEWEST = Point(0, 1.0, 1.0, fewest=True)
+SKETCH = (STARTS[1], FEWEST, STARTS[7])  # where little may be tried
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -103,9 +114,15 @@ def least_budget(trace: Trace) -> tuple[int, int]:
     return int(total.max()), int(total.argmax())
 
 
-def reside(trace: Trace, budget_bytes: int, links: Links) -> Residency:
-    """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget."""
-    return Search(trace, budget_bytes, links).run()
+def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 0.0) -> Residency:
+    """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget.
+
+    slack: of those that take at most this part longer, the one that copies fewest bytes; None: a little of a large trace, else
+    nothing.
+    """
+    search = Search(trace, budget_bytes, links, slack)
+    search.run()
+    return search.within(search.fastest_s * (1 + search.slack))
 
 
 def _check_trace(trace: Trace) -> None:
@@ -139,7 +156,7 @@ class _Found:
 class Search:
     """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
 
-    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
+    def __init__(self, trace: Trace, budget: int, links: Links, slack: float | None = 0.0) -> None:
         _check_trace(trace)
         least, position = least_budget(trace)
         if budget < least:
@@ -152,11 +169,13 @@ class Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[tuple[int, ...], int, int, bool], tuple[float, int]] = {}
+        self.known: dict[tuple[object, int, int, bool], tuple[float, int]] = {}
         self.best: _Found | None = None
+        self.front: list[_Found] = []  # those that nothing beats in seconds and bytes
         self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
         self.left = min(500, max(9, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.slack = (0.0 if self.many else SLACK) if slack is None else slack
         self.still = self._everything()  # where nothing has to move there is nothing to search
 
     @property
@@ -164,23 +183,30 @@ class Search:
         """Whether the trace is small enough to try all there is to try."""
         return self.left > MANY_FROM
 
-    def sketch(self, points: Sequence[Point] = SKETCH) -> Residency:
-        """The best of a few candidates."""
-        if self.still is not None:
-            return self.still
-        for point in points:
+    def sketch(self, points: Sequence[Point] = SKETCH) -> None:
+        """Try a few candidates."""
+        for point in points if self.still is None else ():
             if point.order < len(self.orders):
                 self._at(point)
-        assert self.best is not None
-        return self._result(self.best)
 
-    def run(self) -> Residency:
-        """The best of all that the work allows."""
+    def run(self) -> None:
+        """Try all that the work allows."""
+        if self.still is None:
+            self._search()
+
+    @property
+    def fastest_s(self) -> float:
+        if self.still is not None:
+            return self.still.seconds
+        assert self.best is not None, "something was tried"
+        return self.best.seconds
+
+    def within(self, most_s: float) -> Residency:
+        """Of what was tried and takes at most so long, what moves fewest bytes; the fastest where nothing does."""
         if self.still is not None:
             return self.still
-        self._search()
-        assert self.best is not None
-        return self._result(self.best)
+        assert self.best is not None, "something was tried"
+        return self._result(min((one for one in self.front if one.seconds <= most_s), key=lambda one: one.moved, default=self.best))
 
     def _everything(self) -> Residency | None:
         """No moves where every item fits as it is and none is needed on the host."""
@@ -197,20 +223,37 @@ class Search:
     @property
     def open(self) -> bool:
         """Is there work left, and something to gain?"""
-        return self.left > 0 and (self.best is None or self.best.seconds > self.alone.makespan)
+        return self.left > 0 and (self.best is None or self.slack > 0 or self.best.seconds > self.alone.makespan)
 
     # ---- one candidate ----
 
     def score(self, residents: Sequence[int], room: int, spent: int, push: bool) -> tuple[float, int]:
-        """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes. Keeps the best."""
-        key = (tuple(sorted(residents)), room, spent, push)
+        """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes."""
+        kept = tuple(sorted(residents))
+        return self._scored((kept, room, spent, push), lambda: (kept, evict(self.facts, room, kept)))
+
+    def least(self, stay: float, room: int, spent: int, push: bool) -> tuple[float, int]:
+        """(seconds, bytes moved) with about the fewest bytes moved where that part of the state may stay."""
+
+        def chosen() -> tuple[tuple[int, ...], list[list[Stay]]]:
+            residents, stays = fewest(self.facts, room, stay)
+            return tuple(residents), stays
+
+        return self._scored((stay, room, spent, push), chosen)
+
+    def _scored(
+        self, key: tuple[object, int, int, bool], chosen: Callable[[], tuple[tuple[int, ...], list[list[Stay]]]]
+    ) -> tuple[float, int]:
         if key not in self.known:
             self.left -= 1
-            stays = evict(self.facts, key[1], key[0])
-            seconds, copies = spread(self.facts, stays, key[0], spent, self.links, push)
+            residents, stays = chosen()
+            seconds, copies = spread(self.facts, stays, residents, key[2], self.links, key[3])
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
+            found = _Found(*rank, copies, residents, key[1], key[2], key[3])
             if self.best is None or rank < self.best.rank:
-                self.best = _Found(*rank, copies, key[0], room, spent, push)
+                self.best = found
+            if all(one.seconds > rank[0] or one.moved > rank[1] for one in self.front):
+                self.front = [found, *(one for one in self.front if one.seconds < rank[0] or one.moved < rank[1])]
         return self.known[key]
 
     def _result(self, best: _Found) -> Residency:
@@ -275,24 +318,33 @@ class Search:
 
     def _at(self, point: Point) -> tuple[float, int]:
         """What a point of the search costs."""
+        before = self.best
+        found = self._by_bytes(point) if point.fewest else self._by_order(point)
+        self.where = point if self.best is not before else self.where
+        return found
+
+    def _by_bytes(self, point: Point) -> tuple[float, int]:
+        least = self.orders[0][1][0]
+        room, spent = (least + int((self.budget - least) * part) for part in (point.filled, point.spent))
+        return self.least(point.stay, min(room, spent), max(room, spent), point.push)
+
+    def _by_order(self, point: Point) -> tuple[float, int]:
         order, floors, held = self.orders[point.order]
         count = int(np.searchsorted(held, point.stay * float(held[-1]), side="right")) - 1
         least, taken = floors[count], int(held[count])
         spent = least + int((self.budget - least) * point.spent)
-        before = self.best
-        found = self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent, point.push)
-        self.where = point if self.best is not before else self.where
-        return found
+        return self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent, point.push)
 
     def _search(self) -> None:
         """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
         starts = [point for point in (MANY if self.many else STARTS) if point.order < len(self.orders)]
-        starts += [self.where] if self.where is not None and self.where not in starts else []
+        solve = not self.many or self.slack > 0  # of a small trace everything is tried for what a linear program takes
+        starts += [point for point in (FEWEST, self.where) if point is not None and point not in starts and (solve or not point.fewest)]
         for best, where in sorted(((self._at(point), point) for point in starts), key=itemgetter(0))[:3]:
             step = 0.2
             while self.open and step > 0.01:
                 before = best
-                for point in where.around(step, len(self.orders)):
+                for point in where.around(step, len(self.orders), solve):
                     if self.open and (found := self._at(point)) < best:
                         best, where = found, point
                 if best == before:

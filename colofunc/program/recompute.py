@@ -63,8 +63,9 @@ class Replay:
         again = index in self.ran
         self.ran.add(index)
         outs = tuple(None if o is None else self._made(o, again) for o in node.outs)
-        args, kwargs = (map_refs(tree, lambda i: Ref(self.there[i])) for tree in (node.args, node.kwargs))
-        node = attrs.evolve(node, args=args, kwargs=kwargs, outs=outs)
+        if outs != node.outs or any(self.there[i] != i for i in node.refs):
+            args, kwargs = (map_refs(tree, lambda i: Ref(self.there[i])) for tree in (node.args, node.kwargs))
+            node = attrs.evolve(node, args=args, kwargs=kwargs, outs=outs)
         if again:
             node = attrs.evolve(node, phase="backward", note=f"{AGAIN}; {node.note}".rstrip("; "))
         self.nodes.append(node)

@@ -24,14 +24,14 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner import offload as planner
-from colofunc.planner.memory_policies import AUTO, DEVICE, DISK, HOST, MemoryPolicy
+from colofunc.planner.memory_policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload_trace import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.prepare import bytes_in
 from colofunc.transforms.staged import Intent, Staged, fresh, stage
 
-BUILT_IN = {p.name: p for p in (AUTO, DEVICE, HOST, DISK)}
+BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
 
 
 def offload(
@@ -47,7 +47,8 @@ def offload(
     """The step within `budget` bytes of device memory a rank, at every moment.
 
     budget: "6GiB", a number of bytes, a part of the device's memory (0.5), or "auto": all of it. policy: "auto" decides by
-    time; "device" moves nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
+    time, "bytes" by what is copied (of all that takes at most a quarter longer); "device" moves nothing, "host" and "disk" keep
+    all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
     more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size.

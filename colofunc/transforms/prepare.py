@@ -29,6 +29,7 @@ from colofunc.planner.assign import Memo
 from colofunc.planner.constraints import Constraint, Constraints, retried
 from colofunc.planner.offload import offload
 from colofunc.planner.plan import Plan
+from colofunc.planner.seldom import seldom
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
 from colofunc.program.lift import lift
@@ -98,9 +99,9 @@ def prepare(
     count = partial(held, mesh=mesh, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
     moves = next((i.move for i in staged.intents if i.move is not None), None)
-    lying = [k for k, i in enumerate(program.inputs) if i in given]
-    lying += [k for k, x in enumerate(hidden, at) if SHELF.layout(x, mesh) is not None]
-    tiers = {**dict.fromkeys(lying, "device"), **tiers} if moves is not None or tiers else {}
+    lying = {k: "device" for k, i in enumerate(program.inputs) if i in given}
+    lying |= {k: layout.tier for k, x in enumerate(hidden, at) if (layout := SHELF.layout(x, mesh)) is not None}
+    tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
     move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
     ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, *ways)
@@ -122,7 +123,8 @@ def prepare(
     anew = lambda plan: finished(ending, decided_by(plan, program, mesh, candidates, constraints), budget)  # noqa: E731
     recall = lambda: remembered(key_of(program, mesh, registry, constraints, chain), plan_it, again, say)  # noqa: E731
     recall = recall if measured is None else partial(anew, measured[0])
-    choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
+    with seldom():
+        choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")

@@ -1,0 +1,99 @@
+"""What is kept so that fewest bytes are copied: against a search over all that could be kept."""
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from colofunc.planner.evict import Facts, Stay, evict, spread
+from colofunc.planner.fewest import fewest
+from colofunc.planner.residency import Item, Links, Trace, check, reside
+
+LINKS = Links(4.0, 4.0, 0.0)
+
+
+def moved(trace: Trace, room: int, stay: float = 1.0) -> int:
+    facts = Facts(trace)
+    residents, stays = fewest(facts, room, stay)
+    return sum(facts.nbytes[c.item] for c in spread(facts, stays, residents, room, LINKS)[1])
+
+
+def test_what_was_written_stays_and_what_has_its_copy_leaves() -> None:
+    """Both are needed again at the end; Belady would drop the value that was made, which is needed last, and store it first."""
+    trace = Trace((1.0,) * 5, (), (0, 0, 4, 0, 0), (Item(4, False, (0, 4)), Item(4, True, (1, 3), stays=False)))
+    assert moved(trace, 12) == 4 and moved(trace, 8) == 8
+    facts = Facts(trace)
+    assert len(spread(facts, evict(facts, 8, ()), (), 8, LINKS)[1]) == 3
+
+
+def test_state_stays_where_that_saves_both_of_its_copies() -> None:
+    trace = Trace((1.0,) * 4, (), (0,) * 4, (Item(4, True, (1,), {1}), Item(4, True, (2,)), Item(4, True, (3,))))
+    facts = Facts(trace)
+    assert fewest(facts, 8, 1.0)[0] == [0] and moved(trace, 8) == 8
+    assert fewest(facts, 8, 0.0)[0] == [] and moved(trace, 8, 0.0) == 16
+
+
+def test_fixed_items_keep_their_room() -> None:
+    trace = Trace((1.0,) * 3, (), (0,) * 3, (Item(4, True, (1,), fixed=True), Item(4, False, (0, 2), fixed=True), Item(4, True, (0, 2))))
+    residents, stays = fewest(Facts(trace), 8)
+    assert residents == [0] and stays[1] == [Stay(0, 2, 1, True, 0)] and len(stays[2]) == 2
+
+
+def least(trace: Trace, room: int) -> int:
+    """Fewest bytes of all choices of gaps: what is kept lies in the room, what is not is fetched, and stored once a value."""
+    facts, best = Facts(trace), 10**9
+    gaps = [(i, k) for i in range(len(trace.items)) for k in range(len(facts.uses[i]) - 1)]
+    able = [i for i, item in enumerate(trace.items) if item.home and item.stays and facts.uses[i]]
+    for kept, stay in product(product((0, 1), repeat=len(gaps)), product((0, 1), repeat=len(able))):
+        on = {gap for gap, k in zip(gaps, kept, strict=True) if k}
+        residents = {i for i, s in zip(able, stay, strict=True) if s}
+        if any(i in residents and (i, k) not in on for i, k in gaps):
+            continue
+        held = list(facts.base + facts.needed)
+        for i, k in on:
+            for p in range(facts.uses[i][k] + 1, facts.uses[i][k + 1]):
+                held[p] += facts.nbytes[i]
+        for i in residents:
+            for p in (*range(facts.uses[i][0]), *range(facts.uses[i][-1] + 1, facts.size)):
+                held[p] += facts.nbytes[i]
+        if max(held) <= room:
+            best = min(best, sum(copied(facts, i, on) for i in range(len(trace.items)) if i not in residents))
+    return best
+
+
+def copied(facts: Facts, i: int, on: set[tuple[int, int]]) -> int:
+    item, uses = facts.trace.items[i], facts.uses[i]
+    fetches = (1 if item.home and uses else 0) + sum((i, k) not in on for k in range(len(uses) - 1))
+    writes = sorted({*item.writes, *(() if item.home else uses[:1])})
+    stores = 0
+    for at, written in enumerate(writes):
+        end = writes[at + 1] if at + 1 < len(writes) else facts.size
+        left = any((i, k) not in on and written <= uses[k] < end for k in range(len(uses) - 1))
+        stores += left or (item.home and at == len(writes) - 1)
+    return (fetches + stores) * item.nbytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_one_size_nothing_copies_less(seed: int) -> None:
+    random, size = Random(seed), 7
+    items = []
+    for k in range(3):
+        uses = tuple(sorted(random.sample(range(size), random.randint(1, 3))))
+        home = k > 0 and random.random() < 0.7
+        items.append(Item(1, home, uses, {p for p in uses if random.random() < 0.4}, stays=random.random() < 0.7))
+    trace = Trace((1.0,) * size, (), (0,) * size, tuple(items))
+    room = max(2, int(Facts(trace).needed.max()))
+    assert moved(trace, room) == least(trace, room)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_with_slack_hold_their_budget_and_move_no_more(seed: int) -> None:
+    random = Random(seed)
+    uses = [tuple(sorted(random.sample(range(30), random.randint(1, 4)))) for _ in range(12)]
+    items = tuple(Item(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
+    trace = Trace((1.0,) * 30, (), (0,) * 30, items)
+    budget = int(Facts(trace).needed.max()) + 6
+    fast, lean = reside(trace, budget, LINKS), reside(trace, budget, LINKS, 0.5)
+    for found in (fast, lean):
+        check(trace, found, budget)
+    assert sum(lean.moved_bytes) <= sum(fast.moved_bytes) and fast.seconds <= lean.seconds <= 1.5 * fast.seconds
