@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="a longer sweep: make sweep"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have counted, `record_property("counts", {"tried": 3, ...})`, added up over all that differ in parameters only."""
+    found: dict[str, Counter[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            counts = dict(getattr(report, "user_properties", ())).get("counts") if getattr(report, "when", "") == "call" else None
+            if counts is not None:
+                found.setdefault(report.nodeid.split("[")[0], Counter()).update(counts)
+    for name, counts in found.items():
+        terminalreporter.write_line(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
 
 
 @pytest.fixture(autouse=True)

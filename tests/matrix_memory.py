@@ -4,8 +4,9 @@
 
     outcome = run(Narrow(Cell("zero3", kind="experts"), "both"))
 
-A cell is one of the matrix within a share of what it holds without a budget. It is *equal* when two steps give what the function
-itself gives on one device, the modes' signatures are there, and memory shows its own:
+A cell is one of the matrix within a share of what it holds without a budget: that of its column, or, where the planner says that
+this cannot be, within what it says is the least (`SPARE` more; it is taken at its word). It is *equal* when two steps give what the
+function itself gives on one device, the modes' signatures are there, and memory shows its own:
 
 - no simulated rank ever holds more than the budget, and the most that one holds is what the plan says, to the byte; so is
   every other position of the program, in both tiers;
@@ -24,7 +25,7 @@ from typing import Any
 import attrs
 import matrix
 import narrow
-from matrix import Cell, Outcome, signature, staged, step_of
+from matrix import Cell, signature, staged, step_of
 
 import colofunc as cf
 from colofunc.executors.measure import measure
@@ -36,19 +37,21 @@ from colofunc.transforms.observe import arguments_of
 
 @attrs.frozen
 class Memory:
-    """A column's entry. `shares`: of the bytes that a cell holds without a budget, tightest first; the first that can be is taken."""
+    """A column's entry. `share`: of the bytes that a cell holds at its peak without a budget; `most`: what the least possible may be of
+    them. Of bytes that the column can do something about: what is only made again holds state and gradients as before."""
 
     within: Callable[[Any, int], Any]
-    shares: tuple[float, ...]
+    share: float
+    most: float
     away: bool = False  # something lies on the host
     again: bool = False  # something is made again
 
 
 MEMORY: Mapping[str, Memory] = {
-    "checkpoint": Memory(lambda step, budget: cf.checkpoint(step, budget=budget), (0.6, 0.8), again=True),
-    "offload": Memory(lambda step, budget: cf.offload(step, budget=budget), (0.35, 0.5, 0.7), away=True),
+    "checkpoint": Memory(lambda step, budget: cf.checkpoint(step, budget=budget), 0.6, 0.8, again=True),
+    "offload": Memory(lambda step, budget: cf.offload(step, budget=budget), 0.35, 0.7, away=True),
     "both": Memory(
-        lambda step, budget: cf.offload(cf.checkpoint(step, policy="dots"), budget=budget), (0.3, 0.45, 0.6), away=True, again=True
+        lambda step, budget: cf.offload(cf.checkpoint(step, policy="dots"), budget=budget), 0.3, 0.6, away=True, again=True
     ),
 }
 
@@ -60,7 +63,7 @@ class Narrow:
     cell: Cell
     column: str
     layers: int = 1
-    shares: tuple[float, ...] = ()  # instead of the column's
+    share: float | None = None  # instead of the column's, and no more
     split: bool = False  # as without a budget: only what lies where in memory is left to plan
 
     def __str__(self) -> str:
@@ -70,7 +73,17 @@ class Narrow:
 # ---- a cell ----
 
 
-def run(some: Narrow) -> Outcome:
+@attrs.frozen
+class Found:
+    """As `matrix.Outcome`, and the share of its peak that a cell had; `least`: the planner said that its column's cannot be."""
+
+    worst: float
+    refused: str = ""
+    share: float = 0.0
+    least: bool = False
+
+
+def run(some: Narrow) -> Found:
     """Plan within the budget, check what is held, run two steps, compare. Raises AssertionError where the cell is broken."""
     cell = some.cell
     step, state, batch = step_of(cell.kind, cell.extra, cell.precision, some.layers)
@@ -86,7 +99,7 @@ def _known(kind: str, extra: str, layers: int) -> narrow.Known:
     return narrow.measured(staged(Cell(kind=kind, precision="bf16", extra=extra), step).reference, state, batch)
 
 
-def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[..., Any]) -> Outcome:
+def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[..., Any]) -> Found:
     try:
         whole = staged(some.cell, step).lower(state, batch)
     except cf.ColofuncError as error:
@@ -94,27 +107,47 @@ def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[...,
         known = [r for r in matrix.REFUSED if re.search(r.says, str(error)) and r.holds(some.cell, sizes)]
         if not known:
             raise
-        return Outcome(some.cell, 0.0, known[0].why)
+        return Found(0.0, known[0].why)
     within, budget, low = _tightest(some, step, state, batch, whole)
     wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low, whole.program), *held(within, low, state, batch, budget)]
     assert not wrong, f"{some} on {some.cell.sizes}: " + "; ".join(wrong) + f"\n{low.plan}"
-    return Outcome(some.cell, compare(within, state, batch).worst)
+    asked, _ = _budgets(some, whole.memory())
+    return Found(compare(within, state, batch).worst, share=budget / whole.memory().peak_bytes["device"], least=budget > asked)
+
+
+SPARE = 1.03
+"""A budget of the least that the planner found, and so much for what a budget changes beside it (how large buckets may be)."""
+LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")
+
+
+LASTING = ("parameters", "optimizer state", "gradients", "other")
+
+
+def _budgets(some: Narrow, report: Any) -> tuple[int, int]:
+    """(bytes that are asked of a cell, and what the least possible may be)."""
+    memory, peak = MEMORY[some.column], report.peak_bytes["device"]
+    if some.share is not None:
+        return int(peak * some.share), int(peak * some.share)
+    at = report.timeline["device"].index(peak)
+    stays = 0 if memory.away else sum(report.by_kind["device"][kind][at] for kind in LASTING)
+    return stays + int(memory.share * (peak - stays)), stays + int(memory.most * (peak - stays))
 
 
 def _tightest(some: Narrow, step: Any, state: Any, batch: Any, without: Any) -> tuple[Any, int, Any]:
-    """(the step within the first share that can be, its budget, lowered). without: the same without a budget."""
-    memory, whole = MEMORY[some.column], without.memory().peak_bytes["device"]
+    """(the step within the least that is asked of it or can be, its budget, lowered). without: the same without a budget."""
     base = staged(some.cell, step)
     base = base.with_plan(without.plan) if some.split else base
-    shares = some.shares or memory.shares
-    for share in shares:
-        within = memory.within(base, int(whole * share))
+    budget, most = _budgets(some, without.memory())
+    for _ in range(3):
+        within = MEMORY[some.column].within(base, budget)
         try:
-            return within, int(whole * share), within.lower(state, batch)
+            return within, budget, within.lower(state, batch)
         except cf.PlanError as error:
-            if "no plan found within" not in str(error) or share == shares[-1]:
+            least = LEAST.search(str(error))
+            if least is None or budget >= most:
                 raise
-    raise AssertionError("a column has shares")
+            budget = min(most, int(int(least[1].replace(",", "")) * SPARE))
+    raise AssertionError(f"{some}: what the planner says is the least cannot be, three times")
 
 
 # ---- signatures ----
@@ -171,18 +204,17 @@ def _work(program: Program) -> Counter[tuple[str, str]]:
     )
 
 
-
 # ---- which cells ----
 
 QUICK = (
-    Narrow(Cell("zero3", kind="experts"), "both", shares=(0.4,), split=True),
-    Narrow(Cell("zero1", "1d"), "both", shares=(0.4,), split=True),
-    Narrow(Cell("hybrid", context="ring", ranks=8), "both", shares=(0.5,), split=True),
-    Narrow(Cell(tensor="1d+sp", precision="bf16"), "both", shares=(0.4,), split=True),
-    Narrow(Cell("zero2", context="ulysses", extra="accumulate"), "both", shares=(0.5,), split=True),
-    Narrow(Cell(tensor="2d"), "both", shares=(0.4,), split=True),
-    Narrow(Cell("zero3"), "checkpoint", shares=(0.6,)),
-    Narrow(Cell(tensor="1d"), "offload", shares=(0.4,)),
+    Narrow(Cell("zero3", kind="experts"), "both", share=0.4, split=True),
+    Narrow(Cell("zero1", "1d"), "both", share=0.4, split=True),
+    Narrow(Cell("hybrid", context="ring", ranks=8), "both", share=0.5, split=True),
+    Narrow(Cell(tensor="1d+sp", precision="bf16"), "both", share=0.4, split=True),
+    Narrow(Cell("zero2", context="ulysses", extra="accumulate"), "both", share=0.5, split=True),
+    Narrow(Cell(tensor="2d"), "both", share=0.4, split=True),
+    Narrow(Cell("zero3"), "checkpoint", share=0.6),
+    Narrow(Cell(tensor="1d"), "offload", share=0.4),
 )
 """Each mode beside each column, two modes at a time; grids over three axes take as long to plan as all of these: they are in the sweep."""
 
