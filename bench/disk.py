@@ -29,7 +29,7 @@ from colofunc.executors.disk import DiskStore, aligned_empty
 
 CHUNK_BYTES, CHUNKS = 32 << 20, 8
 BLOCK_BYTES = 4 << 20
-ROUNDS, WARM = 7, 2  # the store's writes alternate between two files: both are touched before it counts
+ROUNDS, WARM = 8, 2  # the store's writes alternate between two files: both are touched before it counts
 
 Times = dict[str, list[tuple[float, float]]]  # way -> (wall, CPU) seconds per round
 
@@ -103,11 +103,12 @@ def rounds(folder: Path) -> tuple[Times, Times]:
     }
     writes, reads = ({name: [] for name in ways} for _ in range(2))
     for k in range(WARM + ROUNDS):
-        for name, (way, chunks) in ways.items():
+        turn = [*ways.items()][k % len(ways) :] + [*ways.items()][: k % len(ways)]  # who comes behind whom changes what a disk has at hand
+        for name, (way, chunks) in turn:
             taken = timed(lambda way=way, chunks=chunks: way.write(chunks))
             if k >= WARM:
                 writes[name].append(taken)
-        for name, (way, chunks) in ways.items():
+        for name, (way, chunks) in turn:
             way.forget()
             taken = timed(lambda way=way, chunks=chunks: way.read(chunks))
             if k >= WARM:

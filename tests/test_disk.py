@@ -284,7 +284,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     for options, said in [
         (dict(block_bytes=1000), "blocks of 1000 bytes: direct I/O needs a multiple of 4096"),
         (dict(threads=0), "0 threads with 16384 bytes of buffers move nothing. Try: 1 thread and 4096 bytes or more"),
-        (dict(buffers_bytes=4095), "4 threads with 4095 bytes of buffers move nothing"),
+        (dict(threads=4, buffers_bytes=4095), "4 threads with 4095 bytes of buffers move nothing"),
         (dict(sizes=[1, -2]), "chunk 1 has -2 bytes"),
     ]:
         with pytest.raises(DiskError, match=said):

@@ -106,7 +106,7 @@ def test_closing_fails_what_has_not_ended_and_ends_the_threads(tmp_path: Path, m
 
 
 def test_a_store_that_nobody_has_any_more_is_closed(tmp_path: Path) -> None:
-    tried: Any = store(tmp_path)
+    tried: Any = store(tmp_path, threads=4)
     tried.itself = tried  # found by the garbage collector only
     assert len(disk_threads()) == 4
     del tried

@@ -39,6 +39,9 @@ from colofunc.executors.disk_held import Held, Holds
 from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
 from colofunc.executors.disk_queue import Move, Ticket, Work, Workers, aligned, whole_pages
 
+THREADS = min(4, os.cpu_count() or 1)
+"""4 fill a drive. They sum what they move, so more of them than cores take time from a step that computes there."""
+
 # ---- what is where ----
 
 
@@ -124,7 +127,7 @@ class DiskStore:
     """Chunks of fixed sizes on disk, in a folder of its own within `directory`; see the module's docstring.
 
     sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_layout.disk_bytes`).
-    threads: how many move blocks; 4 fill a drive. buffers_bytes: the most memory that the store takes; fewer threads where
+    threads: how many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
     versions: 1 for what is never committed, which takes half the room.
     keep: whether the files outlive the process; otherwise `close` or the end of the process removes them, and after a
@@ -137,7 +140,7 @@ class DiskStore:
         directory: str | os.PathLike[str],
         sizes: Sequence[int],
         *,
-        threads: int = 4,
+        threads: int = THREADS,
         buffers_bytes: int = 4 * BLOCK_BYTES,
         block_bytes: int = BLOCK_BYTES,
         rank: int = 0,
@@ -153,7 +156,7 @@ class DiskStore:
         cls,
         directory: str | os.PathLike[str],
         *,
-        threads: int = 4,
+        threads: int = THREADS,
         buffers_bytes: int = 4 * BLOCK_BYTES,
         rank: int | None = None,
         keep: bool | None = None,
