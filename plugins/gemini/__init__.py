@@ -11,16 +11,16 @@ the host has it (`chunk_states`); the *margin* is what the device has left besid
 it takes optimizer state.
 
 Source: PatrickStar (2108.05818) for chunk states and margin; Colossal-AI's Gemini for the policies' names; Elixir (2212.05339)
-for the rates.
+for its rates and search (`rcache.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import log
 from typing import Any, Literal
 
 import attrs
+from colofunc_plugins.gemini.rcache import divided, rates
 
 import colofunc as cf
 
@@ -29,7 +29,6 @@ __all__ = ["chunk_states", "elixir", "gemini"]
 Placement = Literal["device", "host", "static", "auto"]
 PLACEMENTS = ("device", "host", "static", "auto")
 SCALAR = 8  # bytes: step counts stay with the device
-ADAM_BYTES = 16.0  # of float32 parameter, gradient and two moments, which a rate in parameters is about
 
 
 def gemini(
@@ -70,25 +69,58 @@ def gemini(
 
 
 def elixir() -> cf.MemoryPolicy:
-    """Elixir's search with its published rates: bytes of the device go to what saves most seconds each.
+    """Elixir's search over its published model: so many chunks with their optimizer state on the device, the rest through a cache.
 
-    A parameter on the device saves its copy in, once forward and once backward; moments there save the gradient's way to the
-    host and the parameter's way back, and the difference of the two Adams.
+    As published: rates of copies and of both Adams by the number of devices that share a host; chunks of one size, packed in
+    order of use; a cache of blocks that replays the step by Belady's rule; every division of the room between chunks that stay
+    and blocks, by seconds. Not as published: chunks are as large as the largest parameter (there their size is searched for,
+    here the parameters that a policy sees lie in ZeRO's chunks already); rates are not measured on the machine; what the cache
+    does is left to `cf.offload`, which also overlaps it with the work that the model leaves out.
     """
 
     def place(states: Sequence[cf.State], room: cf.Room) -> Sequence[str | None]:
         if room.budget_bytes is None:
             return [None] * len(states)
-        n = room.ranks
-        up, down = (16.3 * n + 8.7) * 1e9 / n, (15.8 * n + 2.3) * 1e9 / n  # bytes/s a rank
-        slow, fast = (1.66 * log(n) + 5.15) * 1e9 / n, 50e9  # parameters/s a rank
-        saves = {"param": 2 / up, "frozen": 2 / up, "buffer": 2 / up}
-        saves["state"] = (4 / down + 4 / up + 1 / slow - 1 / fast) / (ADAM_BYTES / 2)  # of a parameter, over its moments' bytes
-        order = sorted(range(len(states)), key=lambda k: (-saves.get(states[k].role, 0.0), k))
-        held = _taken(states, order, room.budget_bytes - room.other_bytes)
-        return ["device" if k in held or s.nbytes <= SCALAR else "host" for k, s in enumerate(states)]
+        chunks = _chunks([s.nbytes if s.role == "param" else 0 for s in states])
+        follows = _followers(states)
+        size = max((sum(states[k].nbytes for k in chunk) for chunk in chunks), default=0)
+        state = max((sum(states[j].nbytes for k in chunk for j in follows.get(k, ())) for chunk in chunks), default=0)
+        kept, _ = divided(len(chunks), size, state, room.budget_bytes - room.other_bytes, rates(room.ranks))
+        held = {j for chunk in chunks[:kept] for k in chunk for j in (k, *follows.get(k, ()))}
+        said = {k: "device" if k in held or s.nbytes <= SCALAR else "host" for k, s in enumerate(states)}
+        return [said[k] if s.role in ("param", "state") else None for k, s in enumerate(states)]
 
     return cf.MemoryPolicy("elixir", place, activations=False)
+
+
+def _chunks(sizes: Sequence[int]) -> list[list[int]]:
+    """Those with bytes, in order, in chunks of at most the largest one's bytes."""
+    found, left, most = list[list[int]](), 0, max(sizes, default=0)
+    for k, nbytes in enumerate(sizes):
+        if nbytes and nbytes > left:
+            found.append([])
+            left = most
+        if nbytes:
+            found[-1].append(k)
+            left -= nbytes
+    return found
+
+
+def _followers(states: Sequence[cf.State]) -> dict[int, list[int]]:
+    """Parameter -> optimizer states that are named after it: the longest end that a parameter's dotted name shares."""
+    ends: dict[str, int] = {}  # every end of a name -> the parameter, unless two share it
+    for k, s in enumerate(states):
+        parts = s.name.split(".") if s.role == "param" else []
+        for j in range(len(parts)):
+            end = ".".join(parts[j:])
+            ends[end] = -1 if end in ends else k
+    found: dict[int, list[int]] = {}
+    for k, s in enumerate(states):
+        parts = s.name.split(".") if s.role == "state" else []
+        owner = next((ends[end] for j in range(len(parts)) if (end := ".".join(parts[j:])) in ends), -1)
+        if owner >= 0:
+            found.setdefault(owner, []).append(k)
+    return found
 
 
 def _first(states: Sequence[cf.State], roles: Iterable[str], nbytes: float) -> set[int]:
