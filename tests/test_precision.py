@@ -2,52 +2,37 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import pytest
 import torch
+from narrow_steps import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    IDEAL,
+    batch,
+    by_autograd,
+    by_backward,
+    by_func,
+    by_value_and_grad,
+    loss_of,
+    mse,
+    net,
+    scaled_step,
+    training,
+)
 from torch import nn
 from torch.func import functional_call
 
 import colofunc as cf
 from colofunc.ops import canonical
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-
-
-def batch(rows: int = 8) -> dict:
-    torch.manual_seed(1)
-    return {"x": torch.randn(rows, 8), "y": torch.randn(rows, 4)}
-
-
-def mse(out, b):
-    return nn.functional.mse_loss(out, b["y"])
-
-
-def training(module: nn.Module, **options):
-    opt = cf.adapt(torch.optim.AdamW, lr=1e-2)
-    return cf.train_step(cf.functional(module), opt, loss=mse, inputs=lambda b: ((b["x"],), {}), **options)
-
 
 def targets(low) -> list[str]:
     return [node.target for node in low.traced.program.nodes]
-
-
-def wires(low) -> dict[str, set[torch.dtype]]:
-    """Kind of collective -> dtypes that it moves."""
-    found: dict[str, set[torch.dtype]] = {}
-    for node in low.program.nodes:
-        name = node.target.removeprefix("colofunc.")
-        if name in ("all_gather", "reduce_scatter", "all_reduce") and low.program.values[node.refs[0]].shape:
-            found.setdefault(name, set()).add(low.program.values[node.refs[0]].dtype)
-    return found
 
 
 def check_gradients(module: nn.Module, place: Callable[[Any], Any], data: Any, sums: int, **options: Any) -> None:
@@ -144,47 +129,6 @@ def test_precision_and_shard_in_either_order_are_one_plan() -> None:
     lows = [s.lower(state, batch()) for s in (cf.precision(cf.shard(step_fn, mesh), "bf16"), cf.shard(cf.precision(step_fn, "bf16"), mesh))]
     first, second = ([(n.target, n.args, n.outs) for n in low.program.nodes] for low in lows)
     assert first == second and lows[0].input_layouts == lows[1].input_layouts
-
-
-# ---- bytes ----
-
-WIDE = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.GELU(), nn.Linear(1024, 512))
-
-
-def zero3(name: str, shape: tuple[int, ...]) -> str | None:
-    return "(dp o) ..." if name.startswith(("state.params", "state.opt.exp")) else None
-
-
-def lowered(policy=None):
-    step_fn, state = training(WIDE)
-    data = {"x": cf.abstract((65536, 512)), "y": cf.abstract((65536, 512))}
-    step = cf.shard(step_fn, cf.Mesh(dp=4, topology="8xa100-80g"), zero3, in_specs=(None, "(dp b) ..."))
-    return (step if policy is None else cf.precision(step, policy)).lower(state, data)
-
-
-def test_masters_are_cast_before_they_are_gathered_and_gradients_after_they_are_summed_only_if_asked() -> None:
-    plain, wide, narrow = lowered().cost().bytes, lowered("bf16"), lowered(cf.Policy(reduce="bf16"))
-    assert plain["all_gather", "dp"] > 0 and plain["reduce_scatter", "dp"] > 0
-    for low in (wide, narrow):
-        assert low.cost().bytes["all_gather", "dp"] * 2 == plain["all_gather", "dp"]
-        assert wires(low)["all_gather"] == {BF16}
-    assert wide.cost().bytes["reduce_scatter", "dp"] == plain["reduce_scatter", "dp"]
-    assert wires(wide)["reduce_scatter"] == {F32}
-    assert narrow.cost().bytes["reduce_scatter", "dp"] * 2 == plain["reduce_scatter", "dp"]
-    assert wires(narrow)["reduce_scatter"] == {BF16}
-
-
-def test_a_gradient_that_is_summed_wide_is_rounded_once() -> None:
-    """Two partial sums whose bf16 sum would lose the smaller one."""
-    x = torch.tensor([[1.0], [2.0**-9]])
-
-    def grad(p, x):
-        return cf.value_and_grad(lambda p: (x.to(p["w"].dtype) @ p["w"]).sum())(p)[1]["w"]
-
-    sharded = cf.shard(grad, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i"))
-    policies = {dtype: cf.Policy(reduce=dtype) for dtype in (F32, BF16)}
-    found = {d: float(cf.precision(sharded, p)({"w": torch.ones(1, 1)}, x).full()) for d, p in policies.items()}
-    assert found == {F32: 1.0 + 2.0**-9, BF16: 1.0}
 
 
 # ---- state ----
@@ -295,29 +239,6 @@ def test_recurrent_modules_which_check_dtypes_themselves_get_narrow_inputs() -> 
 # ---- every way to differentiate ----
 
 
-def loss_of(p, b):
-    return ((b["x"] @ p["w"]).relu() + p["b"]).pow(2).mean()
-
-
-def by_value_and_grad(p, b):
-    return cf.value_and_grad(loss_of)(p, b)[1]
-
-
-def by_func(p, b):
-    return torch.func.grad(loss_of)(p, b)
-
-
-def by_autograd(p, b):
-    p = {k: v.detach().requires_grad_() for k, v in p.items()}
-    return dict(zip(p, torch.autograd.grad(loss_of(p, b), list(p.values())), strict=True))
-
-
-def by_backward(p, b):
-    p = {k: v.detach().requires_grad_() for k, v in p.items()}
-    loss_of(p, b).backward()
-    return {k: v.grad for k, v in p.items()}
-
-
 @pytest.mark.parametrize("policy", [cf.Policy(compute=BF16), cf.Policy(compute=F16, loss_scale=64)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("how", [by_value_and_grad, by_func, by_autograd, by_backward], ids=lambda f: f.__name__)
 def test_every_way_to_differentiate_computes_narrow_and_returns_wide(how, policy) -> None:
@@ -378,167 +299,6 @@ def test_autocast_in_the_step_composes() -> None:
     assert loss.dtype is F32 and {g.dtype for g in grads.values()} == {F32}
 
 
-# ---- loss scale ----
-
-
-def scaled_step(state, b):
-    def loss(p):
-        return (b["x"] @ p["w"]).pow(2).sum() * b["gain"]
-
-    value, grads = cf.value_and_grad(loss)(state["p"])
-    return {"p": {k: v - 1e-3 * grads[k] for k, v in state["p"].items()}, "n": state["n"] + 1}, {"loss": value}
-
-
-def scaled_state() -> dict:
-    return {"p": {"w": torch.ones(8, 4)}, "n": torch.zeros((), dtype=torch.int64)}
-
-
-def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
-    step = cf.precision(cf.shard(scaled_step, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, {"x": "(dp b) i", "gain": ""})), "fp16")
-    x = torch.zeros(4, 8)
-    x[3] = 1.0  # only the second rank's rows overflow
-    data = {"x": x, "gain": torch.tensor(1.0)}
-    state = step.init(scaled_state(), data)
-    new, metrics = step(state, data)
-    assert float(metrics["loss"]) == 256.0 and int(new["n"]) == 0
-    assert torch.equal(new["p"]["w"].full(), torch.ones(8, 4))
-    assert {k: float(v) for k, v in new["loss_scale"].items()} == {"scale": 16384.0, "good": 0.0, "skipped": 1.0}
-    for _ in range(8):
-        new, _ = step(new, data)
-    assert int(new["n"]) > 0 and int(new["loss_scale"]["skipped"]) == 0
-    assert int(new["n"]) == int(new["loss_scale"]["good"])
-
-
-class Pair(NamedTuple):
-    p: Any
-    n: Any
-    loss_scale: Any = None
-
-
-@attrs.frozen
-class Record:
-    p: Any
-    n: Any
-    loss_scale: Any = None
-
-
-@attrs.frozen
-class Bare:
-    p: Any
-
-
-@pytest.mark.parametrize("kind", [tuple, list, Pair, Record])
-def test_states_of_other_kinds_have_a_place_for_the_scale(kind) -> None:
-    """The steps of a dict, one of which is skipped; the function sees the state as it was made."""
-    sequence = kind in (tuple, list)
-
-    def step_fn(state, b):
-        p, n = state if sequence else (state.p, state.n)
-        assert sequence or state.loss_scale is None
-        new, metrics = scaled_step({"p": p, "n": n}, b)
-        return (kind(new.values()) if sequence else kind(new["p"], new["n"])), metrics
-
-    data = {"x": torch.ones(4, 8), "gain": torch.tensor(1.0)}
-    first = scaled_state()
-    states = [first, kind(first.values()) if sequence else kind(first["p"], first["n"])]
-    steps = [cf.precision(cf.shard(fn, cf.Mesh(dp=2)), "fp16") for fn in (scaled_step, step_fn)]
-    placed = [step.init(state, data) for step, state in zip(steps, states, strict=True)]
-    for _ in range(8):
-        placed = [step(state, data)[0] for step, state in zip(steps, placed, strict=True)]
-    want, got = placed
-    assert type(got) is kind
-    p, n, record = got if sequence else (got.p, got.n, got.loss_scale)
-    assert torch.equal(p["w"].full(), want["p"]["w"].full()) and 0 < int(n) == int(want["n"]) < 8
-    assert {k: float(v) for k, v in record.items()} == {k: float(v) for k, v in want["loss_scale"].items()}
-
-
-def test_a_state_with_a_loss_scale_is_updated_in_place() -> None:
-    step_fn, state = training(nn.Linear(512, 512), clip=1.0)
-    data = {"x": torch.randn(4, 512), "y": torch.randn(4, 512)}
-    lows = {p: cf.precision(step_fn, p).lower(state, data) for p in ("bf16", "fp16")}
-    names = [n.target for n in lows["fp16"].program.nodes]
-    assert names.count("colofunc.adamw_") == 2 and "colofunc.adamw" not in names
-    peaks = {p: low.memory().peak_bytes["device"] for p, low in lows.items()}
-    # Parameters and two moments of 1 MiB each; a choice between old and new state held all of them twice.
-    assert peaks["fp16"] <= peaks["bf16"] + (1 << 20) // 4
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon])
-def test_a_skipped_step_leaves_every_bit_of_every_optimizer(cls) -> None:
-    options = dict(momentum=0.9) if cls is not torch.optim.AdamW else dict(amsgrad=True)
-    opt = cf.adapt(cls, lr=1e-2, **options)
-    step_fn, state = cf.train_step(cf.functional(nn.Linear(8, 4, bias=False)), opt, loss=lambda out: out.square().mean(), clip=1.0)
-    step = cf.precision(cf.shard(step_fn, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i")), "fp16")
-    data = [torch.randn(4, 8), torch.full((4, 8), 1e4)]
-    state, _ = step(step.init(state, data[0]), data[0])
-    before = [t.full().clone() for t in torch.utils._pytree.tree_leaves({k: v for k, v in state.items() if k != "loss_scale"})]
-    state, _ = step(state, data[1])
-    assert int(state["loss_scale"]["skipped"]) == 1
-    after = [t.full() for t in torch.utils._pytree.tree_leaves({k: v for k, v in state.items() if k != "loss_scale"})]
-    assert len(before) > 2 and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-
-
-def test_a_backward_pass_after_the_update_counts_as_well() -> None:
-    opt = cf.adapt(torch.optim.SGD, lr=0.1)
-
-    def step(state, x):
-        _, grads = cf.value_and_grad(lambda p: (x[0] @ p["w"]).sum())(state["p"])
-        p, o = opt.update(grads, state["o"], state["p"])
-        late, _ = cf.value_and_grad(lambda p: (x[1] @ p["w"]).sum())(p)
-        return {"p": p, "o": o}, late
-
-    p = {"w": torch.ones(4, 4)}
-    x = torch.stack([torch.ones(2, 4), torch.full((2, 4), float("inf"))])
-    new, _ = cf.precision(step, "fp16")({"p": p, "o": opt.init(p)}, x)
-    assert torch.equal(new["p"]["w"].full(), p["w"]) and int(new["loss_scale"]["skipped"]) == 1
-
-
-def test_a_scaled_step_has_the_gradients_of_one_that_is_not() -> None:
-    data = {"x": batch()["x"] / 16, "gain": torch.tensor(0.01)}
-    outs = [
-        cf.precision(scaled_step, cf.Policy(compute="fp16", loss_scale=scale))(
-            {**scaled_state()}, data
-        )[0]["p"]["w"].full()
-        for scale in (1, 1024, None)
-    ]  # fmt: skip
-    torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
-    torch.testing.assert_close(outs[1], outs[2], rtol=1e-6, atol=1e-6)
-    assert not torch.equal(outs[1], torch.ones(8, 4))
-
-
-def test_two_thousand_good_steps_double_the_scale() -> None:
-    step = cf.precision(scaled_step, "fp16")
-    data = {"x": torch.zeros(4, 8), "gain": torch.tensor(1.0)}
-    record = {"scale": torch.tensor(8.0), "good": torch.tensor(1998), "skipped": torch.tensor(0)}
-    state = {**scaled_state(), "loss_scale": record}
-    seen = []
-    for _ in range(3):
-        state, _ = step(state, data)
-        seen.append((float(state["loss_scale"]["scale"]), int(state["loss_scale"]["good"])))
-    assert seen == [(8.0, 1999), (16.0, 0), (16.0, 1)]
-
-
-def test_clipping_and_the_update_see_gradients_without_the_scale() -> None:
-    step_fn, state = training(net(), clip=1.0)
-    norms = [float(cf.precision(step_fn, p)(state, batch())[1]["grad_norm"]) for p in (cf.Policy(compute="fp32"), "fp16")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
-
-
-def test_an_overflow_for_ever_ends_in_an_error_that_leaves_the_state() -> None:
-    step = cf.precision(scaled_step, "fp16")
-    data = {"x": torch.full((4, 8), float("inf")), "gain": torch.tensor(1.0)}
-    state = step.init(scaled_state(), data)
-    with pytest.raises(cf.PrecisionError, match=r"steps in a row were skipped .* loss scale of 1;"):
-        for _ in range(250):
-            state, _ = step(state, data)
-    assert torch.equal(state["p"]["w"].full(), torch.ones(8, 4))
-
-
-def test_evaluation_under_fp16_needs_no_gradient_and_returns_no_state() -> None:
-    out = cf.precision(lambda state, x: x @ state["p"]["w"], "fp16")(scaled_state(), torch.ones(2, 8))
-    assert torch.equal(out.full(), torch.full((2, 4), 8.0))
-
-
 def test_evaluation_through_a_model_computes_narrow() -> None:
     model = cf.functional(net().eval())
     low = cf.precision(lambda p, x: model.apply(p, {}, x)[0], "bf16").lower(model.params, torch.ones(2, 8))
@@ -547,6 +307,11 @@ def test_evaluation_through_a_model_computes_narrow() -> None:
 
 
 # ---- mistakes ----
+
+
+@attrs.frozen
+class Bare:
+    p: Any
 
 
 @pytest.mark.parametrize(
@@ -564,13 +329,6 @@ def test_evaluation_through_a_model_computes_narrow() -> None:
 def test_refused(make, message) -> None:
     with pytest.raises((cf.InputError, cf.PlanError), match=message):
         make()
-
-
-def test_a_scaled_step_that_returns_no_state_is_an_error() -> None:
-    with pytest.raises(cf.InputError, match="a step with a loss scale returns its new state first"):
-        cf.precision(lambda s, b: cf.value_and_grad(loss_of)(s["p"], b)[0], "fp16").lower(
-            {"p": {"w": torch.ones(8, 4), "b": torch.ones(4)}}, batch()
-        )
 
 
 def test_adam_without_masters_warns_and_names_the_way_out() -> None:
@@ -605,93 +363,7 @@ def test_it_is_a_decorator_too() -> None:
     assert step({"w": torch.ones(8, 4), "b": torch.ones(4)}, batch())[1]["w"].dtype is F32
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_microbatches_are_summed_in_float32_and_the_mesh_after_them(policy) -> None:
-    step_fn, state = training(WIDE)
-    data = {"x": cf.abstract((65536, 512)), "y": cf.abstract((65536, 512))}
-    sharded = cf.shard(step_fn, cf.Mesh(dp=4, topology="8xa100-80g"), zero3, in_specs=(None, "(dp b) ..."))
-    low = cf.accumulate(cf.precision(sharded, policy), microbatches=4).lower(state, data)
-    loops = [n for n in low.program.nodes if n.outs and any(low.program.values[o].role == "grad" for o in n.outs if o is not None)]
-    summed = {low.program.values[o].dtype for n in loops for o in n.outs if o is not None and low.program.values[o].role == "grad"}
-    assert summed == {F32} and wires(low)["reduce_scatter"] == {F32}
-    step_fn, state = training(net(), clip=1.0)
-    step = cf.accumulate(cf.precision(cf.shard(step_fn, IDEAL), policy), microbatches=4)
-    cf.testing.check(step, state, batch(16), tolerance=2e-2)
-
-
-def test_a_loss_in_bf16_is_summed_over_the_mesh_in_float32() -> None:
-    step = cf.precision(cf.shard(by_value, cf.Mesh(dp=2, topology="ideal"), in_specs=(None, "(dp b) i")), "bf16")
-    x = torch.tensor([[1.0], [2.0**-9]])
-    assert float(step({"w": torch.ones(1, 1)}, x)) == 1.0 + 2.0**-9
-
-
-def by_value(p, x):
-    return cf.value_and_grad(lambda p: (x @ p["w"]).sum())(p)[0]
-
-
-@pytest.mark.parametrize("how", [by_value_and_grad, by_func, by_autograd, by_backward], ids=lambda f: f.__name__)
-def test_gradients_of_every_kind_are_summed_in_float32(how) -> None:
-    mesh = cf.Mesh(dp=4, topology="8xa100-80g")
-    p, b = {"w": torch.ones(8, 4), "b": torch.ones(4)}, {"x": cf.abstract((1 << 20, 8))}
-    low = cf.precision(cf.shard(how, mesh, in_specs=(None, "(dp b) ...")), "bf16").lower(p, b)
-    assert set().union(*(wires(low).get(k, set()) for k in ("all_reduce", "reduce_scatter"))) == {F32}
-
-
-NARROW = ("bf16", cf.Policy(reduce="bf16"), cf.Policy(compute="fp16", reduce="fp16"))
-
-
-def losses_of_every_policy():
-    found = []
-    for policy in NARROW:
-        torch.manual_seed(0)
-        step_fn, state = training(net(), clip=1.0)
-        mesh = cf.Mesh(dp=2, topology="ideal")
-        step = cf.precision(cf.shard(step_fn, mesh, zero3, in_specs=(None, "(dp b) ...")), policy)
-        state = step.init(state, batch())
-        for _ in range(2):
-            state, metrics = step(state, batch())
-            found.append(float(metrics["loss"]))
-    return found
-
-
-@pytest.mark.dist
-def test_real_ranks_move_narrow_numbers() -> None:
-    """gloo has its own kernels for sums of bfloat16 and float16; a sum of two has one order."""
-    assert cf.launch(losses_of_every_policy, 2) == [losses_of_every_policy()] * 2
-
-
 def test_an_override_that_speaks_of_nothing_is_an_error() -> None:
     step_fn, state = training(net())
     with pytest.raises(cf.InputError, match=r"overrides\['1\.weights'\] matches no module and no parameter.*did you mean"):
         cf.precision(step_fn, cf.Policy(overrides={"0": "fp32", "1.weights": "fp32"})).lower(state, batch())
-
-
-def test_the_planner_pays_for_gradients_what_their_sums_will_cost() -> None:
-    wide, narrow = lowered("bf16"), lowered(cf.Policy(reduce="bf16"))
-    more_bytes = wide.cost().bytes["reduce_scatter", "dp"] - narrow.cost().bytes["reduce_scatter", "dp"]
-    more_s = wide.plan.communication_s - narrow.plan.communication_s
-    bandwidth = wide.mesh.topology.levels[0].bandwidth_bytes_per_s
-    assert more_s == pytest.approx(more_bytes / bandwidth, rel=0.01)
-
-
-class Scaled(nn.Module):
-    """A norm's weight before a column-parallel layer: its gradient is a sum over an activation's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4096))
-        self.up, self.down = nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 4096, bias=False)
-
-    def forward(self, x):
-        return self.down(self.up(x * self.scale).relu())
-
-
-def test_sums_of_activations_over_a_tensor_parallel_axis_stay_narrow() -> None:
-    with torch.device("meta"):
-        model = cf.functional(Scaled())
-    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
-    wishes = {"up.weight": "(tp o) i", "down.weight": "o (tp i)", "scale": "i"}
-    step = cf.precision(cf.shard(step_fn, cf.Mesh(tp=2, topology="8xa100-80g"), wishes, in_specs=(None, "b i")), "bf16")
-    low = step.lower(state, cf.abstract((4, 4096), BF16))
-    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in ("colofunc.reduce_scatter", "colofunc.all_reduce")]
-    assert {v.dtype for v in sums if v.shape} == {BF16}

@@ -8,7 +8,7 @@ Traps that another file holds already are listed here, and `test_the_table_names
 | step counts of AdamW, Adagrad and NAdam become Python numbers | test_trace.test_torch_optimizers_inside_a_step |
 | Adafactor guards on data | test_optimizers.test_refused |
 | a functional update holds old and new state | test_optimizers.test_every_optimizer_shards_and_is_updated_in_place |
-| the same under a loss scale | test_precision.test_a_state_with_a_loss_scale_is_updated_in_place |
+| the same under a loss scale | test_loss_scale.test_a_state_with_a_loss_scale_is_updated_in_place |
 | autocast of an absent device silently computes in float32 | test_trace.test_autocast_of_an_absent_device_is_honoured |
 | gradients over a dict of all parameters train frozen weights | test_functional.test_frozen_weights_are_used_and_not_trained |
 | torch.utils.checkpoint throws away what is not computed yet | test_trace.test_checkpoint_is_a_hint |
@@ -16,10 +16,10 @@ Traps that another file holds already are listed here, and `test_the_table_names
 | identical layers cost a search each | test_planner.test_layers_are_tied_and_cost_the_same_as_untied |
 | checkpoint conversions and non-persistent buffers | test_pretrained.test_loaded_and_saved_it_computes_what_transformers_loads |
 | a dropout mask that is fast has to be the same on all meshes | test_ops.test_dropped_weights_do_not_depend_on_who_computes_them |
-| numbers of the host's generators are burned in | test_trace.test_host_randomness_is_refused |
-| a tensor of the trace is kept outside | test_trace.test_a_tensor_that_leaves_the_step_is_an_error_at_this_trace |
-| a captured tensor is written to | test_trace.test_write_to_a_captured_tensor |
-| a float argument promotes, or retraces | test_trace.test_a_float_promotes_as_python_does |
+| numbers of the host's generators are burned in | test_trace_refused.test_host_randomness_is_refused |
+| a tensor of the trace is kept outside | test_trace_leaks.test_a_tensor_that_leaves_the_step_is_an_error_at_this_trace |
+| a captured tensor is written to | test_trace_refused.test_write_to_a_captured_tensor |
+| a float argument promotes, or retraces | test_trace_arguments.test_a_float_promotes_as_python_does |
 | train or eval mode is burned in | test_second_function.test_train_or_eval_mode_is_part_of_the_key |
 | a pending sum passes a narrowing cast | test_rules.test_a_pending_sum_does_not_pass_a_narrowing_cast |
 | a bias is added on every rank of a split contraction | test_rules.test_a_bias_is_added_once_where_the_contraction_is_split |

@@ -1,0 +1,227 @@
+"""A save is there whole or not at all, whatever fails, and whoever else saves there; what `keep` removes."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from saved import bits, state, tensors
+
+import colofunc as cf
+from colofunc.errors import CheckpointError, InputError
+from colofunc.functional.checkpoint import disk, folder
+
+
+def test_a_save_over_an_older_one_replaces_it(tmp_path) -> None:
+    cf.save(tmp_path / "c", tensors(0))
+    cf.save(tmp_path / "c", tensors(1))
+    assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"]) and os.listdir(tmp_path) == ["c"]
+
+
+def test_where_the_system_cannot_swap_it_renames_twice(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(folder, "exchange", lambda a, b: False)
+    cf.save(tmp_path / "c", tensors(0))
+    cf.save(tmp_path / "c", tensors(1))
+    assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"]) and os.listdir(tmp_path) == ["c"]
+    os.rename(tmp_path / "c", tmp_path / "c.old-123")  # killed between the two
+    assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"])
+    cf.save(tmp_path / "c", tensors(2))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "rename"])
+def test_a_failing_disk_leaves_the_last_one(tmp_path, monkeypatch, where) -> None:
+    cf.save(tmp_path / "c", tensors(0))
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*args: Any) -> Any:
+        raise full_disk
+
+    owner, name = {"write": (disk, "write_at"), "fsync": (os, "fsync"), "rename": (folder.Writing, "_swap")}[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        says = "No space left on device; what was written is removed and the last checkpoint there is intact"
+        with pytest.raises(CheckpointError, match=says):
+            cf.save(tmp_path / "c", tensors(1))
+    assert os.listdir(tmp_path) == ["c"] and bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(0)["w"])
+    cf.save(tmp_path / "c", tensors(1))
+
+
+LIMITED = """
+import resource, signal, sys, torch
+import colofunc as cf
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+cf.save(sys.argv[1], {"w": torch.zeros(1000)})
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    cf.save(sys.argv[1], {"w": torch.ones(1_000_000)}, format=sys.argv[2])
+except cf.CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_file_that_cannot_grow(tmp_path, subprocess_env, format) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "c"), format]
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=120)
+    assert "File too large" in done.stdout, done.stderr
+    assert "what was written is removed and the last checkpoint there is intact" in done.stdout, done.stderr
+    assert os.listdir(tmp_path) == ["c"] and cf.load(tmp_path / "c")["w"].shape == (1000,)
+
+
+def test_two_savers_of_one_folder(tmp_path) -> None:
+    first = folder.Writing(tmp_path / "c")
+    first.begin()
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on host .* is saving to .*c'; wait for it"):
+        cf.save(tmp_path / "c", tensors())
+    first.abandon()
+    cf.save(tmp_path / "c", tensors())
+    assert os.listdir(tmp_path) == ["c"]
+
+
+HOLDS = """
+import os, sys, time, torch
+import colofunc as cf
+from colofunc.functional.checkpoint import disk
+write, path = disk.write_at, sys.argv[1]
+
+def slowly(*args):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    write(*args)
+
+disk.write_at = slowly
+cf.save(path, {"w": torch.full((1000,), 1.0)})
+"""
+RACES = """
+import sys, torch
+import colofunc as cf
+won = 0
+for k in range(40):
+    try:
+        cf.save(sys.argv[1], {"who": int(sys.argv[2]), "w": torch.full((5000,), float(won + 1)), "won": won + 1})
+        won += 1
+    except cf.CheckpointError as error:
+        assert "is saving to" in str(error) and "wait for it, or save to another folder" in str(error), error
+print(won)
+"""
+
+
+def test_another_process_that_saves_there_is_named(tmp_path, subprocess_env) -> None:
+    """Two runs with one folder: the second one learns of the first, whose save is not touched."""
+    cf.save(tmp_path / "c", {"w": torch.zeros(3)})
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "c")], env=subprocess_env, **pipes) as other:
+        try:
+            assert other.stdout.readline() == "writing\n"
+            with pytest.raises(CheckpointError, match=rf"process {other.pid} on host .* is saving to .*c'; wait for it, or save to"):
+                cf.save(tmp_path / "c", {"w": torch.ones(3)})
+            assert cf.load(tmp_path / "c")["w"].tolist() == [0, 0, 0]
+            other.communicate("go\n" * 100, timeout=60)
+        finally:
+            other.kill()
+    assert other.returncode == 0 and cf.load(tmp_path / "c")["w"].shape == (1000,) and os.listdir(tmp_path) == ["c"]
+
+
+def test_two_processes_that_save_to_one_folder_all_the_time(tmp_path, subprocess_env) -> None:
+    """Whatever the order: each save is done or refused, and the folder holds one that was done, whole."""
+    command = [sys.executable, "-c", RACES, str(tmp_path / "c")]
+    runs = [subprocess.Popen([*command, str(k)], env=subprocess_env, stdout=subprocess.PIPE, text=True) for k in range(2)]
+    try:
+        won = [int(run.communicate(timeout=120)[0]) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    got = cf.load(tmp_path / "c")
+    assert sum(won) > 0 and got["won"] == won[got["who"]] and os.listdir(tmp_path) == ["c"]
+    assert torch.equal(got["w"], torch.full((5000,), float(got["won"])))
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path) -> None:
+    (tmp_path / "c.tmp-12ab").mkdir()
+    (tmp_path / "c.tmp-12ab" / "rank-00000-00000.safetensors").write_bytes(b"half")
+    (tmp_path / "c.lock").write_text("process 1 on host gone")  # nobody holds it
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        cf.load(tmp_path / "c")
+    cf.save(tmp_path / "c", tensors())
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_file_in_the_way(tmp_path) -> None:
+    (tmp_path / "c").write_text("notes")
+    with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
+        cf.save(tmp_path / "c", tensors())
+    assert (tmp_path / "c").read_text() == "notes"
+
+
+def test_keep_and_the_last_one(tmp_path) -> None:
+    for k in (1, 2, 9, 10, 11):
+        cf.save(tmp_path / f"step-{k}", {"k": k}, keep=3)
+    (tmp_path / "step-99").mkdir()  # no checkpoint
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-11", "step-9", "step-99"]
+    assert cf.load(tmp_path / "step-*")["k"] == 11
+    with pytest.raises(CheckpointError, match="no checkpoint matches"):
+        cf.load(tmp_path / "run-*")
+    with pytest.raises(InputError, match="keep=0"):
+        cf.save(tmp_path / "step-1", {}, keep=0)
+
+
+# ---- what `keep` removes ----
+
+
+def test_keep_removes_what_killed_saves_left_under_other_names(tmp_path) -> None:
+    cf.save(tmp_path / "step-1", state())
+    held = folder.Writing(tmp_path / "step-2")
+    held.begin()
+    killed = folder.Writing(tmp_path / "step-3")
+    killed.begin()
+    os.close(killed._lock._fd)  # as the end of its process does
+    cf.save(tmp_path / "step-4", state())
+    (tmp_path / "step-4" / "colofunc.json").unlink()  # killed while it was being removed
+    cf.save(tmp_path / "step-5", state(), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2.lock", held.folder.name, "step-5"]
+    held.abandon()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-5"]
+
+
+def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch) -> None:
+    cf.save(tmp_path / "step-1", {"x": torch.ones(1)})
+    real = shutil.rmtree
+
+    def refuse(path: Any, **options: Any) -> None:
+        if str(path).endswith("step-1"):
+            raise PermissionError(errno.EACCES, "no", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(CheckpointError, match=r"step-2' is saved, but an older one could not be removed"):
+        cf.save(tmp_path / "step-2", {"x": torch.ones(1)}, keep=1)
+    assert int(cf.load(tmp_path / "step-*")["x"]) == 1
+
+
+def test_a_folder_that_is_given_up_is_gone_at_once(tmp_path) -> None:
+    """Other ranks may be writing into it, so removing it file by file may leave it there, and they would wait."""
+    writing = folder.Writing(tmp_path / "c")
+    writing.begin()
+    real = shutil.rmtree
+
+    def late(path: Any, **options: Any) -> None:
+        assert not writing.folder.exists()
+        real(path, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", late)
+        writing.abandon()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_stays_a_link(tmp_path) -> None:
+    cf.save(tmp_path / "a", {"x": torch.ones(1)})
+    (tmp_path / "latest").symlink_to("a")
+    cf.save(tmp_path / "latest", {"x": torch.zeros(1)})
+    assert (tmp_path / "latest").is_symlink() and cf.load(tmp_path / "a")["x"] == 0
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
