@@ -129,10 +129,10 @@ def trace_of(
             continue
         if home and tier == near and not there:
             continue
+        if not home and value.nbytes < min(floor, FEW) and there:
+            continue  # a scalar that the host reads: counted as if it stayed
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
-        if not home and value.nbytes < min(floor, FEW) and there:
-            continue  # a scalar that the host reads
         uses = sorted({*uses, *busy.get(s, ()), *there})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
         items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far))

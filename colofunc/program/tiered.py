@@ -141,8 +141,9 @@ class Tiered:
         """Write a node down, its operands in the tier where it runs."""
         node, tier = self.program.nodes[index], self.far if index in self.on_host else self.near
         if is_view(node, self.lies) and all(self._mine(o) for o in node.outs if o is not None):
-            for o in self.early.intersection(o for o in node.outs if o is not None and self.lies.home[o] in self.have[self.near]):
-                self.get(self.near, o)
+            for made in self.early.intersection(node.outs):
+                if made is not None and self.lies.home[made] in self.have[self.near]:
+                    self.get(self.near, made)
             return  # others are taken where somebody reads them
         tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
         reads = zip(tiers, node.refs, strict=True)

@@ -43,7 +43,7 @@ from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Intent, Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
-from colofunc.transforms.within import Ending, finished, within
+from colofunc.transforms.within import AS_IT_IS, Ending, finished, within
 
 
 def say(text: str) -> None:
@@ -94,7 +94,7 @@ def prepare(
     budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
-    ways = [i.last(traced, registry, constraints) for i in staged.intents if i.last is not None]
+    ways = next((i.last(traced, registry, constraints) for i in staged.intents if i.last is not None), AS_IT_IS)
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=mesh, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
@@ -104,7 +104,7 @@ def prepare(
     tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
     move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
-    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, *ways)
+    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways)
     ending = ending if measured is None else attrs.evolve(ending, timed=measured[1])
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:

@@ -10,7 +10,7 @@ call, when all intents are known and can be decided together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -46,7 +46,7 @@ class Intent:
     grow: Callable[[Any], Any] | None = None
     clashes: Mapping[str, str] = attrs.field(factory=dict)
     local: Callable[[Any, Any], Any] | None = None
-    last: Callable[[Any, Any, Any], Callable[[Any, Any], Any]] | None = None
+    last: Callable[[Any, Any, Any], Sequence[Callable[[Any, Any], Any]]] | None = None
     constrain: Callable[[Any, Any, Any], Any] | None = None
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     refit: Callable[[Any, Any, Any, Any], Any] | None = None

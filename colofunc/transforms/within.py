@@ -47,6 +47,7 @@ LARGE = 2000
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
 Rewrite = Callable[[Program, Mesh], Program]
+AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
 
 
 class Move(Protocol):
@@ -78,7 +79,7 @@ class Ending:
     refit: Refit | None = None
     move: Move | None = None
     order: Callable[[Program, float], Program] = lambda program, _: program
-    ways: Sequence[Rewrite] = (lambda program, _: program,)
+    ways: Sequence[Rewrite] = AS_IT_IS
     timed: Timed | None = None
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
