@@ -2,9 +2,12 @@
 
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
+from test_offload import one, peak, training
 
+import colofunc as cf
 from colofunc.planner.evict import Facts, Stay, evict, spread
 from colofunc.planner.fewest import fewest
 from colofunc.planner.residency import Item, Links, Trace, check, reside
@@ -97,3 +100,15 @@ def test_plans_with_slack_hold_their_budget_and_move_no_more(seed: int) -> None:
     for found in (fast, lean):
         check(trace, found, budget)
     assert sum(lean.moved_bytes) <= sum(fast.moved_bytes) and fast.seconds <= lean.seconds <= 1.5 * fast.seconds
+
+
+def test_a_step_that_aims_at_bytes_stays_in_its_budget_and_copies_no_more() -> None:
+    step, *args = training()
+    budget = int(peak(cf.shard(step, one()), *args) * 0.6)
+    found = {policy: cf.offload(cf.shard(step, one()), policy=policy, budget=budget).lower(*args) for policy in ("auto", "bytes")}
+    copied = {policy: sum(low.program.values[n.refs[0]].nbytes for n in low.program.nodes if _copies(n)) for policy, low in found.items()}
+    assert all(low.memory().peak_bytes["device"] <= budget for low in found.values()) and 0 < copied["bytes"] <= copied["auto"]
+
+
+def _copies(node: Any) -> bool:
+    return node.target.removeprefix("colofunc.").removesuffix("_start") in ("to_device", "to_host", "put")
