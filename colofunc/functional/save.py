@@ -114,8 +114,7 @@ def save(
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
-    writing = _begin(job, failed)
-    run: Callable[[], None] = job.run_dcp if format == "dcp" else job.run
+    writing, run = _begin(job, failed), job.run_dcp if format == "dcp" else job.run
     if wait:
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -184,7 +183,8 @@ class _Job:
         return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
 
     @property
-    def large(self) -> bool:  # for memory
+    def large(self) -> bool:
+        """Whether part of the state lies on disk, because memory has no room for it."""
         return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
 
     def copied(self, format: str | None) -> _Job:
