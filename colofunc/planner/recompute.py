@@ -3,7 +3,8 @@
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
 flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
 the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank.
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `checkmate` (exact, for few
+stages), `late` (every set of values, for few values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
@@ -26,6 +27,7 @@ from colofunc.planner.orders import fastest
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
+from colofunc.program.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
 """Memory is divided in so many slots: the fewer stages, the finer."""
@@ -33,8 +35,8 @@ LEVELS, SHORT = 6, 5
 """Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
 FEW = 64
 """Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
-
-
+COUNTED, MIDDLE = 600, 4000
+"""The same for what linear programs propose, and up to how many nodes they are asked."""
 
 @attrs.frozen
 class Policy:
@@ -79,7 +81,7 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     if len(program.nodes) <= FEW:
         found = _all([*orders, *late(program)], tried, lambda one: _seconds(one, node_s) - plain_s, whole, budget_bytes)
     elif whole.hint is None:
-        found = _bisect(orders, tried, budget_bytes)
+        found = [*_bisect(orders, tried, budget_bytes), *_rounded(program, node_s, tried, budget_bytes)]
     else:
         found = fastest(orders, lambda one: _seconds(one, node_s) - plain_s, tried, whole, budget_bytes, plain_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
@@ -96,6 +98,25 @@ def _all(
         if whole.hint is None or again_s(one) < bound_s:
             found.append(tried(one))
             bound_s = min(bound_s, found[-1].more_s) if found[-1].fits(budget) else bound_s
+    return found
+
+
+def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
+    if len(program.nodes) > MIDDLE:
+        return []
+    parts, memory = chain_of(program, node_s).parts, Memory(program)
+    owned = {g for part in parts for g in (*part.saved, *map(memory.group, part.out))}
+    relaxed = importlib.import_module("colofunc.planner.relaxed")  # with its solver only where it is used
+    plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
+    plans.sort(key=lambda one: _seconds(one, node_s))
+    if len(program.nodes) > COUNTED:
+        return _bisect([partial(lambda one: one, one) for one in plans], tried, budget)
+    found = list[Fitted]()
+    for one in plans:
+        found.append(tried(one))
+        if found[-1].fits(budget):
+            break
     return found
 
 
