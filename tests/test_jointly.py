@@ -393,7 +393,7 @@ def test_many_decisions(layers: int) -> None:
 @pytest.mark.parametrize("part", [0.5, 0.6, 0.75, 0.9])
 def test_many_decisions_by_budget(part: float) -> None:
     found = ratios(range(6000, 6100), part=part)
-    assert len(found) >= 10 and max(found) <= 1.05
+    assert len(found) >= 5 and max(found) <= 1.05
 
 
 def test_never_slower_than_the_separate_choices() -> None:
