@@ -11,12 +11,18 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import attrs
 import pytest
 import torch
+from colofunc_plugins import gemini
+from test_offload import one, training
 
+import colofunc as cf
 from colofunc.executors.copies import Copier, Copying, Engines, Flights
 from colofunc.executors.pools import Pool
+from colofunc.executors.simulated import SimulatedProgram, compile_program
 from colofunc.program.passing import Passing, SizeClass
+from colofunc.transforms.observe import arguments_of
 
 SIZE = 8
 DEVICE = torch.device("cuda")  # a name only
@@ -194,3 +200,84 @@ def test_on_a_cpu_a_copy_is_done_when_it_has_started() -> None:
     back = copier.start("to_device", (there,), torch.device("cpu")).wait()
     copier.start("put", (there, back + 1), torch.device("cpu")).wait()
     assert torch.equal(back, x) and torch.equal(there, x + 1)
+
+
+# ---- a whole step, from the source that a GPU would run ----
+
+
+class Beside(Card):
+    """Compute that the host does at once, and copies that run late: those to the host long after the device has waited."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.eager, self.inward, self.first_is_in = 0, set[Event](), True
+
+    def current(self, device: torch.device) -> Any:
+        return self
+
+    def record_event(self) -> Event:
+        event = Event(self)
+        event.happen()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if event in self.inward:
+            event.synchronize()
+
+    def empty(self, like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
+        inward = stream is self.streams[1] if self.first_is_in else stream is not self.streams[1]
+        far = whole(target) if not inward else target  # of host memory a copy has the address
+        near = source if not inward else whole(source)
+        stream.put(lambda: far.copy_(near))
+        event = stream.record_event()
+        self.inward |= {event} if inward else set()
+        return event
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor, without keeping it from being given away."""
+    there = torch.frombuffer((ctypes.c_char * max(1, x.nbytes)).from_address(x.data_ptr()), dtype=torch.uint8)
+    return there[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
+
+
+def as_on_gpu(low: Any, inputs: Any, seed: int, settles: bool) -> Any:
+    """A step of the source for a GPU, with copies that run as late as they may."""
+    program = attrs.evolve(low.program, constants={})
+    constants = [[x.clone()] for x in (low.program.constants.get(i) for i in program.inputs) if x is not None]
+    given = iter(inputs)
+    ordered = [[low.program.constants[i].clone()] if i in low.program.constants else next(given) for i in program.inputs]
+    assert len(ordered) == len(inputs) + len(constants)
+    runner, card = SimulatedProgram(program, low.mesh), Beside(seed)
+    copier = Copier(card)
+    card.first_is_in = copier._stream(DEVICE, "to_device") is card.streams[1]
+    copier._stream(DEVICE, "to_host")
+    assert runner.pool is not None
+    runner.pool.allocate()
+    writer = runner.write(((0,),) * len(ordered), torch.device("meta"))
+    writer.names["copy_start"] = lambda kind, operands, _, pool=None: copier.start(kind, operands, DEVICE, pool)
+    writer.names["settle"] = copier.settle if settles else lambda *_: None
+    writer.names["device"] = torch.device("cpu")
+    function = writer.function()
+    function._finish = copier.finish
+    outs = function([shards[0] for shards in ordered])
+    return [outs[slots[0]] for slots in function.slots]
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_step_from_the_source_for_a_gpu_gives_the_numbers_of_the_cpu(where: str) -> None:
+    """Updated on the device with activations that leave and come back, and on the host, which has to wait for gradients there."""
+    step, *args = training(layers=2, d=24, rows=32)
+    most = cf.shard(step, one()).lower(*args).memory().peak_bytes["device"]
+    options: Any = {"budget": int(0.6 * most)} if where == "device" else {"policy": gemini("host")}
+    low = cf.offload(cf.shard(step, one()), **options).lower(*args)
+    inputs = arguments_of(low, args)
+    copies = lambda: inputs.copies(range(len(inputs.shards)))  # noqa: E731
+    wanted = [shards[0] for shards in compile_program(low.program, low.mesh)(copies())]
+    for seed in range(5):
+        got = as_on_gpu(low, copies(), seed, settles=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), f"schedule {seed}"
+    hasty = as_on_gpu(low, copies(), 0, settles=False)
+    assert where == "device" or not all(torch.equal(a, b) for a, b in zip(hasty, wanted, strict=True))

@@ -38,7 +38,7 @@ Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct t
 
 _SERIAL = count()
 _PLAIN = (int, bool, str, type(None))
-SETTLE = COPIER.settle
+START, SETTLE = COPIER.start, COPIER.settle  # one object each, so that the source has one name for it
 
 
 class Wires(Protocol):
