@@ -1,6 +1,7 @@
 """The disk tier: what is read is what was written, and a failure or a kill leaves the last commit."""
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -53,8 +54,18 @@ def folders(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+STRANGERS: set[threading.Thread] = set()  # of stores that tests before have left behind
+
+
+@pytest.fixture(autouse=True)
+def strangers() -> None:
+    gc.collect()
+    STRANGERS.clear()
+    STRANGERS.update(threading.enumerate())
+
+
 def disk_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("colofunc-disk")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("colofunc-disk") and thread not in STRANGERS]
 
 
 # ---- bytes ----

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, write
+from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, strangers, write  # noqa: F401
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk import DiskStore

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, write
+from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, strangers, write  # noqa: F401
 
 from colofunc.errors import DiskError
 from colofunc.executors import disk_files
