@@ -30,7 +30,7 @@ from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import first_rows, with_zeros
 from colofunc.executors.pools import accelerator, pool_of
 from colofunc.executors.simulated import Shards, own_memory
-from colofunc.executors.source import START, StepFunction, Tap, Writer, only
+from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
@@ -131,7 +131,7 @@ class RankWires:
 
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
-        start, device = writer.bind(START, "copy_start"), writer.bind(writer.device, "device")
+        start, device = writer.bind(writer.start, "copy_start"), writer.bind(writer.device, "device")
         operands = "".join(f"{writer.where[i][0]}, " for i in node.refs)
         pool = writer.pooled(node.outs[0]) if node.outs else ""
         call = f"{start}({kind!r}, ({operands}), {device}{', ' * bool(pool)}{pool})" + ("" if asynchronous else ".wait()")

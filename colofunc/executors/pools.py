@@ -16,6 +16,7 @@ On a machine with CUDA the memory is pinned; elsewhere it is pages like any othe
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,8 @@ from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
 from colofunc.program.passing import Passing, passing, rounded
 
+LET_GO_S = 1.0
+"""A thread that has written a buffer to disk may have it a moment longer than whoever waited for that."""
 PORTABLE = 1
 """Pinned for all devices of the process: cudaHostRegisterPortable."""
 
@@ -86,6 +89,9 @@ class Pool:
         at = bisect_left(self._sizes, nbytes)
         size = self._sizes[at] if at < len(self._sizes) else 0
         free = [] if self._slab is None or not size else self._slab.free[size]
+        until = time.monotonic() + LET_GO_S
+        while size and not free and time.monotonic() < until:
+            time.sleep(1e-4)
         if self._slab is None or not free:
             there = ", ".join(f"{count} x {size_text(n)}" for n, count in self._counts.items()) or "none"
             raise CapacityError(

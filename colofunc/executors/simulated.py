@@ -25,7 +25,7 @@ from colofunc.executors.disk_tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
 from colofunc.executors.pools import accelerator, pool_of
-from colofunc.executors.source import START, Look, Partition, StepFunction, Tap, Writer, only
+from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES, duplicate
 from colofunc.ops.flat import flat_of
@@ -284,7 +284,7 @@ class SimulatedWires:
 
         spoil: until the wait there is NaN, or an error where a file is read.
         """
-        start, device = writer.bind(START, "copy_start"), writer.bind(writer.device, "device")
+        start, device = writer.bind(writer.start, "copy_start"), writer.bind(writer.device, "device")
         pool = writer.pooled(node.outs[0]) if node.outs else ""
         if kind == "put":
             writer.separate(node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))

@@ -38,7 +38,6 @@ Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct t
 
 _SERIAL = count()
 _PLAIN = (int, bool, str, type(None))
-START, SETTLE = COPIER.start, COPIER.settle  # one object each, so that the source has one name for it
 
 
 class Wires(Protocol):
@@ -80,6 +79,7 @@ class Writer:
         self.tap = tap
         self.look = look
         self.pool = pool
+        self.start, self._settle = COPIER.start, COPIER.settle  # one object each, so that the source has one name for it
         self.passing = pool.plan if pool is not None else None  # of the program that is written: the step's, or of a loop in it
         self.program = program
         self.lanes = lanes
@@ -256,7 +256,7 @@ class Writer:
         """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are done."""
         if self.device.type != "cpu" and (reads or writes):
             told = ", ".join(f"({', '.join(names)}{',' * bool(names)})" for names in (reads, writes))
-            self.line(f"{self.bind(SETTLE, 'settle')}({told})")
+            self.line(f"{self.bind(self._settle, 'settle')}({told})")
 
     def _on_host(self, ids: Sequence[int], lane: int) -> list[str]:
         values = self.program.values
