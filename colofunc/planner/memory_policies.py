@@ -10,6 +10,7 @@ is chosen by time. Plugins name policies with the hook `colofunc_memory_policies
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import attrs
 
@@ -60,7 +61,7 @@ class MemoryPolicy:
 
 SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
-BYTES = MemoryPolicy("bytes", slack=0.25)
+BYTES = MemoryPolicy("bytes", slack=inf)
 DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
 DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states])
 HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import inf
 from operator import itemgetter
 
 import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
-from colofunc.ops.update import IN_PLACE
 from colofunc.planner.host_operators import check_where, told, with_operators
 from colofunc.planner.memory_policies import AUTO, MemoryPolicy, Room, State, places
 from colofunc.planner.offload_disk import as_disk, least_disk_s, on_disk, timed
@@ -30,24 +30,19 @@ from colofunc.planner.offload_loops import opened
 from colofunc.planner.offload_trace import Ground, NodeS, ground_of, trace_of, write
 from colofunc.planner.plan_table import time_text
 from colofunc.planner.residency import SKETCH, Point, Residency, Search, Trace, least_budget
-from colofunc.program.facts import written
+from colofunc.planner.updates import UPDATES, splits
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
-SPLITS, CLOSER = (0.0, 1.0, 0.5, 0.75), 3
-"""Shares of the updates, by bytes, that are tried on the host, then so often those half way to the neighbours of the best."""
-EVERY = 8
-"""Of up to so many updates every share is tried."""
+CLOSER = 3
+"""So often shares of the updates half way to the neighbours of the best are tried."""
 FULL = 2
 """Of a large program so many splits are searched in full, those that look best in a sketch."""
 FINE = 1e-3
 """Where a disk adds less than such a part of the work, nothing else is looked for."""
 LARGE = 4000
 """In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
-UPDATES = frozenset(target for target, _ in IN_PLACE.values())
-CAST = "aten._to_copy.default"
-LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
 
 
 @attrs.frozen
@@ -181,9 +176,10 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
     tries = list[_Try]()
     points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
     seen = set[frozenset[int]]()
-    near = _splits(ground, policy.update, placed, like, (), seen)
+    share = like.share if like is not None else None
+    near = splits(ground, policy.update, placed, share, (), seen)
     for _ in range(1 + CLOSER):
-        for share, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
+        for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
             items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
             search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
@@ -191,21 +187,37 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
                 search.run()
             else:
                 search.sketch(points)
-            tries.append(_Try(max(0, least - limit), on_host, items, share, search))
+            tries.append(_Try(max(0, least - limit), on_host, items, part, search))
             if search.still is not None:
                 break
-        tries.sort(key=lambda one: one.rank)
+        tries = _best_first(tries, policy.slack)
         if like is not None or tries[0].search.still is not None:
             break
-        near = _splits(ground, policy.update, placed, like, [one.share for one in tries], seen)
+        near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
     for one in tries[:FULL] if like is None else ():
         if not one.search.many:
             one.search.run()
-    best = min(tries, key=lambda one: one.rank)
-    most_s = best.search.fastest_s * (1 + best.search.slack)
-    enough = [(one, one.search.within(most_s)) for one in tries if one.over == best.over and one.search.fastest_s <= most_s]
-    one, found = min(enough, key=lambda each: (sum(each[1].moved_bytes), each[0].rank))
-    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where)
+    slack = tries[0].search.slack
+    one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
+    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, one.search.within(most_s), one.share, one.search.where)
+
+
+def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
+    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind them."""
+    if slack is None:
+        return sorted(tries, key=lambda one: one.rank)
+    least, most_s = min(one.over for one in tries), _most_s(tries, slack)
+
+    def rank(one: _Try) -> tuple[bool, int, tuple[int, float]]:
+        late = one.over > least or one.search.fastest_s > most_s
+        return late, 0 if late else one.search.moved_bytes(most_s), one.rank
+
+    return sorted(tries, key=rank)
+
+
+def _most_s(tries: Sequence[_Try], slack: float) -> float:
+    """Seconds of the fastest that fits, and so much longer."""
+    return inf if slack == inf else min(tries, key=lambda one: one.rank).search.fastest_s * (1 + slack)
 
 
 def _longer_s(ground: Ground, best: _Found, least_s: float = 0.0) -> float:
@@ -278,78 +290,6 @@ def _states(ground: Ground) -> list[int]:
 def _state(ground: Ground, storage: int) -> State:
     value = ground.program.values[ground.lies.storages[storage].value]
     return State(value.name, value.role, value.nbytes)
-
-
-# ---- where updates run ----
-
-
-def _splits(
-    ground: Ground, update: str | None, placed: Mapping[int, str | None], like: Hint | None, tried: Sequence[float],
-    seen: set[frozenset[int]],
-) -> Iterator[tuple[float, frozenset[int]]]:  # fmt: skip
-    """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read.
-
-    tried: shares before, best first; then those between it and its neighbours. seen: sets before.
-    """
-    updates = [k for k, node in enumerate(ground.program.nodes) if node.target in UPDATES]
-    weigh = [sum(ground.program.values[i].nbytes for i in written(ground.program.nodes[k])) for k in updates]
-    total = sum(weigh)
-    for share in _shares(update, weigh, tried) if like is None or update is not None else (like.share,):
-        chosen, so_far = [], 0
-        for k, n in zip(updates, weigh, strict=True):
-            stays = any(placed.get(ground.lies.home[i]) == "device" for i in written(ground.program.nodes[k]))
-            if so_far + n <= share * total and not stays:
-                chosen.append(k)
-                so_far += n
-        found = _with_light(ground, frozenset(chosen)) | _narrowed(ground, chosen)
-        if found not in seen:
-            seen.add(found)
-            yield share, found
-
-
-def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) -> Sequence[float]:
-    if update is not None:
-        return (0.0,) if update == "device" else (1.0,)
-    if tried:
-        below, above = ([share for share in tried if (share > tried[0]) is up and share != tried[0]] for up in (False, True))
-        return [(tried[0] + share) / 2 for share in (max(below, default=tried[0]), min(above, default=tried[0]))]
-    first = ((n + 0.5) / sum(weigh) for n in accumulate(weigh[:-1]))
-    return (0.0, 1.0, *first) if len(weigh) <= EVERY else SPLITS
-
-
-def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
-    """`chosen` and the elementwise work whose results nobody else reads, where it makes a gradient wider before it travels."""
-    if not chosen:
-        return chosen
-    program, found = ground.program, set(chosen)
-    read: dict[int, set[int]] = {}
-    for k, node in enumerate(program.nodes):
-        for i in node.refs:
-            read.setdefault(i, set()).add(k)
-    kept = set(program.outputs)
-    for k in reversed(range(len(program.nodes))):
-        node = program.nodes[k]
-        if node.target not in LIGHT or len(node.outs) != 1 or node.outs[0] is None or node.outs[0] in kept:
-            continue
-        readers_ = read.get(node.outs[0], set())
-        big = max((program.values[i].nbytes for i in node.refs), default=0)
-        if readers_ and readers_ <= found and program.values[node.outs[0]].nbytes >= big:
-            found.add(k)
-    return frozenset(found)
-
-
-def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
-    """Casts of what is updated on the host to a narrower dtype: the narrow copy travels."""
-    program, mine = ground.program, {ground.lies.home[i] for k in chosen for i in written(ground.program.nodes[k])}
-    return frozenset(
-        k
-        for k, node in enumerate(program.nodes)
-        if node.target == CAST
-        and node.outs[0] is not None
-        and ground.lies.home[node.refs[0]] in mine
-        and program.values[node.outs[0]].nbytes < program.values[node.refs[0]].nbytes
-        and not (chosen and k > min(chosen))  # an update may have changed it by then
-    )
 
 
 def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:

@@ -20,6 +20,7 @@ step the same way to count moves.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, combinations
@@ -31,7 +32,6 @@ import numpy as np
 
 from colofunc.errors import PlanError
 from colofunc.planner.evict import Copy, Facts, Stay, evict, spread
-from colofunc.planner.fewest import fewest
 from colofunc.planner.timeline import (
     Item,
     Links,
@@ -203,10 +203,15 @@ class Search:
 
     def within(self, most_s: float) -> Residency:
         """Of what was tried and takes at most so long, what moves fewest bytes; the fastest where nothing does."""
-        if self.still is not None:
-            return self.still
+        return self.still if self.still is not None else self._result(self._leanest(most_s))
+
+    def moved_bytes(self, most_s: float) -> int:
+        """Bytes that `within` so long are copied, both ways."""
+        return 0 if self.still is not None else self._leanest(most_s).moved
+
+    def _leanest(self, most_s: float) -> _Found:
         assert self.best is not None, "something was tried"
-        return self._result(min((one for one in self.front if one.seconds <= most_s), key=lambda one: one.moved, default=self.best))
+        return min((one for one in self.front if one.seconds <= most_s), key=lambda one: one.moved, default=self.best)
 
     def _everything(self) -> Residency | None:
         """No moves where every item fits as it is and none is needed on the host."""
@@ -236,7 +241,8 @@ class Search:
         """(seconds, bytes moved) with about the fewest bytes moved where that part of the state may stay."""
 
         def chosen() -> tuple[tuple[int, ...], list[list[Stay]]]:
-            residents, stays = fewest(self.facts, room, stay)
+            fewest = importlib.import_module("colofunc.planner.fewest")  # with its solver only where it is used
+            residents, stays = fewest.fewest(self.facts, room, stay)
             return tuple(residents), stays
 
         return self._scored((stay, room, spent, push), chosen)
