@@ -194,7 +194,7 @@ def _with_room(topology: Topology, name: str, nbytes: int) -> Topology:
 
 def directory(disk: str) -> str | bool | None:
     """What `cf.offload(disk=)` is given for `--disk`: a directory, True for a disk that is only planned for, None without one."""
-    if not disk or disk[0].isdigit():
+    if not disk or (disk[0].isdigit() and not Path(disk).is_dir()):
         return bool(disk) or None
     if not Path(disk).is_dir():
         raise InputError(f"--disk {disk!r} is neither a size nor a directory that is here; write --disk 2TB, or --disk 2TB,7GB/s,5GB/s")

@@ -118,8 +118,6 @@ def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[...,
 SPARE = 1.03
 """A budget of the least that the planner found, and so much for what a budget changes beside it (how large buckets may be)."""
 LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")
-
-
 LASTING = ("parameters", "optimizer state", "gradients", "other")
 
 

@@ -282,3 +282,8 @@ def test_ranks_of_a_node_share_its_host() -> None:
         else:
             with pytest.raises(cf.CapacityError, match=r"\(2 ranks share a node's\); use more nodes"):
                 staged.lower(*args)
+
+
+def test_a_step_without_operators_is_planned() -> None:
+    step = cf.offload(cf.shard(lambda state, batch: (state, batch), cf.Mesh(a=2, topology="ideal")), budget="1GiB")
+    assert not step.lower(torch.zeros(2, 2), torch.zeros(2)).program.nodes

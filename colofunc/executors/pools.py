@@ -68,6 +68,9 @@ class Pool:
 
     def allocate(self, pinned: bool = False) -> None:
         """Before a step: take the memory, if it was not taken or a step that failed still holds some of it."""
+        until = time.monotonic() + LET_GO_S
+        while self.used and time.monotonic() < until:
+            time.sleep(1e-4)
         if self.nbytes and (self._slab is None or self.used):
             self._slab = _Slab(self._counts, pinned)
             self.growths += 1

@@ -123,7 +123,7 @@ class _Fewest:
             return []
         spans = [(k, *span, self.facts.nbytes[self.item[k]]) for k, held in enumerate(self.held) for span in held]
         ks, begins, ends, nbytes = np.asarray(spans, dtype=np.int64).reshape(-1, 4).T
-        unit, positions = float(max(self.facts.nbytes)), np.arange(size)
+        unit, positions = float(max(self.facts.nbytes)) or 1.0, np.arange(size)
         # What is held at p and what is free there add up to the room; each row less the one before has few entries.
         left, inner = count + positions, ends < size
         rows: np.ndarray = np.concatenate((begins, ends[inner], positions, positions[1:]))

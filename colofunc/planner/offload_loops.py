@@ -95,11 +95,14 @@ def _opened(
         saved = sum(sums[s] for s in [*sums][:few])
         if few == len(sums) or saved >= over:  # no room for some more of the largest, at last for none
             tries += _tried(inner, frozenset([*sums][:few]), saved, mine, limit, policy)
-    best = min(tries, key=lambda one: (one.over, one.made.seconds))
+
+    def trip_s(one: _Try) -> float:
+        return max(one.made.seconds, mesh.host_s(3 * sum(sums[s] for s in one.leave)))
+
+    best = min(tries, key=lambda one: (one.over, trip_s(one)))
     written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
     away = frozenset(outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents)
-    adding_s = mesh.host_s(3 * sum(sums[s] for s in best.leave))
-    return attrs.evolve(loop, body=written), away, max(best.made.seconds, adding_s) * loop.trips
+    return attrs.evolve(loop, body=written), away, trip_s(best) * loop.trips
 
 
 @attrs.frozen(eq=False)

@@ -27,6 +27,7 @@ from colofunc.planner.orders import fastest
 from colofunc.planner.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.loop import within
+from colofunc.program.memory import memory
 from colofunc.program.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
@@ -37,6 +38,7 @@ FEW = 64
 """Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 COUNTED, MIDDLE = 600, 4000
 """The same for what linear programs propose, and up to how many nodes they are asked."""
+
 
 @attrs.frozen
 class Policy:
@@ -105,19 +107,29 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
     if len(program.nodes) > MIDDLE:
         return []
-    parts, memory = chain_of(program, node_s).parts, Memory(program)
-    owned = {g for part in parts for g in (*part.saved, *map(memory.group, part.out))}
+    parts, groups = chain_of(program, node_s).parts, Memory(program)
+    owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
     relaxed = importlib.import_module("colofunc.planner.relaxed")  # with its solver only where it is used
     plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
     plans.sort(key=lambda one: _seconds(one, node_s))
     if len(program.nodes) > COUNTED:
-        return _bisect([partial(lambda one: one, one) for one in plans], tried, budget)
+        return _bisect([partial(lambda one: one, one) for one in _leaner(plans)], tried, budget)
     found = list[Fitted]()
     for one in plans:
         found.append(tried(one))
         if found[-1].fits(budget):
             break
     return found
+
+
+def _leaner(plans: Sequence[Program]) -> Iterator[Program]:
+    """Those that hold less than all before them."""
+    least = inf
+    for plan in plans:
+        peak = memory(plan).peak_bytes["device"]
+        if peak < least:
+            least = peak
+            yield plan
 
 
 def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:

@@ -12,18 +12,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 EVERY = 100_000
 """So many more records than went away, before the youngest are looked at."""
+LOCK, before = Lock(), list[tuple[int, int, int]]()  # what was set before, of all threads that are planning
 
 
 @contextmanager
 def seldom() -> Iterator[None]:
     """As often as before again behind it; where collection is switched off, it stays so."""
-    before = gc.get_threshold()
-    if before[0] > 0:
-        gc.set_threshold(max(EVERY, before[0]), *before[1:])
+    with LOCK:
+        before.append(before[0] if before else gc.get_threshold())
+        if before[0][0] > 0:
+            gc.set_threshold(max(EVERY, before[0][0]), *before[0][1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with LOCK:
+            last = before.pop()
+            if not before:
+                gc.set_threshold(*last)

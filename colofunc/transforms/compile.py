@@ -38,7 +38,7 @@ from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.disk_state import Shelves, named, scratch_sizes
 from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.measured import Warmup, moved, step_s, warmup
+from colofunc.transforms.measured import Warmup, everywhere, moved, step_s, warmup
 from colofunc.transforms.prepare import mesh_of, prepare, say
 from colofunc.transforms.profile import profile
 from colofunc.transforms.reads import reads_of
@@ -148,10 +148,13 @@ class StepCompiler:
         timed, old.warmup = old.warmup.timed(), None
         donated = set(old.low.donated)
         staying = [None if i in donated else leaf for i, leaf in enumerate(leaves)]
+        low, why = None, "another rank says why"
         try:
             low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
         except ColofuncError as error:
-            warnings.warn(f"{name} keeps its plan: none could be made from what its first steps measured ({error})", stacklevel=4)
+            why = str(error)
+        if not everywhere(low is not None, old.watch) or low is None:
+            warnings.warn(f"{name} keeps its plan: none could be made from what its first steps measured ({why})", stacklevel=4)
             return
         before_s, after_s = step_s(old.low, timed), step_s(low, timed)
         faster = after_s < before_s * (1 - LEAST)

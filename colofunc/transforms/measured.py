@@ -23,6 +23,7 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.disk_tensors import in_memory
 from colofunc.executors.pools import accelerator, in_tier
 from colofunc.executors.profile import Clock
+from colofunc.executors.watch import Watch
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
 from colofunc.program.timed import Timed, timings
@@ -74,14 +75,25 @@ class Warmup:
 
     def timed(self) -> Timed:
         """What was measured, the most of any rank. Collective."""
-        told: list[Any] = [self._best]
-        if self._backend.watch is not None:
-            told = [None] * dist.get_world_size()
-            with self._backend.watch:
-                dist.all_gather_object(told, self._best)
+        told = _told(self._best, self._backend.watch)
         most = [max(each) for each in zip(*told, strict=True)]
         low = self._low
         return timings(low.ordered(), most, partial(node_s, mesh=low.mesh, rule_of=low.registry.rule))
+
+
+def everywhere(yes: bool, watch: Watch | None) -> bool:
+    """Whether all ranks say so. Collective."""
+    return all(_told(yes, watch))
+
+
+def _told(mine: Any, watch: Watch | None) -> list[Any]:
+    """What each rank says."""
+    if watch is None:
+        return [mine]
+    told = [None] * dist.get_world_size()
+    with watch:
+        dist.all_gather_object(told, mine)
+    return told
 
 
 def step_s(low: Lowered, timed: Timed) -> float:

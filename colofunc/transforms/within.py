@@ -90,15 +90,23 @@ class Ending:
         best = self._refitted(first, budget_bytes)
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
-        others = {_size(some): some for some in (self._rewritten(lowered, way) for way in self.ways[1:])}
-        others.pop(_size(first), None)  # a way that changes nothing
-        near = [(self._counted(budget_bytes, some, best), self._seconds(some) - self._seconds(first), some) for some in others.values()]
+        rest = {_looks(some): some for some in self._rest(lowered)}
+        rest.pop(_looks(first), None)  # a way that changes nothing
+        near = [(self._counted(budget_bytes, some, best), self._seconds(some) - self._seconds(first), some) for some in rest.values()]
         guesses = [(_rank(budget_bytes, guess, slower_s), slower_s, some) for guess, slower_s, some in near]
         for guess, slower_s, some in sorted(guesses, key=itemgetter(0)):
             if guess < _rank(budget_bytes, best) or not best.fits(budget_bytes):
                 found = self._refitted(some, budget_bytes)
                 best = min(best, attrs.evolve(found, more_s=found.more_s + slower_s), key=partial(_rank, budget_bytes))
         return best
+
+    def _rest(self, lowered: Program) -> Iterator[Program]:
+        """All ways but the first that can be gone."""
+        for way in self.ways[1:] if self.mesh.size > 1 else ():
+            try:
+                yield self._rewritten(lowered, way)
+            except PlanError:
+                continue  # the first one stands
 
     def _refitted(self, local: Program, budget_bytes: int | None) -> Fitted:
         counted = partial(self._counted, budget_bytes)
@@ -165,9 +173,9 @@ def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool,
     return (False, done.more_s + slower_s) if done.fits(budget_bytes) else (True, done.peak_bytes)
 
 
-def _size(local: Program) -> tuple[int, ...]:
-    """How many operators stand outside of loops, and in each."""
-    return len(local.nodes), *(len(node.loop.body.nodes) for node in local.nodes if node.loop is not None)
+def _looks(local: Program) -> tuple[object, ...]:
+    """The operators outside of loops, and those in each."""
+    return tuple(node.target if node.loop is None else _looks(node.loop.body) for node in local.nodes)
 
 
 def within(
@@ -203,7 +211,7 @@ def within(
         searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
         finish = partial(ending.finish, budget_bytes=budget_bytes)
         every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
-        most = max(2, WORK // len(ending.program.nodes))
+        most = max(2, WORK // max(1, len(ending.program.nodes)))
         best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most)
         found = None if best is None else (best.proposed.plan, best.done)
     if found is not None:
@@ -221,6 +229,8 @@ def within(
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
     """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
     done = ending.finish(decided, budget_bytes)
+    if budget_bytes is None and done.short:
+        raise CapacityError(done.short)
     if budget_bytes is not None and not done.fits(budget_bytes):
         raise PlanError(done.short or f"the least found has a peak of {_gib(done.peak_bytes)}, the budget is {_gib(budget_bytes)}")
     return _told(decided, done)
