@@ -53,6 +53,7 @@ def test_combinations(part: int) -> None:
     tried(chosen(most=320)[part::PARTS])
 
 
+@pytest.mark.sweep
 def test_a_pattern_over_three_axes_is_planned_at_once() -> None:
     """Among options that fit it: all of three axes together would take minutes."""
     step, state, batch = step_of("dense")
