@@ -16,20 +16,22 @@ from threading import Lock
 
 EVERY = 100_000
 """So many more records than went away, before the youngest are looked at."""
-LOCK, before = Lock(), list[tuple[int, int, int]]()  # what was set before, of all threads that are planning
+LOCK = Lock()
+SET: list[tuple[int, int, int]] = []
+"""What was set before, once for each thread that is planning."""
 
 
 @contextmanager
 def seldom() -> Iterator[None]:
     """As often as before again behind it; where collection is switched off, it stays so."""
     with LOCK:
-        before.append(before[0] if before else gc.get_threshold())
-        if before[0][0] > 0:
-            gc.set_threshold(max(EVERY, before[0][0]), *before[0][1:])
+        SET.append(SET[0] if SET else gc.get_threshold())
+        if SET[0][0] > 0:
+            gc.set_threshold(max(EVERY, SET[0][0]), *SET[0][1:])
     try:
         yield
     finally:
         with LOCK:
-            last = before.pop()
-            if not before:
+            last = SET.pop()
+            if not SET:
                 gc.set_threshold(*last)
