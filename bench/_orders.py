@@ -27,7 +27,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._subclasses import FakeTensorMode
 
-from colofunc.planner.stages import NodeS
+from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Node, Program
 from colofunc.program.recompute import Replay
 from colofunc.program.schedule import Memory

@@ -21,7 +21,7 @@ from bench import Row, Section, fresh
 from bench._orders import partitioned, sequential
 from bench.memory_plans import adamw, gpt
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.stages import NodeS
+from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, stage

@@ -20,10 +20,10 @@ from bench import Row, Section, fresh
 from bench.memory_plans import gb, opt
 from colofunc.cli import axes_of, machine
 from colofunc.mesh.sizes import parse_bytes
-from colofunc.planner.evict import Facts, evict, spread
-from colofunc.planner.fewest import fewest
+from colofunc.planner.offload.evict import Facts, evict, spread
+from colofunc.planner.offload.fewest import fewest
+from colofunc.planner.offload.residency import Item, Links, Trace
 from colofunc.planner.plan_table import time_text
-from colofunc.planner.residency import Item, Links, Trace
 
 TRACES, ITEMS = 300, 6
 SPLITS = {("40GB", 4): ((1.0, 1.0),), ("80GB", 8): ((1.0, 1.0), (0.5, 1.0), (0.0, 1.0))}

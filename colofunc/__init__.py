@@ -54,19 +54,19 @@ from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
-from colofunc.planner import products as products
-from colofunc.planner import reading as reading
-from colofunc.planner import tokens as tokens
-from colofunc.planner.attention_pattern import AttentionExchange as AttentionExchange
-from colofunc.planner.attention_pattern import AttentionPattern as AttentionPattern
-from colofunc.planner.follow import Rules
-from colofunc.planner.follow import follow as follow
-from colofunc.planner.memory_policies import MemoryPolicy, Room, State
+from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.plan import Plan
-from colofunc.planner.policies import every, save_only
-from colofunc.planner.product_pairs import product_pairs as product_pairs
-from colofunc.planner.ways import ways
-from colofunc.planner.wishes import NamedPlan, Wish
+from colofunc.planner.recompute.policies import every, save_only
+from colofunc.planner.wishes import products as products
+from colofunc.planner.wishes import reading as reading
+from colofunc.planner.wishes import tokens as tokens
+from colofunc.planner.wishes.attention_pattern import AttentionExchange as AttentionExchange
+from colofunc.planner.wishes.attention_pattern import AttentionPattern as AttentionPattern
+from colofunc.planner.wishes.follow import Rules
+from colofunc.planner.wishes.follow import follow as follow
+from colofunc.planner.wishes.product_pairs import product_pairs as product_pairs
+from colofunc.planner.wishes.ways import ways
+from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.checkpoint import checkpoint

@@ -44,7 +44,7 @@ def resnet() -> tuple[Any, Any, Any]:
 
 
 KEPT = 1 << 13
-"""Bytes of what is too small to be made again (`planner/stages.py`, SMALL), which torch's ways drop."""
+"""Bytes of what is too small to be made again (`planner/recompute/stages.py`, SMALL), which torch's ways drop."""
 MODELS = {"gpt2": (gpt2, [f"transformer.h.{k}" for k in range(4)]), "resnet": (resnet, [f"{k}" for k in range(1, 6)])}
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.chain import Back, Kept, Run, Stage, solve, table
+from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, solve, table
 
 UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
 # FIGURES: Rotor on L stages and a loss, x_0 counted in M.

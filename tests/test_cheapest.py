@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.planner import assign
-from colofunc.planner.cheapest import _in_order, at_least, buckets_of, cheapest, roomy
-from colofunc.planner.eliminate import Graph, exact_order
+from colofunc.planner.sharding import assign
+from colofunc.planner.sharding.cheapest import _in_order, at_least, buckets_of, cheapest, roomy
+from colofunc.planner.sharding.eliminate import Graph, exact_order
 from colofunc.program.ir import Program
 
 

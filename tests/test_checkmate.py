@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.checkmate import Graph, peak_of, solve
+from colofunc.planner.recompute.checkmate import Graph, peak_of, solve
 
 # FIGURES: n forward and n backward nodes and a loss; least compute by budget.
 FIGURES = {3: {4: 8, 5: 7}, 4: {4: 12, 5: 10, 6: 9}, 5: {4: 17, 5: 13, 6: 12, 7: 11}}

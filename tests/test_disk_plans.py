@@ -10,9 +10,9 @@ import pytest
 from test_offload import one, peak, training
 
 import colofunc as cf
-from colofunc.planner.memory_policies import AUTO, HOST
-from colofunc.planner.offload import offload
-from colofunc.planner.offload_disk import on_disk
+from colofunc.planner.offload.disk import on_disk
+from colofunc.planner.offload.fastest import offload
+from colofunc.planner.offload.policies import AUTO, HOST
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory

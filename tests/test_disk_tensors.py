@@ -7,7 +7,7 @@ import torch
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk_tensors import Room, Scratch, Staging, reading, unread, writing
-from colofunc.planner.residency import Item, Links, Move, Trace, simulate
+from colofunc.planner.offload.residency import Item, Links, Move, Trace, simulate
 
 
 def test_a_disk_has_one_queue_for_both_directions() -> None:

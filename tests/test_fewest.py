@@ -8,9 +8,9 @@ import pytest
 from test_offload import one, peak, training
 
 import colofunc as cf
-from colofunc.planner.evict import Facts, Stay, evict, spread
-from colofunc.planner.fewest import fewest
-from colofunc.planner.residency import Item, Links, Trace, check, reside
+from colofunc.planner.offload.evict import Facts, Stay, evict, spread
+from colofunc.planner.offload.fewest import fewest
+from colofunc.planner.offload.residency import Item, Links, Trace, check, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
 

@@ -9,8 +9,8 @@ import torch
 from colofunc_plugins import experts
 
 import colofunc as cf
-from colofunc.planner.alike import alike
-from colofunc.planner.follow import _refined
+from colofunc.planner.wishes.alike import alike
+from colofunc.planner.wishes.follow import _refined
 from colofunc.testing import check
 
 ROWS, TOKENS = 8, 16

@@ -20,11 +20,11 @@ import torch
 
 import colofunc as cf
 from colofunc.errors import CapacityError, PlanError
-from colofunc.planner import residency
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import Proposed, together
-from colofunc.planner.offload import Hint, offload
-from colofunc.planner.recompute import fit
+from colofunc.planner.offload import residency
+from colofunc.planner.offload.fastest import Hint, offload
+from colofunc.planner.recompute.fastest import fit
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import memory

@@ -333,7 +333,7 @@ REFUSED = [
     (check_order, "colofunc.mesh.mesh", "from ..planner.plan import Plan"),
     (check_order, "colofunc.dtensor.spec", "import colofunc.program.check"),
     (check_order, "colofunc.dtensor.rules.matmul", "from colofunc.dtensor.tensor import DTensor"),
-    (check_order, "colofunc.planner.search", "import colofunc as cf"),
+    (check_order, "colofunc.planner.sharding.search", "import colofunc as cf"),
     (check_order, "colofunc.executors.simulated", "from colofunc_plugins import zero"),
     (check_order, "colofunc.helpers", "x = 1"),
     (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.offload import offload"),
@@ -351,7 +351,7 @@ REFUSED = [
 ]
 
 ALLOWED = [
-    (check_order, "colofunc.planner.search", "from colofunc.dtensor.spec import Spec\nfrom colofunc import errors"),
+    (check_order, "colofunc.planner.sharding.search", "from colofunc.dtensor.spec import Spec\nfrom colofunc import errors"),
     (check_order, "colofunc.dtensor.tensor", "from colofunc.program.trace import trace\nfrom .spec import Spec"),
     (check_order, "colofunc", "from colofunc.testing import check"),
     (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.staged import Staged"),
@@ -377,7 +377,7 @@ def test_allowed(check, module: str, source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from colofunc.planner import search",
+        "from colofunc.planner.sharding import search",
         "from colofunc import planner",
         "import colofunc as cf\ncf.planner",
         "from colofunc_plugins.gemini import chunks",

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from test_budget import orders_of
 
-from colofunc.planner.chain import Back, Run
-from colofunc.planner.needs import measured
-from colofunc.planner.stages import Chain, chain_of
+from colofunc.planner.recompute.chain import Back, Run
+from colofunc.planner.recompute.needs import measured
+from colofunc.planner.recompute.stages import Chain, chain_of
 from colofunc.program.inplace import in_place
 from colofunc.program.memory import memory
 

@@ -14,7 +14,7 @@ import colofunc as cf
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.executors.simulated import run_simulated
-from colofunc.planner import offload
+from colofunc.planner.offload import fastest as offload
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Ref, map_refs
 from colofunc.program.serialize import from_dict, to_dict

@@ -6,11 +6,11 @@ from test_planner import candidates_of, random_program
 
 from colofunc.dtensor.convert import conversion_s
 from colofunc.mesh import Mesh
-from colofunc.planner import assign as module
-from colofunc.planner.assign import assign
-from colofunc.planner.classes import tie
-from colofunc.planner.constraints import NONE
-from colofunc.planner.pending import reachable
+from colofunc.planner.sharding import assign as module
+from colofunc.planner.sharding.assign import assign
+from colofunc.planner.sharding.classes import tie
+from colofunc.planner.sharding.constraints import NONE
+from colofunc.planner.sharding.pending import reachable
 from colofunc.program.ir import Node, Program, Ref, Value
 
 MESH = Mesh(tp=4, topology="8xa100-80g")

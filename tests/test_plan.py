@@ -20,13 +20,13 @@ from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, assign
-from colofunc.planner.constraints import NONE, Constraints
 from colofunc.planner.describe import Shares, words
-from colofunc.planner.explain import constraints_from, make_plan, node_keys
 from colofunc.planner.plan import Plan, matches, parse_axes
-from colofunc.planner.wished import constraints_of
-from colofunc.planner.wishes import Wish, wishes_of
+from colofunc.planner.sharding.assign import Assignment, assign
+from colofunc.planner.sharding.constraints import NONE, Constraints
+from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
+from colofunc.planner.wishes.wish import Wish, wishes_of
+from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.testing import models, programs

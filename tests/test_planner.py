@@ -17,11 +17,11 @@ from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.errors import PlanError
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, assign, assign_by_axes
-from colofunc.planner.classes import starred, tie
-from colofunc.planner.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.describe import describe
-from colofunc.planner.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
+from colofunc.planner.sharding.assign import Assignment, assign, assign_by_axes
+from colofunc.planner.sharding.classes import starred, tie
+from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower

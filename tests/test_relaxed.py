@@ -9,9 +9,9 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.fitted import Fitted
-from colofunc.planner.recompute import _bisect, _proposals, _seconds, fit
-from colofunc.planner.relaxed import Piece, Rounds, relaxed, rounds_of, solve
-from colofunc.planner.stages import NodeS
+from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
+from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
+from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import colofunc as cf  # noqa: E402
 from colofunc import errors  # noqa: E402
-from colofunc.planner import product_pairs  # noqa: E402
+from colofunc.planner.wishes import product_pairs  # noqa: E402
 from colofunc.plugins import hookspecs, operators  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"

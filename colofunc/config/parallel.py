@@ -24,7 +24,7 @@ from colofunc.dtensor.spec import bind as bind_spec
 from colofunc.dtensor.spec import parse
 from colofunc.errors import ColofuncError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.wishes import NamedPlan
+from colofunc.planner.wishes.wish import NamedPlan
 from colofunc.plugins import Registry
 
 # What other frameworks call the same thing.

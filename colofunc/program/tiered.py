@@ -3,7 +3,7 @@
 Problem: what lies on the host has to be on the device when a node reads it, and back on the host when the step is over.
 Idea: where a tensor lies is a matter of copies and lifetimes alone. A value that was copied to the host and is read later
 from a second copy is held by nothing in between, as one that is made again is (`recompute`); so the accountant, the checks
-and the executors need to know nothing of it. Whoever decides what moves (`planner/offload.py`) says when; `Tiered` writes
+and the executors need to know nothing of it. Whoever decides what moves (`planner/offload/fastest.py`) says when; `Tiered` writes
 it down, and whatever has to be in a tier and is not gets there by a copy right before it is read.
 
     %4 = to_device_start(%w)     ...     %5 = wait(%4)     %6 = linear(%x, %5)     ...     put(%w, %5)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from colofunc.errors import CheckError, ColofuncError, InputError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.wishes import NamedPlan, Wish
+from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.program.ir import Program
 from colofunc.testing import programs
 from colofunc.testing.check import check, doubled_inside

@@ -30,7 +30,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import NONE, Constraint, Constraints, NotSo
+from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, NotSo
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.loop import MIXING, RowsMove, fold, unmixed

@@ -27,7 +27,7 @@ from colofunc.executors.backend import backend_for, on_real_ranks
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
-from colofunc.planner.explain import RuleOf
+from colofunc.planner.sharding.explain import RuleOf
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice
 from colofunc.transforms.decide import Decided

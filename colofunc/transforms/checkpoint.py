@@ -7,7 +7,7 @@
 
 Problem: memory for activations is chosen layer by layer by hand, and what it saves is found out by trying. Idea: the step
 is one program, so what is kept is a question of order alone (`program/recompute.py`); forward is a chain of stages
-(`planner/stages.py`), and the best order for any amount of memory is known (`planner/chain.py`). Collectives are priced
+(`planner/recompute/stages.py`), and the best order for any amount of memory is known (`planner/recompute/chain.py`). Collectives are priced
 like operators: to gather a parameter anew is to make it again. Random operators make the same numbers.
 
 The step keeps its numbers to the bit where its operators do. Hints of `torch.utils.checkpoint` in the model are not needed
@@ -23,9 +23,9 @@ from typing import Any
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.policies import NAMED
-from colofunc.planner.recompute import Policy, by_policy, fit
-from colofunc.planner.stages import NodeS
+from colofunc.planner.recompute.fastest import Policy, by_policy, fit
+from colofunc.planner.recompute.policies import NAMED
+from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage

@@ -16,10 +16,10 @@ from colofunc.dtensor.layout import Layout, is_major, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, Memo, assign_by_axes
-from colofunc.planner.constraints import Constraints, agrees, leaf_strategy
-from colofunc.planner.explain import make_plan
 from colofunc.planner.plan import Plan
+from colofunc.planner.sharding.assign import Assignment, Memo, assign_by_axes
+from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
+from colofunc.planner.sharding.explain import make_plan
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of

@@ -6,7 +6,7 @@
     step = cf.offload(step_fn, budget="6GiB", host="16GiB", disk="/nvme")        # what the host has no room for, on disk
 
 Problem: what does not fit is moved by hooks that learn too late what is needed next. Idea: the step is one program, so all
-uses are known; `planner/offload.py` decides what stays, what is copied when, and where updates run, by the time that it
+uses are known; `planner/offload/fastest.py` decides what stays, what is copied when, and where updates run, by the time that it
 takes on a timeline of compute, host and copy engines. State that does not stay lies on the host, or on disk, from `step.init`
 on, and its spec says so (`(dp o) i @host`). The numbers are the same.
 """
@@ -23,9 +23,9 @@ import attrs
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import parse_bytes
-from colofunc.planner import offload as planner
-from colofunc.planner.memory_policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
-from colofunc.planner.offload_trace import NodeS
+from colofunc.planner.offload import fastest as planner
+from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
+from colofunc.planner.offload.trace import NodeS
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.prepare import bytes_in

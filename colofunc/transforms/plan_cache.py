@@ -32,10 +32,10 @@ from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import ColofuncError, PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import Constraints
-from colofunc.planner.explain import node_keys
-from colofunc.planner.flows import copies_of
 from colofunc.planner.plan import Decision, Plan
+from colofunc.planner.sharding.constraints import Constraints
+from colofunc.planner.sharding.explain import node_keys
+from colofunc.planner.sharding.flows import copies_of
 from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program

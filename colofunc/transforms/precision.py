@@ -31,7 +31,7 @@ from colofunc.errors import InputError, PrecisionError
 from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
-from colofunc.planner.constraints import Constraints
+from colofunc.planner.sharding.constraints import Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program
 from colofunc.program.trace import Traced

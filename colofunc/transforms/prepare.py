@@ -25,11 +25,11 @@ from colofunc.executors.backend import held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Memo
-from colofunc.planner.constraints import Constraint, Constraints, retried
-from colofunc.planner.offload import offload
+from colofunc.planner.offload.fastest import offload
 from colofunc.planner.plan import Plan
 from colofunc.planner.seldom import seldom
+from colofunc.planner.sharding.assign import Memo
+from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
 from colofunc.program.lift import lift

@@ -17,10 +17,10 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import Spec, bind
 from colofunc.errors import InputError, SpecError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.constraints import NONE, Constraint, Constraints, leaf_strategy
-from colofunc.planner.explain import RuleOf, constraints_from
-from colofunc.planner.wished import constraints_of
-from colofunc.planner.wishes import Wish, wishes_of
+from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
+from colofunc.planner.sharding.explain import RuleOf, constraints_from
+from colofunc.planner.wishes.wish import Wish, wishes_of
+from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.trace import Traced
 from colofunc.program.trace_tree import Tree
@@ -167,7 +167,7 @@ def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: s
 def without_tiers(constraints: Constraints, program: Program) -> tuple[Constraints, dict[int, str]]:
     """(the constraints on a device that has room for all, position of an input -> the tier that it lies in instead or stays in).
 
-    Where tensors are split and where in memory they lie are decided one after the other; see `planner/offload.py`.
+    Where tensors are split and where in memory they lie are decided one after the other; see `planner/offload/fastest.py`.
     """
     items, tiers = dict(constraints.items), dict[int, str]()
     for position, some in constraints.items.items():

@@ -19,12 +19,12 @@ import attrs
 
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.assign import Assignment, others
-from colofunc.planner.constraints import Constraints
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import SEARCHES, Proposed, together
-from colofunc.planner.offload import Hint, Offloaded
-from colofunc.planner.stages import NodeS
+from colofunc.planner.offload.fastest import Hint, Offloaded
+from colofunc.planner.recompute.stages import NodeS
+from colofunc.planner.sharding.assign import Assignment, others
+from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
 from colofunc.program.chunks import chunked

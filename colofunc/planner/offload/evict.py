@@ -1,0 +1,392 @@
+"""Which items leave the device and when their copies run: Belady's evictions, then copies spread over the compute.
+
+Problem: under a budget some values must lie on the host between two uses. Evicting the wrong one copies more bytes;
+copying at the wrong moment shows every byte.
+Idea: next uses are known, so `evict` walks the positions and drops what is needed farthest ahead (Belady 1966: the least
+fetches for clean items of one size). That leaves *segments*: stretches over which an item stays. `spread` gives each
+evicted value one store, started right after its last change and awaited when the engine is through with it, and each
+segment one fetch, started as early as its engine and the budget allow, in order of need.
+
+    facts = Facts(trace)                          # uses by position, next uses, versions: once per trace
+    stays = evict(facts, room_bytes, residents)   # item 0 stays over [0, 4], item 1 over [1, 1] and [5, 6], ...
+    seconds, copies = spread(facts, stays, residents, budget_bytes, links)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+from heapq import heappop, heappush
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+import attrs
+import numpy as np
+
+from colofunc.planner.offload.timeline import Lanes, Links, Move, Trace, changes, device_uses
+
+
+@attrs.frozen
+class Version:
+    """A value that a device use writes, until it is overwritten."""
+
+    written: int
+    end: int  # the write that replaces it, or the number of positions
+    overwritten_here: bool  # by a use on the device
+    host_read: int  # first use on the host (-1: none)
+    outlives: bool  # the last value of an item that exists after the step
+
+
+class Stay(NamedTuple):
+    """An item is on the device from its first to its last position of this stretch."""
+
+    first: int
+    last: int
+    item: int
+    made: bool  # its first use makes it: no fetch
+    after: int  # where the item was last needed before (0 if never): its fetch starts no earlier
+
+
+class Facts:
+    """What the planner reads of a trace, made once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.size = trace, len(trace.seconds)
+        self.lanes = Lanes(trace)
+        self.nbytes = self.lanes.nbytes
+        self.never = self.size + 1
+        self.uses = [device_uses(item) for item in trace.items]
+        self.needs: list[list[int]] = [[] for _ in range(self.size)]
+        self.next_use: list[list[int]] = []  # of each device use: the next one, `never` if a host write comes before
+        self.versions: list[list[Version]] = []
+        for index, item in enumerate(trace.items):
+            for p in self.uses[index]:
+                self.needs[p].append(index)
+            self._add(index, sorted(changes(item)), sorted(item.host_uses))
+        self.base = np.asarray(trace.base, dtype=np.int64)
+        self.needed = np.asarray([sum(self.nbytes[i] for i in needs) for needs in self.needs], dtype=np.int64)
+
+    def _add(self, index: int, writes: list[int], on_host: list[int]) -> None:
+        item, uses = self.trace.items[index], self.uses[index]
+        host_writes = [w for w in writes if w in item.host_uses]
+        ahead = [b if bisect_right(host_writes, a) == bisect_right(host_writes, b) else self.never for a, b in pairwise(uses)]
+        self.next_use.append([*ahead, self.never] if uses else [])
+        versions = []
+        for w, end in zip(writes, [*writes[1:], self.size], strict=False):
+            if w not in item.host_uses:
+                read = bisect_right(on_host, w)
+                host_read = on_host[read] if read < len(on_host) and on_host[read] <= end else -1
+                last = w == writes[-1]
+                versions.append(Version(w, end, not last and end not in item.host_uses, host_read, item.home and last))
+        self.versions.append(versions)
+
+
+def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
+    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more."""
+    return _Belady(facts, room_bytes, residents).run()
+
+
+class _Belady:
+    def __init__(self, facts: Facts, room_bytes: int, residents: Collection[int]) -> None:
+        self.facts = facts
+        count = len(facts.nbytes)
+        self.resident = [False] * count
+        for item in residents:
+            self.resident[item] = True
+        taken = sum(facts.nbytes[i] for i in residents)
+        self.room = (room_bytes - taken - facts.base).tolist()
+        self.seen = [0] * count  # device uses so far
+        self.next = [-1] * count  # next device use of an item that is on the device, else -1
+        self.since = [0] * count  # where its stay began
+        self.before = [0] * count
+        self.stored = [-1] * count  # the version that an eviction has stored
+        self.stays: list[list[Stay]] = [[] for _ in range(count)]
+        self.held = 0
+        self.far: list[tuple[int, bool, int, int]] = []  # (-next use, dirty, bytes, item): small first, the rest comes back
+        self.dead: list[int] = []
+
+    def run(self) -> list[list[Stay]]:
+        nbytes, resident = self.facts.nbytes, self.resident
+        for p, needs in enumerate(self.facts.needs):
+            for item in self.dead:
+                self._close(item, p - 1)
+            self.dead.clear()
+            mine = [item for item in needs if not resident[item]]
+            for item in mine:
+                if self.next[item] < 0:
+                    self.since[item] = p
+                    self.held += nbytes[item]
+                self.next[item] = p
+            if self.held > self.room[p]:
+                self._make_room(p, sum(nbytes[item] for item in mine))
+            for item in mine:
+                self._look_ahead(item)
+        for item in self.dead:
+            self._close(item, self.facts.size - 1)
+        return self.stays
+
+    def _look_ahead(self, item: int) -> None:
+        ahead = self.facts.next_use[item][self.seen[item]]
+        self.seen[item] += 1
+        self.next[item] = ahead
+        if ahead == self.facts.never:
+            self.dead.append(item)
+        elif not self.facts.trace.items[item].fixed:
+            heappush(self.far, (-ahead, self._dirty(item), self.facts.nbytes[item], item))
+
+    def _dirty(self, item: int) -> bool:
+        """Would evicting it now cost a store that nothing else asks for?"""
+        versions = self.facts.versions[item]
+        if not versions:
+            return False
+        at = bisect_right(versions, self.facts.uses[item][self.seen[item] - 1], key=lambda v: v.written) - 1
+        return at >= 0 and versions[at].host_read < 0 and not versions[at].outlives and self.stored[item] != at
+
+    def _make_room(self, p: int, need: int) -> None:
+        room, gone = max(self.room[p], need), []
+        while self.held > room and self.far:
+            ahead, dirty, size, item = heappop(self.far)
+            if self.next[item] != -ahead or -ahead <= p:
+                continue
+            self.held -= size
+            gone.append((ahead, dirty, size, item))
+        for entry in reversed(gone):  # a small one that left for nothing comes back, the nearest next use first
+            if self.held + entry[2] <= room:
+                self.held += entry[2]
+                heappush(self.far, entry)
+            else:
+                item = entry[3]
+                self.held += entry[2]  # _close takes it off again
+                if entry[1]:
+                    self.stored[item] = len([v for v in self.facts.versions[item] if v.written < p]) - 1
+                self._close(item, self.facts.uses[item][self.seen[item] - 1])
+
+    def _close(self, item: int, last: int) -> None:
+        facts = self.facts
+        spec = facts.trace.items[item]
+        first = self.since[item]
+        made = not spec.home and first == spec.uses[0]
+        self.stays[item].append(Stay(first, last, item, made, self.before[item]))
+        self.before[item] = last + 1
+        self.held -= facts.nbytes[item]
+        self.next[item] = -1
+
+
+@attrs.define(eq=False)
+class _Store:
+    item: int
+    start: int
+    host: int  # where the host awaits it (-1: nowhere)
+    low: int  # from here on its bytes are kept for the copy alone
+    limit: int  # where the device awaits it at the latest
+    end: float = 0.0
+    free: int = -1
+
+
+def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
+    """One store for every version that the host reads, that outlives the step, or that an eviction must keep."""
+    out = []
+    for item, mine in enumerate(stays):
+        for version in facts.versions[item] if mine else ():
+            at = bisect_right(mine, version.written, key=lambda s: s.first) - 1
+            following = mine[at + 1].first if at + 1 < len(mine) else facts.never
+            if version.host_read >= 0 or version.outlives or following <= version.end:
+                limit = min(version.end if version.overwritten_here else facts.size, following, facts.size)
+                start = version.written + 1
+                out.append(_Store(item, start, version.host_read, max(mine[at].last + 1, start), limit))
+    return sorted(out, key=lambda s: (s.start, s.low, s.limit, s.item))
+
+
+class Copy(NamedTuple):
+    """A `Move` as it is found, thousands at a time."""
+
+    start: int
+    fetch: bool
+    item: int
+    done: int
+    free: int
+
+    def move(self) -> Move:
+        return Move(self.item, "fetch" if self.fetch else "store", self.start, self.done, self.free)
+
+
+def spread(
+    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool = False
+) -> tuple[float, list[Copy]]:
+    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position.
+
+    `push`: the compute waits for stores whose bytes the next fetch could have.
+    """
+    return _Spread(facts, stays, residents, budget_bytes, links, push).run()
+
+
+class _Spread:
+    """Walks the positions with both engines' clocks and starts what fits.
+
+    A store keeps its bytes until it has ended, or until a position needs them and so has to wait. A fetch starts where
+    its engine would be idle otherwise, if its bytes fit from there to its need; those that do not fit start at their need.
+    """
+
+    def __init__(
+        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool
+    ) -> None:
+        self.facts, self.budget, self.links, self.push = facts, budget_bytes, links, push
+        change = [0] * (facts.size + 1)
+        for item, mine in enumerate(stays):
+            for stay in mine:
+                change[stay.first] += facts.nbytes[item]
+                change[stay.last + 1] -= facts.nbytes[item]
+        taken = sum(facts.nbytes[i] for i in residents)
+        self.bytes = facts.base + np.cumsum(np.asarray(change[:-1], dtype=np.int64)) + taken
+        self.queue = sorted(s for mine in stays for s in mine if not s.made)
+        self.started = [False] * len(self.queue)
+        self.head = 0
+        self.blocked = [0] * len(self.queue)  # no start before this position: something else needs the bytes up to there
+        self.due: dict[int, list[int]] = {}
+        for index, stay in enumerate(self.queue):
+            self.due.setdefault(stay.first, []).append(index)
+        self.stores: dict[int, list[_Store]] = {}
+        self.lows: dict[int, list[_Store]] = {}
+        self.limits: dict[int, list[_Store]] = {}
+        for store in _stores(facts, stays):
+            self.stores.setdefault(store.start, []).append(store)
+            (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(store)
+        self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
+        self.kept: list[_Store] = []  # those whose bytes nothing else needs
+        self.extra = 0
+        self.now = self.up = self.down = self.host = 0.0
+        self.ready: dict[int, float] = {}  # item -> when its copy on the host is complete
+        self.read: dict[int, float] = {}
+        self.end = [0.0] * facts.size
+        self.landing: dict[int, float] = {}  # position -> when the fetches due there have ended
+        self.copies: list[Copy] = []
+
+    def run(self) -> tuple[float, list[Copy]]:
+        lanes = self.facts.lanes
+        for p in range(self.facts.size):
+            self._store(p)
+            late = [index for index in self.due.get(p, ()) if not self.started[index]]
+            for index in sorted(late, key=lambda index: self.ready.get(self.queue[index].item, 0.0)):
+                self._fetch(index, p)
+            take = 0.0 if lanes.on_host[p] else lanes.seconds[p]
+            if self.head < len(self.queue):
+                self._hoist(p, take)
+            self.now = max(self.now, self.landing.get(p, 0.0))
+            if lanes.on_host[p]:
+                self._host(p)
+            else:
+                begin = self.now
+                for q in lanes.waits.get(p, ()):
+                    begin = max(begin, self.end[q])
+                for item in lanes.host_uses.get(p, ()):
+                    begin = max(begin, self.ready.get(item, 0.0))
+                self.now = self.end[p] = begin + take
+        self._store(self.facts.size)
+        for store in list(self.storing.values()):
+            self._await(store, store.limit)
+        makespan = max(self.now, self.host, self.up, self.down)
+        stores = (s for issued in self.stores.values() for s in issued)
+        self.copies.extend(Copy(s.start, False, s.item, s.free if s.host < 0 else min(s.free, s.host), s.free) for s in stores)
+        return makespan, sorted(self.copies, key=itemgetter(0, 1))
+
+    def _host(self, p: int) -> None:
+        lanes = self.facts.lanes
+        begin = max(self.host, self.now if p in lanes.joins else 0.0)
+        for q in lanes.waits.get(p, ()):
+            begin = max(begin, self.end[q])
+        items = lanes.host_uses.get(p, ())
+        for item in items:
+            begin = max(begin, self.ready.get(item, 0.0))
+        self.host = self.end[p] = begin + lanes.seconds[p]
+        if p in lanes.joins:
+            self.now = self.host
+        for item in items:
+            self.read[item] = self.host
+            if p in changes(self.facts.trace.items[item]):
+                self.ready[item] = self.host
+
+    # ---- stores ----
+
+    def _store(self, p: int) -> None:
+        for store in self.stores.get(p, ()):
+            begin = max(self.down, self.now, self.read.get(store.item, 0.0))
+            self.down = store.end = self.ready[store.item] = begin + self.links.store_s(self.facts.nbytes[store.item])
+            self.up = self.down if self.links.one_queue else self.up
+            self.storing[store.item] = store
+        for store in self.limits.get(p, ()):
+            self._await(store, p)
+        for store in self.lows.get(p, ()):
+            if store.free < 0:
+                self.kept.append(store)
+                self.extra += self.facts.nbytes[store.item]
+        if self.kept:
+            over = int(self.bytes[p]) - self.budget if p < self.facts.size else 0
+            for store in list(self.kept):
+                if store.end <= self.now or store.limit <= p or over + self.extra > 0:
+                    self._await(store, p)
+
+    def _await(self, store: _Store, p: int) -> None:
+        if store.free >= 0:
+            return
+        store.free = p
+        self.now = max(self.now, store.end)
+        del self.storing[store.item]
+        if store in self.kept:
+            self.kept.remove(store)
+            self.extra -= self.facts.nbytes[store.item]
+
+    # ---- fetches ----
+
+    def _fetch(self, index: int, p: int) -> None:
+        stay = self.queue[index]
+        size = self.facts.nbytes[stay.item]
+        begin = max(self.up, self.now, self.ready.get(stay.item, 0.0))
+        self.up = begin + self.links.fetch_s(size)
+        self.down = self.up if self.links.one_queue else self.down
+        self.landing[stay.first] = self.up
+        self.bytes[p : stay.first] += size
+        self.started[index] = True
+        self.copies.append(Copy(p, True, stay.item, stay.first, stay.first))
+
+    def _hoist(self, p: int, take: float) -> None:
+        while self.head < len(self.queue) and self.started[self.head]:
+            self.head += 1
+        soon = max(self.now, self.landing.get(p, 0.0)) + take
+        for index in range(self.head, min(self.head + 8, len(self.queue))):
+            if self.up >= soon and self.up > self.now:
+                return
+            if self.started[index] or not self._may_start(index, p, soon):
+                continue
+            if self.blocked[index] > p or not self._fits(index, p):
+                return
+            self._fetch(index, p)
+
+    def _may_start(self, index: int, p: int, soon: float) -> bool:
+        """Is the stay before over, and the copy on the host complete by then?"""
+        stay = self.queue[index]
+        if stay.after > p:
+            return False
+        item = self.facts.trace.items[stay.item]
+        if item.host_uses and any(p <= w < stay.first for w in item.host_uses & changes(item)):
+            return False
+        store = self.storing.get(stay.item)
+        if store is not None:
+            if store.end > self.now:
+                return False
+            self._await(store, p)
+        return self.ready.get(stay.item, 0.0) <= max(self.now, soon)
+
+    def _fits(self, index: int, p: int) -> bool:
+        stay = self.queue[index]
+        room = self.budget - self.facts.nbytes[stay.item]
+        over = self.bytes[p : stay.first] > room
+        if over.any():
+            self.blocked[index] = stay.first - int(over[::-1].argmax())
+            return False
+        short = int(self.bytes[p]) + self.extra - room
+        if short > 0 and self.push:
+            for store in list(self.kept):  # the fetch is worth more than the wait
+                self._await(store, p)
+            short = int(self.bytes[p]) - room
+        return short <= 0

@@ -1,0 +1,328 @@
+"""Offload: which nodes run on the host, and what is copied when, so that the device's peak is within a budget.
+
+Problem: parameters, gradients, optimizer state and activations compete for one memory, each with uses that are known. Idea:
+a finished program is a trace of uses; storages that may move are its items (`residency` says when each is copied), and where
+an update runs is one more thing to choose: on the device, which state has to travel to, or on the host, which only gradients
+do. Every choice is scored by the same timeline of compute, host and copy engines; the fastest is written down (`Tiered`).
+
+    program -> items, uses, seconds -> reside() per split of the updates -> the fastest -> program with copies
+
+The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is not
+worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`): then the
+fastest are also looked for as if copies took as long as the disk makes them, and the fastest with its disk is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
+from operator import itemgetter
+
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
+from colofunc.planner.offload.host_operators import check_where, told, with_operators
+from colofunc.planner.offload.loops import opened
+from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, places
+from colofunc.planner.offload.residency import SKETCH, Point, Residency, Search, Trace, least_budget
+from colofunc.planner.offload.trace import Ground, NodeS, ground_of, trace_of, write
+from colofunc.planner.offload.updates import UPDATES, splits
+from colofunc.planner.plan_table import time_text
+from colofunc.program.ir import Program
+from colofunc.program.lanes import played
+from colofunc.program.memory import memory
+
+CLOSER = 3
+"""So often shares of the updates half way to the neighbours of the best are tried."""
+FULL = 2
+"""Of a large program so many splits are searched in full, those that look best in a sketch."""
+FINE = 1e-3
+"""Where a disk adds less than such a part of the work, nothing else is looked for."""
+LARGE = 4000
+"""In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
+
+
+@attrs.frozen
+class Hint:
+    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
+    is copied that it took to come from disk."""
+
+    share: float
+    point: Point | None
+    below: float = 0.0
+
+
+@attrs.frozen(eq=False)
+class Offloaded:
+    """A program with copies in it. `exposed_s`: by how much its timeline is longer than all work on the device, one after the
+    other (less than nothing where the host takes work off it). `over`: bytes by which its peak exceeds the budget."""
+
+    program: Program
+    exposed_s: float
+    words: tuple[str, ...] = ()
+    short: str = ""  # what the host lacks
+    over: int = 0
+    hint: Hint = Hint(0.0, None)
+
+
+def offload(
+    program: Program,
+    mesh: Mesh,
+    node_s: NodeS,
+    budget_bytes: int | None,
+    policy: MemoryPolicy = AUTO,
+    given: Mapping[int, str] | None = None,
+    host_bytes: int | None = None,
+    disk: bool = False,
+    like: Hint | None = None,
+) -> Offloaded:
+    """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
+
+    given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than the
+    topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its peak is the
+    least budget. like: only what was best for another order of the same work is tried, and no copies are written: an estimate.
+    """
+    check_where(policy.where, program)
+    ground = ground_of(program, mesh, node_s, given)
+    limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
+    inside = opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit, policy)
+    grounds = [g for g in (ground, inside) if g is not None] if inside is None or "host" not in policy.where.values() else [inside]
+
+    def best_of(like: Hint | None, part: float = 0.0) -> _Found:
+        best: _Found | None = None
+        for each in grounds:
+            if best is None or best.over or best.found.moves:
+                far = attrs.evolve(each, links=as_disk(each.links, mesh, part)) if part else each
+                found = _search(far, policy, _placed(each, policy, budget_bytes, mesh), limit, like)
+                found = attrs.evolve(found, ground=each, found=timed(found.trace, found.found, each.links), below=part) if part else found
+                best = found if best is None else min(best, found, key=lambda f: f.rank)
+        assert best is not None, "the program as it is was tried"
+        return best
+
+    best = best_of(like, like.below if like is not None else 0.0)
+    rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
+    below, most = _below(ground, policy, budget_bytes, mesh, given or {}), min(rooms, default=None)
+    above = 0 if most is None else max(0, _on_host(best) - most)
+    above = max(above, sum(program.values[program.inputs[k]].nbytes for k, tier in below.items() if tier == "disk"))
+    if like is not None:
+        short = "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks)
+        least_s = least_disk_s(mesh, above) if disk else 0.0
+        return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
+    deep = above > 0 and (disk or "disk" in below.values())
+
+    def whole(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
+        done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
+        lacks = ""
+        if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
+            lower = on_disk(done, mesh, node_s, most, below)
+            done, words, lacks = lower.program, (*words, *lower.words), lower.short
+        short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks) or lacks
+        exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if deep else _longer_s(ground, one)
+        return (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
+
+    rank, done = whole(best)
+    if deep and rank > (best.over, False, _longer_s(ground, best) + FINE * _alone_s(ground)):  # else the disk is hidden
+        like = None if len(program.nodes) <= LARGE else best.hint
+        part = min(1.0, above / max(1, _on_host(best)))
+        for one in (best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
+            if rank > (one.over, False, _longer_s(ground, one)):  # with its disk it is no faster
+                rank, done = min((rank, done), whole(one), key=itemgetter(0))
+    return done
+
+
+@attrs.frozen(eq=False)
+class _Found:
+    """One candidate: `over`: bytes by which its peak exceeds the limit."""
+
+    over: int
+    ground: Ground
+    on_host: frozenset[int]
+    items: Sequence[int]
+    trace: Trace
+    found: Residency
+    share: float
+    point: Point | None
+    below: float = 0.0
+
+    @property
+    def hint(self) -> Hint:
+        return Hint(self.share, self.point, self.below)
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.found.seconds
+
+
+@attrs.frozen(eq=False)
+class _Try:
+    """A split of the updates, and what was searched for it so far."""
+
+    over: int
+    on_host: frozenset[int]
+    items: Sequence[int]
+    share: float
+    search: Search
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.search.fastest_s
+
+
+def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> _Found:
+    """The fastest of the splits of the updates."""
+    tries = list[_Try]()
+    points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
+    seen = set[frozenset[int]]()
+    share = like.share if like is not None else None
+    near = splits(ground, policy.update, placed, share, (), seen)
+    for _ in range(1 + CLOSER):
+        for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
+            items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
+            least = least_budget(trace)[0]
+            search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
+            if search.many and like is None:
+                search.run()
+            else:
+                search.sketch(points)
+            tries.append(_Try(max(0, least - limit), on_host, items, part, search))
+            if search.still is not None:
+                break
+        tries = _best_first(tries, policy.slack)
+        if like is not None or tries[0].search.still is not None:
+            break
+        near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
+    for one in tries[:FULL] if like is None else ():
+        if not one.search.many:
+            one.search.run()
+    slack = tries[0].search.slack
+    one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
+    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, one.search.within(most_s), one.share, one.search.where)
+
+
+def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
+    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind them."""
+    if slack is None:
+        return sorted(tries, key=lambda one: one.rank)
+    least, most_s = min(one.over for one in tries), _most_s(tries, slack)
+
+    def rank(one: _Try) -> tuple[bool, int, tuple[int, float]]:
+        late = one.over > least or one.search.fastest_s > most_s
+        return late, 0 if late else one.search.moved_bytes(most_s), one.rank
+
+    return sorted(tries, key=rank)
+
+
+def _most_s(tries: Sequence[_Try], slack: float) -> float:
+    """Seconds of the fastest that fits, and so much longer."""
+    return inf if slack == inf else min(tries, key=lambda one: one.rank).search.fastest_s * (1 + slack)
+
+
+def _longer_s(ground: Ground, best: _Found, least_s: float = 0.0) -> float:
+    """Seconds beyond those of the work alone, all of it on the device. least_s: what it takes in any case."""
+    alone_s = _alone_s(ground)
+    more_s = max(best.found.seconds, least_s) - alone_s
+    return more_s if abs(more_s) > 1e-12 * alone_s else 0.0
+
+
+def _alone_s(ground: Ground) -> float:
+    alone_s = 0.0
+    for seconds in ground.device_s:
+        alone_s += seconds
+    return alone_s
+
+
+def _on_host(best: _Found) -> int:
+    """About the bytes that the host holds: state that does not stay, and what is stored of the rest until its last use."""
+    trace, found = best.trace, best.found
+    change = [0] * (len(trace.seconds) + 2)
+    for move in found.moves:
+        item = trace.items[move.item]
+        if move.kind == "store" and not item.home:
+            change[move.start] += item.nbytes
+            change[max(item.uses[-1], move.start) + 1] -= item.nbytes
+    home = sum(item.nbytes for k, item in enumerate(trace.items) if item.home and k not in found.residents)
+    return home + max(accumulate(change))
+
+
+def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
+    """Storage of each state -> the tier that the policy or the caller says, seen from the device; None: open."""
+    states = _states(ground)
+    said = {**dict(zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True)), **ground.given}
+    return {s: "host" if tier == "disk" else tier for s, tier in said.items()}
+
+
+def _said(ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> Sequence[str | None]:
+    room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
+    return places(policy, [_state(ground, s) for s in states], room)
+
+
+def _below(
+    ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh, given: Mapping[int, str]
+) -> dict[int, str]:
+    """Position of an input -> host or disk, where it lies there already or the policy says disk. Above, both are the host."""
+    states = _states(ground)
+    disk = {s for s, tier in zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True) if tier == "disk"}
+    said = {k: "disk" for k, i in enumerate(ground.program.inputs) if ground.lies.home[i] in disk}
+    return {**said, **{k: tier for k, tier in given.items() if tier != "device"}}
+
+
+def _other_bytes(ground: Ground, states: Sequence[int]) -> int:
+    """The peak of all that is no state."""
+    state = sum(ground.lies.storages[s].nbytes for s in states)
+    return max(ground.held, default=0) - state
+
+
+def _states(ground: Ground) -> list[int]:
+    """Storages of inputs that last from step to step, in order of first use."""
+    program, donated = ground.program, {into for _, into in ground.program.aliases}
+    found = []
+    for k, i in enumerate(program.inputs):
+        lasting = k in donated or program.values[i].role in ("frozen", "param", "state", "buffer")
+        lasting |= ground.given.get(ground.lies.home[i], "device") != "device"
+        if lasting and i not in program.constants:
+            found.append(ground.lies.home[i])
+    return sorted(found, key=lambda s: (ground.uses.get(s, [len(program.nodes)])[0], s))
+
+
+def _state(ground: Ground, storage: int) -> State:
+    value = ground.program.values[ground.lies.storages[storage].value]
+    return State(value.name, value.role, value.nbytes)
+
+
+def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
+    """What is wrong where the host cannot hold what does not stay on the device."""
+    if most is None or peak <= most:
+        return ""
+    there = "and not on disk " if disk else ""
+    more, shared = "" if disk else ', cf.offload(disk="DIR")', f" ({ranks} ranks share a node's)" if ranks > 1 else ""
+    return (
+        f"what does not stay on the device {there}takes {size_text(peak)} of host memory a rank, the topology has or host= allows "
+        f"{size_text(most)}{shared}; use more {'nodes' if shared else 'ranks'}, a larger budget, cf.checkpoint{more}, or a topology "
+        "with more host memory"
+    )
+
+
+def _words(best: _Found) -> Iterator[str]:
+    """What was decided, for people."""
+    found, ground = best.found, best.ground
+    home = [k for k, item in enumerate(best.trace.items) if item.home and k not in found.residents]
+    if not home and not found.moves and not ground.host_reads:
+        yield "everything stays on the device"
+        return
+    by_role: dict[str, int] = {}
+    for k in home:
+        role = _state(ground, best.items[k]).role
+        by_role[role] = by_role.get(role, 0) + best.trace.items[k].nbytes
+    kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items())) or "no state"
+    up, down = found.moved_bytes
+    updates = sum(k in best.on_host for k, node in enumerate(ground.program.nodes) if node.target in UPDATES)
+    total = sum(node.target in UPDATES for node in ground.program.nodes)
+    yield f"on the host: {kept}; {updates} of {total} updates run there"
+    if operators := told(ground.program, best.on_host):
+        yield f"operators on the host: {operators}"
+    inside = ", beside what loops copy" if ground.host_reads else ""
+    hidden = f"{time_text(found.exposed_s)} of it not hidden"
+    yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}"

@@ -1,0 +1,141 @@
+"""Loops under a budget: the body copies what it reads, trip by trip.
+
+Problem: a loop over microbatches is one position of the step and reads every parameter, so all of them would have to be on
+the device at once. Idea: its body is a program like any other. State that it reads may come to it on the host, and is copied
+where the body uses it; activations may leave and come back; the same copies happen in every trip, and the loop takes as many
+times longer. What is not copied lies on the device for the whole loop.
+
+So do the gradients that it sums, which are as large as the parameters. Where there is no room for them, their sums lie on the host:
+each trip's share goes there as soon as it is made and is added there, and what reads the sum behind the loop finds it there.
+
+The budget of a body is what the device has left beside all that cannot leave it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.planner.offload.host_operators import with_operators
+from colofunc.planner.offload.policies import MemoryPolicy
+from colofunc.planner.offload.residency import Residency, Trace, least_budget, reside
+from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of, write
+from colofunc.program.ir import Loop, Node
+from colofunc.program.memory import Meta, inside, lies, memory
+
+NOTHING: frozenset[int] = frozenset()
+
+
+def opened(
+    ground: Ground, mesh: Mesh, node_s: NodeS, states: Mapping[int, str | None], limit: int, policy: MemoryPolicy
+) -> Ground | None:
+    """The ground of the program whose loops copy for themselves; None where there is no loop, or nothing has to leave."""
+    loops = {k: node.loop for k, node in enumerate(ground.program.nodes) if node.loop is not None}
+    if not loops or (max(ground.held, default=0) <= limit and not policy.where):
+        return None
+    items, trace = trace_of(ground, NOTHING, states, limit)
+    nodes, device_s, host_reads = list(ground.program.nodes), list(ground.device_s), dict[int, frozenset[int]]()
+    for k, loop in loops.items():
+        room = limit - _beside(ground, k, loop, items, trace)
+        loop, host_reads[k], device_s[k] = _opened(ground, k, loop, room, mesh, node_s, states, policy)
+        nodes[k] = attrs.evolve(nodes[k], loop=loop)
+    program = ground.program.with_nodes(nodes)
+    held = memory(program).timeline["device"]
+    found = of_lies(program, lies(program), held, mesh, node_s, ground.given)
+    for k in loops:  # storages of inputs are numbered first, so what a loop takes is named as before
+        host_reads[k] |= {found.lies.home[o] for o in host_outs(nodes[k])}
+    return attrs.evolve(found, device_s=tuple(device_s), host_reads=host_reads)
+
+
+def host_outs(node: Node) -> list[int]:
+    """Results of a loop that its body makes on the host."""
+    if node.loop is None:
+        return []
+    body = node.loop.body
+    return [o for o, inner in zip(node.outs, body.outputs, strict=True) if o is not None and body.values[inner].tier == "host"]
+
+
+def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) -> int:
+    """Bytes that lie on the device while the loop runs, whatever its body does."""
+    operands = {ground.lies.home[i] for i in ground.program.nodes[k].refs}
+    needed = sum(
+        item.nbytes
+        for s, item in zip(items, trace.items, strict=True)
+        if k in item.uses and not (item.home and s in operands)
+    )
+    _, held = inside(loop.body, _metas(ground, k, loop))
+    return trace.base[k] - max(held, default=0) + needed
+
+
+def _metas(ground: Ground, k: int, loop: Loop) -> dict[int, Meta]:
+    return {into: ground.lies.metas[i] for into, i in zip(loop.body.inputs, ground.program.nodes[k].refs, strict=True)}
+
+
+def _opened(
+    ground: Ground, k: int, loop: Loop, limit: int, mesh: Mesh, node_s: NodeS, states: Mapping[int, str | None], policy: MemoryPolicy
+) -> tuple[Loop, frozenset[int], float]:
+    """(the loop with copies in its body, the storages that it takes on the host, seconds of all trips).
+
+    What gathers from tables on the host runs there where that is faster, as outside of loops; gradients that it makes so
+    are summed there.
+    """
+    refs, body = ground.program.nodes[k].refs, loop.body
+    found, held = inside(body, _metas(ground, k, loop))
+    outer = {found.home[into]: ground.lies.home[i] for into, i in zip(body.inputs, refs, strict=True)}
+    mine: dict[int, str | None] = {s: states[o] for s, o in outer.items() if o in states and states[o] != "device"}
+    inner = of_lies(body, found, held, mesh, node_s, {})
+    sums = _sums(loop, inner)
+    tries = _tried(inner, NOTHING, 0, mine, limit, policy)
+    for few in range(1, len(sums) + 1):
+        over = min(one.over for one in tries)
+        if not over:
+            break
+        saved = sum(sums[s] for s in [*sums][:few])
+        if few == len(sums) or saved >= over:  # no room for some more of the largest, at last for none
+            tries += _tried(inner, frozenset([*sums][:few]), saved, mine, limit, policy)
+
+    def trip_s(one: _Try) -> float:
+        return max(one.made.seconds, mesh.host_s(3 * sum(sums[s] for s in one.leave)))
+
+    best = min(tries, key=lambda one: (one.over, trip_s(one)))
+    written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
+    away = frozenset(outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents)
+    return attrs.evolve(loop, body=written), away, trip_s(best) * loop.trips
+
+
+@attrs.frozen(eq=False)
+class _Try:
+    """A body with copies. `over`: bytes that it has too much; `leave`: storages of what is summed on the host."""
+
+    over: int
+    on_host: frozenset[int]
+    items: list[int]
+    trace: Trace
+    made: Residency
+    leave: frozenset[int]
+
+
+def _tried(
+    inner: Ground, leave: frozenset[int], saved: int, mine: Mapping[int, str | None], limit: int, policy: MemoryPolicy
+) -> list[_Try]:
+    """A body in each way to run its operators. saved: bytes that the sums would take beside it, were they not on the host."""
+    tries, limit = [], limit + saved
+    for _, on_host in with_operators(inner, policy.where, policy.update, mine, max(limit, 1), [(0.0, NOTHING)]):
+        items, trace = trace_of(inner, on_host, mine, max(limit, 1), leave=leave)
+        least = least_budget(trace)[0]
+        made = reside(trace, max(limit, least), inner.links)
+        tries.append(_Try(max(0, least - limit), on_host, items, trace, made, leave))
+    return tries
+
+
+def _sums(loop: Loop, inner: Ground) -> dict[int, int]:
+    """Storages of what a body makes and a loop sums, all of each -> bytes; the largest first."""
+    homes, found = [inner.lies.home[o] for o in loop.body.outputs], dict[int, int]()
+    for s, o, how in zip(homes, loop.body.outputs, loop.gathers, strict=True):
+        value, storage = inner.program.values[o], inner.lies.storages[s]
+        whole = storage.value == o and storage.nbytes == value.nbytes and homes.count(s) == 1
+        if how == "sum" and whole and storage.born >= 0 and value.tier == "device" and value.shape:
+            found[s] = value.nbytes
+    return dict(sorted(found.items(), key=lambda one: -one[1]))

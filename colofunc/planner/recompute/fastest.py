@@ -1,0 +1,211 @@
+"""Which of the orders of work is taken: the fastest whose peak the accountant finds within the budget.
+
+Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
+flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
+the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `checkmate` (exact, for few
+stages), `late` (every set of values, for few values), `relaxed` (linear programs, where forward is no chain).
+
+    for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
+        ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import inf
+
+import attrs
+
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, table
+from colofunc.planner.recompute.late import late
+from colofunc.planner.recompute.needs import measured
+from colofunc.planner.recompute.orders import fastest
+from colofunc.planner.recompute.stages import Chain, Keeps, NodeS, chain_of
+from colofunc.program.ir import Program
+from colofunc.program.loop import within
+from colofunc.program.memory import memory
+from colofunc.program.schedule import Memory
+
+SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
+"""Memory is divided in so many slots: the fewer stages, the finer."""
+LEVELS, SHORT = 6, 5
+"""Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
+FEW = 64
+"""Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+COUNTED, MIDDLE = 600, 4000
+"""The same for what linear programs propose, and up to how many nodes they are asked."""
+
+
+@attrs.frozen
+class Policy:
+    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
+    given who reads it in forward. `every`: so many stages are made again as one."""
+
+    name: str
+    keeps: Keeps = attrs.field(repr=False)
+    every: int = 1
+
+
+def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
+    """The program that keeps what the policy says, and what goes from stage to stage."""
+    change = partial(_by_policy, node_s=node_s, policy=policy)
+    return _with_again(within(change(program), change), finish, node_s, _seconds(program, node_s))
+
+
+def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: Fitted | None = None) -> Fitted:
+    """`made` finished; what it makes again costs, too."""
+    done, again_s = finish(made, like), _seconds(made, node_s) - plain_s
+    words = (f"made again: {again_s / plain_s:.1%} of the step's work",) if again_s > 0 else ()
+    return attrs.evolve(done, more_s=done.more_s + again_s, words=(*words, *done.words))
+
+
+def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
+    chain = chain_of(program, node_s, policy.keeps, policy.every)
+    n = len(chain.parts)
+    return chain.replay([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else program
+
+
+def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None) -> tuple[Fitted | None, Fitted]:
+    """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak."""
+    plain_s = _seconds(program, node_s)
+
+    def tried(one: Program, like: Fitted | None = None) -> Fitted:
+        return _with_again(one, finish, node_s, plain_s, like)
+
+    whole = tried(program)
+    if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
+        return whole, whole
+    orders = list(_proposals(program, node_s))
+    if len(program.nodes) <= FEW:
+        found = _all([*orders, *late(program)], tried, lambda one: _seconds(one, node_s) - plain_s, whole, budget_bytes)
+    elif whole.hint is None:
+        found = [*_bisect(orders, tried, budget_bytes), *_rounded(program, node_s, tried, budget_bytes)]
+    else:
+        found = fastest(orders, lambda one: _seconds(one, node_s) - plain_s, tried, whole, budget_bytes, plain_s)
+    leanest = min((whole, *found), key=lambda f: f.peak_bytes)
+    fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
+    return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
+
+
+def _all(
+    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: Callable[[Program], float], whole: Fitted, budget: int
+) -> list[Fitted]:
+    """Every order, but those that make again what costs more than the best that is known does in all."""
+    found, bound_s = list[Fitted](), whole.more_s if whole.fits(budget) else inf
+    for one in sorted((order() for order in orders), key=again_s):
+        if whole.hint is None or again_s(one) < bound_s:
+            found.append(tried(one))
+            bound_s = min(bound_s, found[-1].more_s) if found[-1].fits(budget) else bound_s
+    return found
+
+
+def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
+    if len(program.nodes) > MIDDLE:
+        return []
+    parts, groups = chain_of(program, node_s).parts, Memory(program)
+    owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
+    relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
+    plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
+    plans.sort(key=lambda one: _seconds(one, node_s))
+    if len(program.nodes) > COUNTED:
+        return _bisect([partial(lambda one: one, one) for one in _leaner(plans)], tried, budget)
+    found = list[Fitted]()
+    for one in plans:
+        found.append(tried(one))
+        if found[-1].fits(budget):
+            break
+    return found
+
+
+def _leaner(plans: Sequence[Program]) -> Iterator[Program]:
+    """Those that hold less than all before them."""
+    least = inf
+    for plan in plans:
+        peak = memory(plan).peak_bytes["device"]
+        if peak < least:
+            least = peak
+            yield plan
+
+
+def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    """Those that were counted on the way to the fastest that fits; the leanest is always among them."""
+    found = {len(orders) - 1: tried(orders[-1]())} if orders else {}
+    low, high = 0, len(orders) - 1  # high fits, or nothing does
+    while low < high and found[len(orders) - 1].peak_bytes <= budget:
+        middle = (low + high) // 2
+        found[middle] = tried(orders[middle]())
+        low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
+    return list(found.values())
+
+
+def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program]]:
+    """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
+    chains = {id(p): measured(chain_of(p, node_s)) for p in _bodies(program)}
+    sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
+    if not sweeps:
+        return
+    for k in range(max(map(len, sweeps.values()))):
+
+        def change(part: Program, k: int = k) -> Program:
+            mine = sweeps.get(id(part))
+            return part if not mine else chains[id(part)].replay(mine[min(k, len(mine) - 1)].order)
+
+        yield lambda change=change: within(change(program), change)  # type: ignore[misc]
+
+
+def _bodies(program: Program) -> Iterator[Program]:
+    yield program
+    for node in program.nodes:
+        if node.loop is not None:
+            yield from _bodies(node.loop.body)
+
+
+def _sweeps(chain: Chain) -> Iterable[Sweep]:
+    """The distinct orders for all amounts of memory, from fast to lean."""
+    stages = chain.stages
+    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs(way) for s in stages for way in s.ways)
+    count = min(MOST_SLOTS, max(SLOTS, WORK // len(stages)))
+    whole, found = table(stages, most, count), dict[tuple[Run | Back, ...], Sweep]()
+    for slots in reversed(range(count + 1)):
+        sweep = whole.at(slots)
+        if sweep is None:
+            break
+        found.setdefault(sweep.order, sweep)
+    for sweep in _exact(stages, most) if len(stages) <= SHORT else ():
+        found.setdefault(sweep.order, sweep)
+    return sorted(found.values(), key=lambda sweep: sweep.seconds)
+
+
+def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
+    """Of a short chain also the orders in which a stage is kept for a while and made again later (see `checkmate`)."""
+    n = len(stages)
+    reads = (*(((i - 1,) if i else ()) for i in range(n)), *((n + j - 1,) * (j > 0) + (n - 1 - j,) for j in range(n)))
+    cost = (*(s.forward_s for s in stages), *(s.backward_s for s in reversed(stages)))
+    nbytes = (*(float(s.ways[0].nbytes) for s in stages), *(float(s.out_bytes) for s in reversed(stages)))
+    checkmate = importlib.import_module("colofunc.planner.recompute.checkmate")  # with its solver only where it is used
+    graph = checkmate.Graph(cost, nbytes, reads)
+    for k in range(1, LEVELS):
+        order = checkmate.solve(graph, most * k / LEVELS)
+        if order is not None:
+            yield Sweep(order.cost, tuple(_steps(order.nodes, n)))
+
+
+def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:
+    for k, node in enumerate(nodes):
+        if node >= n:
+            yield Back(2 * n - 1 - node)
+            continue
+        again = next(i for i in nodes[k + 1 :] if i in (node, 2 * n - 1 - node))
+        yield Run(node, None if again == node else 0)
+
+
+def _seconds(program: Program, node_s: NodeS) -> float:
+    return sum(
+        _seconds(node.loop.body, node_s) * node.loop.trips if node.loop is not None else node_s(node, program.values)
+        for node in program.nodes
+    )

@@ -1,0 +1,48 @@
+"""Policies for `checkpoint`: what is kept for backward, said by name. What goes from stage to stage always is.
+
+    cf.checkpoint(step, policy="dots")                     # results of products, convolutions, attention
+    cf.checkpoint(step, policy=cf.save_only("*.attn"))     # what these modules return
+    cf.checkpoint(step, policy=cf.every(2))                # only the input of every second stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from colofunc.errors import PlanError
+from colofunc.planner.plan import matches
+from colofunc.planner.recompute.fastest import Policy
+from colofunc.program.ir import Node
+
+PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped", "experts")
+
+
+def save_only(*globs: str) -> Policy:
+    """A policy for `checkpoint`: only what modules whose paths match return is kept for backward."""
+    if not globs or not all(isinstance(g, str) for g in globs):
+        raise PlanError(f"cf.save_only wants globs over module paths, not {globs!r}; write cf.save_only('*.attn')")
+    return Policy(f"save_only({', '.join(globs)})", partial(_returned, globs))
+
+
+def _returned(globs: tuple[str, ...], node: Node, readers: Sequence[Node]) -> bool:
+    """Whether a value is made within one of the modules and read outside of it."""
+    return _inside(node.path, globs) and any(not _inside(reader.path, globs) for reader in readers)
+
+
+def _inside(path: str, globs: tuple[str, ...]) -> bool:
+    return any(matches(path, g) or matches(path, f"{g}.*") for g in globs)
+
+
+def every(n: int) -> Policy:
+    """A policy for `checkpoint`: of each n stages only the input is kept; n of them are made again at once."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise PlanError(f"cf.every wants a number of stages, not {n!r}; write cf.every(2)")
+    return Policy(f"every({n})", lambda node, readers: False, n)
+
+
+NAMED = {
+    "everything": Policy("everything", lambda node, readers: True),
+    "nothing": Policy("nothing", lambda node, readers: False),
+    "dots": Policy("dots", lambda node, readers: any(word in node.target for word in PRODUCTS)),
+}

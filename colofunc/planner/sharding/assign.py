@@ -1,0 +1,397 @@
+"""Assignment: one strategy per operator and one layout per input leaf, cheapest in seconds, within a budget of bytes.
+
+    assign(program, mesh, candidates, NONE, conversion_s, budget_bytes=40 << 30).strategies[k]
+
+Steps: tie what is alike (`classes`), ask for the candidates of each class, build the cost model (`model`), search
+(`search`). A budget is met by a price per byte of what is alive at the peak (a Lagrangian, its multiplier found by
+bisection); then price is taken back option by option as long as the budget holds. Where that is not enough, parameters
+are gathered anew in every phase (`Assignment.regather`) instead of being kept gathered in between.
+
+With many axes the joint enumeration explodes; `assign_by_axes` decides one axis at a time, the others fixed, until
+nothing changes. Later residency (keep, recompute, offload) enters as further options of the same variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from heapq import merge
+from itertools import chain
+from typing import Protocol
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Strategy
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.planner.sharding.budget import at_price, fit, least_error
+from colofunc.planner.sharding.cheapest import fitting, roomy
+from colofunc.planner.sharding.classes import Ties, item_of, tie
+from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
+from colofunc.planner.sharding.eliminate import BIG
+from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
+from colofunc.planner.sharding.lean import lean
+from colofunc.planner.sharding.memory import Liveness, liveness
+from colofunc.planner.sharding.model import Model, build_model
+from colofunc.planner.sharding.pending import reachable
+from colofunc.planner.sharding.problem import NORMAL, Effort
+from colofunc.planner.sharding.search import search
+from colofunc.program.ir import Node, Program, Value
+
+ENOUGH = 1e-3
+"""A turn of one axis that gains a smaller share of the cost has changed nothing."""
+
+Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
+
+
+class AxisCandidates(Protocol):
+    """Candidates that place only `axes`; every other axis lies as in `fixed` (None at first: nowhere)."""
+
+    def __call__(
+        self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None, /
+    ) -> Sequence[Strategy] | Sequence[Layout]: ...
+
+
+@attrs.frozen(eq=False)
+class Assignment:
+    """What was decided. `strategies` is parallel to the program's nodes, `outputs` to its outputs.
+
+    `regather`: parameters whose conversions may not be kept from one phase to the next.
+    `model`, `ties`, `choice`: the problem and its solution, to ask why.
+    """
+
+    strategies: tuple[Strategy, ...]
+    inputs: Mapping[int, Layout]
+    outputs: tuple[Layout, ...]
+    cost_s: float
+    conversions_s: float
+    peak_bytes: int
+    regather: frozenset[int]
+    model: Model
+    ties: Ties
+    choice: tuple[int, ...]
+
+
+@attrs.define(eq=False)
+class Memo:
+    """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered."""
+
+    fastest: Assignment | None = None
+    models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
+    fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
+
+
+def assign(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints = NONE,
+    convert_s: ConvertS | None = None,
+    budget_bytes: int | None = None,
+    peak_bytes: Callable[[Assignment], int] | None = None,
+    seed: int = 0,
+    tied: bool | None = None,
+    starts: Sequence[Assignment] = (),
+    effort: Effort = NORMAL,
+    slack: float = 0.0,
+    memo: Memo | None = None,
+    fresh: bool = True,
+    few: bool = False,
+    near: Callable[[Node | Value, Strategy], bool] | None = None,
+    price_s: float = 0.0,
+) -> Assignment:
+    """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where every
+    byte at its peak costs so many seconds.
+
+    `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
+    per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
+    the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
+    calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
+    least possible peak is above the budget. `fresh`: False searches from `starts` only. `few`: only
+    among options that fit what is held, see `lean`. `near`: of what constraints offer, what is looked at first.
+    """
+    convert = convert_s or free
+    peak = peak_bytes or (lambda a: a.peak_bytes)
+    memo = memo or Memo()
+    if memo.fastest is None:
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near)
+    found = memo.fastest
+    if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
+        return found
+    least: list[tuple[int, Mapping[str, int], Assignment]] = []
+    dear: list[Assignment] = []
+    always, never = (frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is how) for how in (True, False))
+    for ids in dict.fromkeys((always, (_parameters(program) | always) - never)):
+        regather = copies_of(program, ids)
+        if regather not in memo.models:
+            again = build_model(
+                program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions,
+                constraints.sums,
+            )  # fmt: skip
+            memo.models[regather] = again, liveness(program, again, found.ties)
+        again, alive = memo.models[regather]
+        make = partial(_assignment, program, again, found.ties, alive, regather)
+        if price_s or budget_bytes is None:
+            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, memo.fits.get(regather, ()))))
+            continue
+        judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
+        before = memo.fits.setdefault(regather, [])
+        result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
+        if result.choice is not None:
+            before.append(result.choice)
+            return make(result.choice)
+        least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
+    if price_s or budget_bytes is None:
+        return min(dear, key=lambda a: a.cost_s + price_s * a.peak_bytes)
+    nbytes, roles, leanest = min(least, key=lambda item: item[0])
+    if nbytes <= budget_bytes * (1 + slack):
+        return leanest
+    raise PlanError(least_error(budget_bytes, nbytes, roles))
+
+
+def _fastest(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    convert: ConvertS,
+    seed: int,
+    tied: bool | None,
+    starts: Sequence[Assignment],
+    effort: Effort,
+    fresh: bool,
+    few: bool,
+    near: Callable[[Node | Value, Strategy], bool] | None,
+) -> Assignment:
+    """The cheapest assignment found, whatever its peak."""
+    ties = tie(program, constraints.key, enabled=tied)
+    options = [_options(program, m[0], candidates, constraints, near) for m in ties.members]
+    options = reachable(program, ties, options)
+    options = lean(program, ties, options) if few else options
+    always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
+    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
+    begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
+    choice = search(model, begin, seed, effort, fresh)
+    if model.true_cost(choice) >= BIG:
+        raise PlanError(
+            "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
+        )
+    return _assignment(program, model, ties, liveness(program, model, ties), always, choice)
+
+
+def assign_by_axes(
+    program: Program,
+    mesh: Mesh,
+    candidates: AxisCandidates,
+    constraints: Constraints = NONE,
+    convert_s: ConvertS | None = None,
+    budget_bytes: int | None = None,
+    peak_bytes: Callable[[Assignment], int] | None = None,
+    axes: Sequence[str] | None = None,
+    rounds: int = 3,
+    seed: int = 0,
+    effort: Effort = NORMAL,
+    slack: float = 0.0,
+    memo: Memo | None = None,
+    price_s: float = 0.0,
+) -> Assignment:
+    """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
+
+    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work. Axes of which
+    a constraint speaks leave little to decide, and have their turns alone.
+    """
+    named = tuple(mesh.axis_names if axes is None else axes)
+    open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
+
+    def solve_for(
+        some: tuple[str, ...],
+        current: Assignment | None,
+        budget: int | None,
+        memo: Memo | None = None,
+        decided: Sequence[str] = mesh.axis_names,
+        fresh: bool = True,
+        price_s: float = 0.0,
+    ) -> Assignment:
+        at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
+        fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
+        here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
+        mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
+        keyed = mine if fixed is None else mine | _apart(fixed)
+        begin = () if current is None else (current,)
+        few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
+        near = lambda item, s: agrees(s, None if fixed is None else fixed[at[id(item)]], loose)  # noqa: E731
+        return assign(
+            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s
+        )  # fmt: skip
+
+    together = _together(constraints, open_axes)
+    if len(open_axes) <= 2:
+        return solve_for(tuple(open_axes), None, budget_bytes, memo, price_s=price_s)
+    rest = [a for a in open_axes if not any(a in block for block in together)]
+    said = {a for some in constraints.items.values() for c in some for a in c.axes}
+    left = [a for a in rest if a not in said]
+    blocks = [*together, *((a,) for a in rest if a in said), *(tuple(left[k : k + 2]) for k in range(0, len(left), 2))]
+    known = memo.fastest if memo is not None else None  # nothing of this depends on a budget
+    current = known
+    decided = [a for a in mesh.axis_names if a not in open_axes]
+    for block in blocks if known is None else ():  # the budget binds only once every axis has had its turn
+        decided += block
+        current = solve_for(block, current, None, None, decided)
+    assert current is not None
+    turns, still = open_axes * rounds, 0  # still: turns in a row that changed nothing
+    if len(blocks[-1]) == 1:  # this axis has just had its turn
+        still = 1
+        turns = turns[open_axes.index(blocks[-1][0]) + 1 :]
+    for axis in turns if known is None else ():
+        before = current.cost_s
+        current = solve_for((axis,), current, None, fresh=False)
+        still = still + 1 if current.cost_s >= before * (1 - ENOUGH) else 1
+        if still >= len(open_axes):
+            break
+    if memo is not None:
+        memo.fastest = current
+    if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
+        current = solve_for(tuple(open_axes[:2]), current, budget_bytes)
+    return solve_for(tuple(open_axes[:2]), current, None, price_s=price_s) if price_s else current
+
+
+def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each alone."""
+    blocks: list[set[str]] = []
+    for constraint in (c for some in constraints.items.values() for c in some if c.pattern):
+        mine = set(constraint.axes) & set(axes)
+        if len(mine) > 1:
+            mine = mine.union(*(b for b in blocks if b & mine))
+            blocks = [b for b in blocks if not b & mine] + [mine]
+    return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
+
+
+def others(program: Program, memo: Memo, budget_bytes: int, few: bool) -> Iterator[Assignment]:
+    """Of a step that was assigned before, all assignments, cheapest first, but what holds nowhere less than a cheaper one, or can
+    never fit; or only a `few` that may fit where what was found did not."""
+    ways, known = list[Iterator[Assignment]](), memo.fastest
+    for regather, (model, alive) in memo.models.items() if known else ():
+        assert known is not None
+        found = roomy(program, model, known.ties, known.choice, budget_bytes) if few else fitting(program, model, known.ties, budget_bytes)
+        ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
+    return chain(*ways) if few else merge(*ways, key=lambda a: a.cost_s)
+
+
+def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
+    """Conversions that cost nothing, for programs on one rank."""
+    return 0.0
+
+
+def _apart(fixed: Sequence[Strategy]) -> Constraints:
+    """Keep items apart whose fixed axes differ."""
+
+    def keep(strategy: Strategy) -> Constraint:
+        return Constraint(
+            ("fixed", strategy.name, strategy.ins, strategy.outs), lambda s: True, "the axes decided before"
+        )
+
+    return Constraints({item: (keep(strategy),) for item, strategy in enumerate(fixed)})
+
+
+def _options(
+    program: Program,
+    item: int,
+    candidates: Candidates,
+    constraints: Constraints,
+    near: Callable[[Node | Value, Strategy], bool] | None,
+) -> tuple[Strategy, ...]:
+    thing = item_of(program, item)
+    offered = (leaf_strategy(o) if isinstance(o, Layout) else o for o in candidates(thing))
+    return allowed(program, item, offered, constraints, None if near is None else partial(near, thing))
+
+
+def _strategy_of(assignment: Assignment, item: int) -> Strategy:
+    c = assignment.ties.of_item[item]
+    return assignment.model.options[c][assignment.choice[c]]
+
+
+def _choice_of(
+    assignment: Assignment, program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]
+) -> list[int]:
+    """Another assignment of the same program as option indices here (the first option where it is not offered)."""
+    out = []
+    for members, strategies in zip(ties.members, options, strict=True):
+        had = _strategy_of(assignment, members[0])
+        same = (k for k, s in enumerate(strategies) if (s.ins, s.outs) == (had.ins, had.outs))
+        out.append(next(same, 0))
+    return out
+
+
+def _starts(program: Program, ties: Ties, model: Model, most: int = 5) -> list[list[int]]:
+    """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
+    batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
+    largest = max(
+        batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None
+    )
+    starts = [[0] * len(model.options)]
+    if largest is None or len(model.options) <= 2:
+        return starts
+    graph = model.pair_graph(1.0)
+    order = range(len(model.options))
+    ways = sorted(range(len(model.options[largest])), key=lambda o: _numel(model.options[largest][o]))
+    for o in ways[:most]:
+        text = model.options[largest][o].outs[0]
+        alike = {c: _first(model.options[c], text) for c in sorted(batch)}
+        starts.append(graph.greedy(order, {**alike, largest: o}))
+    return starts
+
+
+def _numel(strategy: Strategy) -> int:
+    return sum(lay.local_numel for lay in strategy.outs if lay is not None)
+
+
+def _first(options: Sequence[Strategy], like: Layout | None) -> int:
+    """The option that spreads its dims over the same axes as `like` does, as far as it has those dims."""
+    assert like is not None
+    want = [tuple(a for _, a in dim if a) for dim in like.dims]
+    for k, s in enumerate(options):
+        lay = s.outs[0]
+        if lay is not None and [tuple(a for _, a in dim if a) for dim in lay.dims] == want[: len(lay.dims)]:
+            return k
+    return 0
+
+
+def _measure(
+    make: Callable[[Sequence[int]], Assignment], peak: Callable[[Assignment], int], choice: Sequence[int]
+) -> int:
+    return peak(make(choice))
+
+
+def _parameters(program: Program) -> frozenset[int]:
+    return frozenset(i for i in program.inputs if program.values[i].role in ("param", "frozen"))
+
+
+def _assignment(
+    program: Program, model: Model, ties: Ties, live: Liveness, regather: frozenset[int], choice: Sequence[int]
+) -> Assignment:
+    picked = [options[o] for options, o in zip(model.options, choice, strict=True)]
+    inputs = {id: _whole(picked[ties.of_input(k)]) for k, id in enumerate(program.inputs)}
+    strategies = tuple(picked[ties.of_node(k)] for k in range(len(program.nodes)))
+    layouts = dict(inputs)
+    for node, strategy in zip(program.nodes, strategies, strict=True):
+        for o, layout in zip(node.outs, strategy.outs, strict=True):
+            if o is not None and layout is not None:
+                layouts[o] = layout
+    fixed = {id: flow.settle for flow in model.flows for id in flow.values if flow.settle is not None}
+    leaf_of = dict(program.aliases)
+    outputs = tuple(
+        inputs[program.inputs[leaf_of[p]]] if p in leaf_of else settled(layouts[id], fixed[id])
+        for p, id in enumerate(program.outputs)
+    )
+    cost_s, conversions_s = model.true_cost(choice), model.conversions_s(choice)
+    peak = live.peak(choice).nbytes
+    return Assignment(
+        strategies, inputs, outputs, cost_s, conversions_s, peak, regather, model, ties, tuple(map(int, choice))
+    )
+
+
+def _whole(strategy: Strategy) -> Layout:
+    layout = strategy.outs[0]
+    assert layout is not None
+    return layout

@@ -1,0 +1,168 @@
+"""A peak budget as a price per byte.
+
+Problem: seconds and bytes are two goals. Idea: charge `price` seconds per byte of everything that is alive at the peak
+and minimise the sum. A price of zero gives the fastest choice, a high one the leanest; the smallest price whose choice
+fits is found by bisection; where what is too much can be made again or moved, the price is what that costs (`at_price`).
+What is alive at the peak changes with the choice, so the charge is averaged over the
+choices seen so far (a subgradient). In the end options are given back what they would like best, while it fits.
+
+Source: Lagrangian relaxation for the constrained problem, Fisher (Management Science 27, 1981).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from colofunc.planner.plan_table import size_text
+from colofunc.planner.sharding.eliminate import Array
+from colofunc.planner.sharding.memory import Liveness, Peak
+from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.problem import Effort
+from colofunc.planner.sharding.search import search
+
+Measure = Callable[[Sequence[int]], int]
+
+
+@attrs.frozen
+class Fit:
+    """`choice` is None where nothing fits; `least_bytes` is the least peak seen, `least_roles` what it is made of."""
+
+    choice: list[int] | None
+    least_bytes: int
+    least_roles: Mapping[str, int]
+    least_choice: list[int]
+    price_s_per_byte: float = 0.0
+
+
+@attrs.frozen(eq=False)
+class _Charge:
+    """Members of (class, result) and copies of a flow that are alive at the peak, averaged over choices."""
+
+    outs: Mapping[tuple[int, int], float]
+    copies: Mapping[int, float]
+
+    def mixed(self, peak: Peak, share: float) -> _Charge:
+        def mix(old: Mapping[object, float], new: Mapping[object, int]) -> dict[object, float]:
+            keys = dict.fromkeys((*old, *new))
+            return {k: (1 - share) * old.get(k, 0.0) + share * new.get(k, 0) for k in keys}
+
+        return _Charge(mix(self.outs, peak.alive_outs), mix(self.copies, peak.alive_copies))  # type: ignore[arg-type]
+
+
+def fit(
+    model: Model,
+    live: Liveness,
+    start: Sequence[int],
+    measure: Measure,
+    budget_bytes: int,
+    seed: int,
+    effort: Effort,
+    before: Sequence[Sequence[int]] = (),
+) -> Fit:
+    """The fastest choice found whose measured peak is within the budget. `before`: choices that met other budgets."""
+    peak = live.peak(start)
+    charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
+    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+    best: tuple[float, list[int], float] | None = None
+    least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
+    if least[0] <= budget_bytes:
+        best = (model.true_cost(start), list(start), 0.0)
+    x = list(start)
+    low, high = 0.0, None
+    price = model.true_cost(start) / max(1, peak.nbytes)
+    for turn in range(16):
+        priced = model.priced(_copies(model, charge, price), _extra(model, charge, price))
+        x = search(priced, [x, *before], seed, light, fresh=turn == 0)
+        nbytes, seconds = measure(x), model.true_cost(x)
+        peak = live.peak(x)
+        charge = charge.mixed(peak, 1 / (2 + turn / 2))
+        if nbytes < least[0]:
+            least = (nbytes, peak.by_role, x)
+        if nbytes <= budget_bytes:
+            high = price
+            if best is None or seconds < best[0]:
+                best = (seconds, x, price)
+        else:
+            low = price
+        if high is None:
+            if turn >= 11 or price > 1e3:
+                break
+            price *= 8
+        elif high < low * 1.4:
+            break
+        else:
+            price = (low * high) ** 0.5 if low else high / 8
+    if best is None:
+        return Fit(None, *least)
+    return Fit(_give_back(model, best[1], measure, budget_bytes), *least, best[2])
+
+
+TURNS = 3
+"""What is alive at the peak changes with the choice, so it is charged anew so often."""
+
+
+def at_price(
+    model: Model,
+    live: Liveness,
+    start: Sequence[int],
+    price_s_per_byte: float,
+    seed: int,
+    effort: Effort,
+    before: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs time:
+    to make it again, or to copy it. `before`: choices that were good at other prices."""
+    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+    peak = live.peak(start)
+    charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
+    best, x = (model.true_cost(start) + price_s_per_byte * peak.nbytes, list(start)), list(start)
+    for turn in range(TURNS):
+        priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
+        y = search(priced, [x, *before], seed, light, fresh=turn == 0)
+        peak = live.peak(y)
+        best = min(best, (model.true_cost(y) + price_s_per_byte * peak.nbytes, y))
+        if y == x:
+            break
+        x, charge = y, charge.mixed(peak, 1 / (2 + turn / 2))
+    return best[1]
+
+
+def _extra(model: Model, charge: _Charge, price: float) -> list[Array]:
+    itemsize = {(f.producer, f.result): f.itemsize for f in model.flows}
+    extra = [np.zeros(len(options)) for options in model.options]
+    for (c, j), members in charge.outs.items():
+        sizes = [0 if (lay := s.outs[j]) is None else lay.local_numel * itemsize[c, j] for s in model.options[c]]
+        extra[c] += price * members * np.array(sizes, dtype=float)
+    return extra
+
+
+def _copies(model: Model, charge: _Charge, price: float) -> list[float]:
+    return [price * charge.copies.get(f, 0.0) for f in range(len(model.flows))]
+
+
+def _give_back(model: Model, x: list[int], measure: Measure, budget_bytes: int, most: int = 60) -> list[int]:
+    """Single changes that save time, largest first, kept while the measured peak stays within the budget."""
+    gains = []
+    for c in range(len(model.options)):
+        row = model.row(c, x)
+        gains += [(float(row[o] - row[x[c]]), c, int(o)) for o in np.flatnonzero(row < row[x[c]])]
+    cost_s = model.true_cost(x)
+    for _, c, o in sorted(gains)[:most]:
+        y = [*x[:c], o, *x[c + 1 :]]
+        now = model.true_cost(y)
+        if now < cost_s and measure(y) <= budget_bytes:
+            x, cost_s = y, now
+    return x
+
+
+def least_error(budget_bytes: int, least_bytes: int, roles: Mapping[str, int]) -> str:
+    """What to say when nothing fits."""
+    top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
+    return (
+        f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak found is "
+        f"{size_text(least_bytes)} ({top} at that moment); "
+        "raise the budget, use more ranks, or add checkpoint or offload"
+    )

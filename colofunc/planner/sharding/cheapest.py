@@ -1,0 +1,154 @@
+"""All shardings of a small step, cheapest first, without those that differ from a cheaper one in nothing that weighs.
+
+Problem: a search at a price of memory finds shardings on the convex line between seconds and bytes at one moment; what is
+best once values are copied or made again may lie off it. Idea: a small step has few shardings, and bucket elimination says of
+each choice that is made in part what the rest costs at least: what an option costs beyond the best one, its *regret*, given
+what was decided before, adds up to exactly what a choice costs beyond the optimum. A heap then yields the choices in order.
+
+    optimum 7 s      regrets  a: 0 or 2     b, if a is 0: 0 or 1     b, if a is 1: 3 or 0
+    7: (0, 0)   8: (0, 1)   9: (1, 1)   12: (1, 0)
+
+Classes whose options all hold about the same bytes are not told apart: they take what is cheapest. Of two shardings the
+dearer is left out where it holds nowhere less.
+
+Source: Dechter, Bucket elimination; Lawler, Management Science 18 (1972), for the k best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+
+import attrs
+import numpy as np
+
+from colofunc.dtensor.rule import Strategy
+from colofunc.planner.sharding.classes import Ties
+from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
+from colofunc.planner.sharding.exact import exact_graph
+from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.problem import NORMAL
+from colofunc.planner.sharding.search import search
+from colofunc.program.ir import Program
+
+FACTOR, ELEMENTS = 1 << 16, 1 << 20
+"""Of steps with larger tables than that (as they are given, as variables go) not all shardings are looked at."""
+STEPS = 4000
+"""So many choices are opened at most."""
+FINE = 100
+"""What weighs less than this part of the budget is not told apart."""
+ROOMS = (0.9, 0.8, 0.7, 0.6)
+LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
+
+
+@attrs.frozen(eq=False)
+class Bucket:
+    """A variable, those that are decided before it, and what each of its options costs beyond the best one: (options, others...)."""
+
+    variable: int
+    scope: Scope
+    regret: Array
+
+
+def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[list[int]]:
+    """Choices, cheapest first; nothing where the step is too large for it."""
+    graph = exact_graph(model, FACTOR) if not model.copy_price and len(model.options) <= 64 else None
+    order = None if graph is None else exact_order(graph, ELEMENTS)
+    if graph is None or order is None:
+        return
+    held = [_bytes(model, c) for c in range(len(model.options))]
+    weighs = [v for v, sizes in enumerate(held) if (sizes.max() - sizes.min()) * FINE > budget_bytes]
+    light = [v for v in order if v not in set(weighs)]
+    seen = list[Array]()
+    for choice in _in_order(graph, order, set(weighs), steps):
+        mine = np.array([held[v][choice[v]] for v in weighs])
+        if not any((other <= mine + budget_bytes / FINE).all() for other in seen):
+            seen.append(mine)
+            yield eliminate_all(graph, light, weighs, choice)
+
+
+def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
+    """Of any step the fastest choices found in which no operator alone holds more than parts of the budget: these may be brought
+    down to it, whatever they hold before anything is moved or made again."""
+    alone = [np.array([_alone(program, ties, c, s, sum) for s in options], dtype=float) for c, options in enumerate(model.options)]
+    least = max((float(sizes.min()) for sizes in alone), default=0.0)
+    for most in (budget_bytes, least, *(room * budget_bytes for room in ROOMS)):
+        if least <= most <= budget_bytes:
+            extra = [np.where(sizes > most, BIG, 0.0) for sizes in alone]
+            found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
+            if all(sizes[o] <= most for sizes, o in zip(alone, found, strict=True)):
+                yield found
+
+
+def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
+    """`cheapest`, without what can never fit."""
+    return (x for x in cheapest(model, budget_bytes) if at_least(program, model, ties, x) <= budget_bytes)
+
+
+def at_least(program: Program, model: Model, ties: Ties, choice: Sequence[int]) -> int:
+    """Bytes that some operator alone needs whatever is moved or made again: what it reads that was made, or what it makes."""
+    return max((_alone(program, ties, c, model.options[c][o], max) for c, o in enumerate(choice)), default=0)
+
+
+def _alone(program: Program, ties: Ties, c: int, strategy: Strategy, how: Callable[[tuple[int, int]], int]) -> int:
+    """Bytes of what an operator reads, and of what it makes, taken together by `how` (sum; max: it may write over what it reads)."""
+    item = ties.members[c][0]
+    node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
+    if node is None or node.phase == "update":  # which may run on the host
+        return 0
+    inputs = set(program.inputs) if how is max else set[int]()
+    reads = {r: lay for r, lay in zip(node.refs, strategy.ins, strict=False) if r not in inputs and lay is not None}
+    made = {o: lay for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None}
+    size = [sum(lay.local_numel * program.values[v].dtype.itemsize for v, lay in some.items()) for some in (reads, made)]
+    return how((size[0], size[1]))
+
+
+def _bytes(model: Model, c: int) -> Array:
+    """Bytes of all results of a class under each option."""
+    itemsize = {flow.result: flow.itemsize for flow in model.flows if flow.producer == c}
+    sizes = [sum(lay.local_numel * itemsize.get(j, 0) for j, lay in enumerate(s.outs) if lay is not None) for s in model.options[c]]
+    return model.weight[c] * np.array(sizes, dtype=float)
+
+
+def buckets_of(graph: Graph, order: Sequence[int]) -> tuple[float, list[Bucket]]:
+    """(the least cost, buckets in the order of elimination)."""
+    tables: list[tuple[Scope, Array]] = [*graph.tables.items(), *(((v,), graph.unary[v]) for v in order)]
+    least, found = graph.constant, list[Bucket]()
+    for v in order:
+        mine = [one for one in tables if v in one[0]]
+        tables = [one for one in tables if v not in one[0]]
+        scope = tuple(sorted({u for s, _ in mine for u in s} - {v}))
+        total: Array = np.zeros([1] * (1 + len(scope)))
+        for s, table in mine:
+            axes = [0 if u == v else 1 + scope.index(u) for u in s]
+            by = np.argsort(axes)
+            total = total + np.expand_dims(table.transpose(by), [k for k in range(1 + len(scope)) if k not in axes])
+        low = total.min(axis=0)
+        found.append(Bucket(v, scope, total - low))
+        if scope:
+            tables.append((scope, low))
+        else:
+            least += float(low)
+    return least, found
+
+
+def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) -> Iterator[list[int]]:
+    """Choices, cheapest first; variables outside `branch` take what is cheapest given those before them."""
+    least, found = buckets_of(graph, order)
+    found.reverse()
+    place = {bucket.variable: k for k, bucket in enumerate(found)}
+    heap = [(least, 0, tuple[int, ...]())]
+    for step in range(1, steps + 1):
+        if not heap:
+            return
+        cost_s, _, x = heappop(heap)
+        while len(x) < len(found):
+            bucket = found[len(x)]
+            row = np.moveaxis(bucket.regret, 0, -1)[tuple(x[place[u]] for u in bucket.scope)].tolist()
+            best = min(range(len(row)), key=row.__getitem__)
+            if bucket.variable in branch:
+                for o, regret in enumerate(row):
+                    if o != best and cost_s + regret < BIG:
+                        heappush(heap, (cost_s + regret, step, (*x, o)))
+            x, cost_s = (*x, best), cost_s + row[best]
+        yield [x[place[v]] for v in range(graph.size)]

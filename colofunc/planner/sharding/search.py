@@ -1,0 +1,140 @@
+"""Search under the true cost: exact for small programs, otherwise a pairwise model that is corrected as it goes.
+
+The true cost counts a conversion once however many operators use it; the pairwise model must split it among them. So:
+solve the pairwise model with every split that could be right, then re-split by what the best choice actually shares and
+solve again (each step an exact solve around a random cut), and try moves of a whole flow at once: all consumers of a
+value to one layout. Only steps that lower the true cost are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from colofunc.planner.sharding.eliminate import Array, eliminate_all, exact_order, partial_order
+from colofunc.planner.sharding.exact import exact_graph
+from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.problem import NORMAL, Effort, improve
+
+STARTS = 3
+"""Of many assignments to begin from, so many of the cheapest are improved."""
+TRIES = 3
+"""The best of them is polished so many times, around other cuts: where that ends depends on them."""
+
+
+def search(
+    model: Model,
+    starts: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+    effort: Effort = NORMAL,
+    fresh: bool = True,
+) -> list[int]:
+    """The choice with the least true cost found. `fresh`: also search from nothing; without it only from `starts`."""
+    exact = _exact(model, effort)
+    if exact is not None:
+        return exact
+    rng = np.random.default_rng(seed)
+    quick = attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
+    pool = [list(s) for s in starts]
+    for share in (1.0, 0.0) if fresh or not pool else ():
+        core, recover = model.pair_graph(share).reduce()
+        pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
+    for start in sorted(starts, key=model.true_cost)[:STARTS]:
+        core, recover = model.pair_graph(start).reduce()
+        pool.append(recover(improve(core, list(start), rng, quick)))
+    best = min(pool, key=model.true_cost)
+    ends = [polish(model, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
+    return min(ends, key=model.true_cost)
+
+
+def _exact(model: Model, effort: Effort) -> list[int] | None:
+    if len(model.options) > 64 or model.copy_price:
+        return None
+    graph = exact_graph(model, effort.exact_elements >> 6)
+    order = None if graph is None else exact_order(graph, effort.exact_elements)
+    if graph is None or order is None:
+        return None
+    return eliminate_all(graph, order, (), [0] * graph.size)
+
+
+def polish(model: Model, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
+    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help."""
+    best = model.true_cost(x)
+    stale = 0
+    moved = True
+    for _ in range(effort.passes):
+        graph = model.pair_graph(x)
+        order, fixed = partial_order(graph, effort.pass_elements, rng)
+        found = eliminate_all(graph, order, fixed, x)
+        cost_s = model.true_cost(found)
+        if cost_s < best - 1e-12 * abs(best):
+            x, best, stale, moved = found, cost_s, 0, True
+            continue
+        stale += 1
+        if effort.sweeps and moved and stale >= effort.patience // 2:
+            x, best, moved = _sweep(model, x, best)
+            stale = 0 if moved else stale
+        if stale >= effort.patience or (not fixed and not (effort.sweeps and moved)):
+            break
+    return x
+
+
+def _sweep(model: Model, x: list[int], best: float) -> tuple[list[int], float, bool]:
+    """One round of true-cost moves: every class to every option, every flow to every common layout."""
+    moved = False
+    for f in range(len(model.flows)):
+        for proposal in _together(model, f, x):
+            gain = model.change_s(x, proposal)
+            if gain < -1e-12 * abs(best):
+                x, best, moved = _apply(x, proposal), best + gain, True
+    for c, options in enumerate(model.options):
+        if len(options) == 1:
+            continue
+        row = model.row(c, x)
+        o = int(row.argmin())
+        gain = float(row[o] - row[x[c]])
+        if gain < -1e-12 * abs(best):
+            x, best, moved = _apply(x, {c: o}), best + gain, True
+    return x, best, moved
+
+
+def _together(model: Model, f: int, x: Sequence[int]) -> list[dict[int, int]]:
+    """Moves of all consumers of a flow to one layout, with the producer as it is or giving that layout itself."""
+    coded = model.coded[f]
+    producer = coded.flow.producer
+    if len(set(coded.classes)) < 2:
+        return []
+    rows = {c: model.row(c, x) for c in (*coded.classes, producer)}
+    wanted: dict[int, dict[int, int]] = {}
+    for c, column in zip(coded.classes, coded.targets, strict=True):
+        for layout, option in _cheapest(column, rows[c]).items():
+            wanted.setdefault(layout, {})[c] = option
+    sources = _cheapest(coded.source, rows[producer])
+    out = []
+    for layout, moves in wanted.items():
+        moves = {c: o for c, o in moves.items() if x[c] != o}
+        if not moves:
+            continue
+        out.append(moves)
+        if layout in sources and producer not in moves:
+            out.append({**moves, producer: sources[layout]})
+    return out
+
+
+def _cheapest(column: Sequence[int], row: Array) -> dict[int, int]:
+    """Layout -> the cheapest option that has it."""
+    best: dict[int, int] = {}
+    costs = row.tolist()
+    for o, layout in enumerate(column):
+        if layout not in best or costs[o] < costs[best[layout]]:
+            best[layout] = o
+    return best
+
+
+def _apply(x: Sequence[int], moves: dict[int, int]) -> list[int]:
+    y = list(x)
+    for c, o in moves.items():
+        y[c] = o
+    return y

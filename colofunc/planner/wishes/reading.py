@@ -1,0 +1,172 @@
+"""Reading a traced program: what a named plan wants to know of a step before it wishes.
+
+    cf.reading.rows(program, 4, name)               the leaves of the batch that have its rows, which 4 ranks divide
+    cf.reading.moments(program)                     state leaf -> the parameter that it belongs to
+    cf.reading.with_moments(program, specs)         specs of parameters, and the same for their moments
+    cf.reading.origins(program, rules, wanted)      where values arise that are to lie so
+    cf.reading.written_attention(program)           softmaxes of scores, where a model does not call attention as one
+    cf.reading.experts(program, mesh, "tp", name)   layers of experts, each of which an axis splits as a column and row pair
+    cf.reading.routers(program, some)               which of these products say where a token goes
+
+A model may make its tokens itself, as a vision transformer does of patches; `origins` walks back to where:
+
+    x (b, c, h, w)  ->  conv (b, d, h', w')  ->  view (b, d, s)  ->  ...  ->  q (b, heads, s, e)
+
+What operators can do is asked of `cf.Rules`, where a layout goes of `cf.follow`, products of `cf.products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import TypeVar
+
+import attrs
+
+from colofunc.dtensor.layout import Layout
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.planner.wishes.follow import Rules
+from colofunc.planner.wishes.products import leaf_of
+from colofunc.planner.wishes.wish import Wish
+from colofunc.program.ir import Node, Program, Value
+
+Want = TypeVar("Want")
+
+__all__ = ["experts", "moments", "origins", "routers", "rows", "with_moments", "written_attention"]
+
+
+def rows(program: Program, ranks: int, name: str) -> list[Value]:
+    """The leaves of the batch with as many rows (dim 0) as most of them.
+
+    Raises PlanError, in the name of a plan, where there is no batch or `ranks` do not divide the rows.
+    """
+    leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+    if not leaves:
+        raise PlanError(f"{name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+    sizes = [v.shape[0] for v in leaves]
+    most = max(sizes, key=sizes.count)
+    if most % ranks:
+        raise PlanError(
+            f"{name}: the {most} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
+            "take a multiple of these (cf.pad adds rows without weight)"
+        )
+    return [v for v in leaves if v.shape[0] == most]
+
+
+def moments(program: Program) -> dict[int, int]:
+    """State leaf with dims -> the parameter of its shape whose name has most of the last parts in common with its own."""
+    weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
+    found = {}
+    for id in program.inputs:
+        value = program.values[id]
+        alike = [w for w in weights if w.shape == value.shape] if value.role == "state" and value.shape else []
+        best = max(alike, key=lambda w: _common(w.name, value.name), default=None)
+        if best is not None and _common(best.name, value.name):
+            found[id] = best.id
+    return found
+
+
+def with_moments(program: Program, specs: Mapping[int, Want]) -> dict[int, Want]:
+    """Leaf -> spec, and the moments of each of these parameters alike."""
+    return {**specs, **{state: specs[id] for state, id in moments(program).items() if id in specs}}
+
+
+def _common(a: str, b: str) -> int:
+    """How many of the last parts of two dotted names agree."""
+    n = 0
+    for x, y in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Value -> how it lies, of the first values from which those that are wanted (value -> layout) come to lie so.
+
+    Walked backwards: whoever can give its result as its reader wants it passes the wish on to what it reads. Where that ends,
+    a factor arises. A seed for `cf.Wish(values=...)`.
+    """
+    made, todo = program.producers(), list(wanted.items())
+    found: dict[int, Layout] = {}
+    seen: set[int] = set()
+    while todo:
+        id, layout = todo.pop()
+        if id in seen:
+            continue
+        seen.add(id)
+        node = made.get(id)
+        if program.values[id].role in ("param", "frozen") or (node is not None and not node.refs):
+            continue  # a table of positions: it is taken as its reader wants it
+        way = None if node is None else rules.give(node, node.outs.index(id), layout)
+        before = []
+        if node is not None and way is not None:
+            before = [(r, lies) for r, lies in zip(node.refs, way.ins, strict=True) if not lies.is_replicated]
+        todo += before
+        if all(program.values[r].role in ("param", "frozen") for r, _ in before):
+            found[id] = layout
+    return found
+
+
+PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
+
+
+def written_attention(program: Program) -> Iterator[Node]:
+    """Attention that is written out: softmaxes over the last dim of scores (..., s, t), which a product of two activations
+    gives, scaled, capped, masked as they may be."""
+    made = program.producers()
+    for node in program.nodes:
+        if node.phase == "forward" and node.target == "aten._softmax.default":
+            shape = program.values[node.refs[0]].shape
+            if len(shape) > 2 and node.args[1] in (-1, len(shape) - 1) and _is_product(program, made, node.refs[0]):
+                yield node
+
+
+def _is_product(program: Program, made: Mapping[int, Node], id: int) -> bool:
+    """Whether a value is one, but for operators that keep its size."""
+    size, todo, seen = prod(program.values[id].shape), [id], set[int]()
+    while todo:
+        node = made.get(id := todo.pop())
+        if node is not None and id not in seen:
+            if node.target in PRODUCTS:
+                return True
+            todo += [r for r in node.refs if prod(program.values[r].shape) == size]
+        seen.add(id)
+    return False
+
+
+# ---- mixtures of experts ----
+
+_EXPERTS = ("colofunc.experts", "colofunc.experts_backward")  # (tokens, index, weight, then the experts' own weights)
+
+
+def experts(
+    program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = ()
+) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
+    """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
+    index, wishes in the name of a plan, weight -> how it lies)."""
+    made, rules = program.producers(), Rules(program, mesh)
+    words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
+    for index, node in enumerate(program.nodes):
+        way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None
+        if way is not None:
+            leaves = ((leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
+            held = Wish(node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward"))
+            wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
+            yield index, wishes, {id: lies for id, lies in leaves if id is not None and lies is not None}
+
+
+def routers(program: Program, some: Collection[int]) -> set[int]:
+    """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice and weights."""
+    at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in some}
+    made, found, seen = program.producers(), set[int](), set[int]()
+    todo = [ref for node in program.nodes if node.target == _EXPERTS[0] for ref in node.refs[1:3]]
+    while todo:
+        id = todo.pop()
+        if id in at:
+            found.add(at[id])
+        elif id in made and id not in seen:
+            todo += made[id].refs
+        seen.add(id)
+    return found

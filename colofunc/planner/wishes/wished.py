@@ -1,0 +1,295 @@
+"""Wished: what wishes mean for the leaves and operators of one program, as constraints on the search.
+
+    Wish("*.q_proj.weight", "(tp o) i")      leaf: tp on dim 0, the other axes as the search likes
+    Wish("*.mlp.fc", "{tp: o}")              forward operators of mlp.fc: tp on the rule's factor o
+    Wish("*", ("(dp o) i", "o (dp i)"))      leaves: either; all ways that a spec needs and enumeration lacks are offered
+    Wish("batch.*", "(dp b) ...", along=True)     the leaf, and what its layout reaches (`along`)
+
+A spec that names no axis means whole on every axis. Two wishes that put one axis of one tensor in two places clash; a
+wish that matches nothing is an error with near names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+import attrs
+
+from colofunc.dtensor.layout import Layout, is_major, make_layout
+from colofunc.dtensor.rule import Rule, Strategy
+from colofunc.dtensor.spec import bind, parse
+from colofunc.dtensor.strategies import enumerate_layouts
+from colofunc.errors import PlanError, SpecError, near
+from colofunc.mesh import Mesh
+from colofunc.planner.plan import parse_axes
+from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
+from colofunc.planner.wishes.alike import alike, orders
+from colofunc.planner.wishes.along import ExtraOf, Flow, RuleOf, along, meeting
+from colofunc.planner.wishes.gradients import worked_on
+from colofunc.planner.wishes.ranks import Ranks, heard, highest
+from colofunc.planner.wishes.wish import PARAMETERS, Wish
+from colofunc.program.ir import Program, Value
+
+Where = dict[str, object]  # axis -> dim it lies on ("whole", or "pending sum" for none)
+
+
+def constraints_of(
+    wishes: Iterable[Wish],
+    program: Program,
+    mesh: Mesh,
+    rule_of: RuleOf = lambda node: None,
+    extra_of: ExtraOf = lambda node: (),
+) -> Constraints:
+    """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
+    told = [
+        (wish, list(_on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)))
+        for wish in wishes
+    ]
+    some = _Heard(program, mesh, highest((item, wish.rank, where) for wish, found in told for item, where, _ in found))
+    for wish, found in told:
+        for item, where, constraint in found:
+            some.add(wish, item, where, constraint)
+        for id in () if wish.on_operator else wish.values:
+            some.seeds.setdefault(wish.source, {})[id] = wish, _bounds(wish, program.values[id], mesh)[0]
+        if not found and not wish.optional and (wish.on_operator or not wish.values):
+            raise PlanError(f"{wish} matches nothing{near(str(wish.match), _known(wish, program), 'names')}")
+    odd: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
+    for source in dict.fromkeys((*some.seeds, *some.held)):
+        flow = Flow(some.seeds.get(source, {}), some.held.get(source, {}))
+        for item, where, constraint in along(flow, program, mesh, rule_of, extra_of):
+            left = some.hear(flow.wish, item, where, constraint)
+            some.items.setdefault(item, []).extend([] if left is None else [left])
+            odd.setdefault(item, []).extend(constraint.offers[:1])
+    for item, constraint in meeting(odd, program, mesh, rule_of, extra_of):
+        some.items[item].append(constraint)
+    items = {item: tuple(constraints) for item, constraints in some.items.items()}
+    return Constraints(items, regather=some.regather, chunks=some.chunks, scatter=some.scatter)
+
+
+@attrs.define
+class _Heard:
+    """What wishes say of items (input leaves, then nodes), one after the other."""
+
+    program: Program
+    mesh: Mesh
+    ranks: Ranks
+    items: dict[int, list[Constraint]] = attrs.field(factory=dict)
+    said: dict[int, list[tuple[Wish, Where]]] = attrs.field(factory=dict)
+    seeds: dict[str, dict[int, tuple[Wish, Layout]]] = attrs.field(factory=dict)  # source -> value -> what it is to be followed as
+    held: dict[str, dict[int, list[Wish]]] = attrs.field(factory=dict)  # source -> node -> wishes for its pattern, which is followed
+    regather: dict[int, bool] = attrs.field(factory=dict)
+    chunks: dict[int, int | str] = attrs.field(factory=dict)
+    scatter: dict[int, bool] = attrs.field(factory=dict)
+
+    def hear(self, wish: Wish, item: int, all_of: Where, whole: Constraint) -> Constraint | None:
+        """What of a constraint is heard beside wishes of higher rank; raises PlanError where another of its rank says otherwise."""
+        where, left = heard(self.ranks, item, wish.rank, all_of, whole)
+        for other, had in self.said.setdefault(item, []):
+            for axis in where:
+                if axis in had and not _meet(had[axis], where[axis]):
+                    n = len(self.program.inputs)
+                    thing = self.program.values[self.program.inputs[item]].name if item < n else self.program.nodes[item - n].path
+                    raise PlanError(
+                        f"two wishes clash on axis {axis!r} of {thing!r}: {other} puts it on {_say(had[axis])}, "
+                        f"{wish} on {_say(where[axis])}; drop one, or give them different axes"
+                    )
+        self.said[item].append((wish, where))
+        return left
+
+    def add(self, wish: Wish, item: int, all_of: Where, whole: Constraint) -> None:
+        """A wish for one item, with what it says beside where the item lies."""
+        constraint = self.hear(wish, item, all_of, whole) or Constraint(("nothing",), lambda s: True, str(wish))
+        self.items.setdefault(item, []).append(constraint)
+        if wish.along and wish.on_operator:
+            self.held.setdefault(wish.source, {}).setdefault(item - len(self.program.inputs), []).append(wish)
+        elif wish.along:
+            value = self.program.values[self.program.inputs[item]]
+            self.seeds.setdefault(wish.source, {})[value.id] = wish, _bounds(wish, value, self.mesh)[0]
+        if wish.on_operator:
+            return
+        if wish.regather is not None:
+            self.regather[item] = wish.regather
+        for node in _casts(self.program, item) if wish.regather else ():
+            self.items.setdefault(node, []).append(attrs.evolve(constraint, says=f"{wish}, cast where it lies", offers=()))
+        if wish.chunk is not None:
+            self.chunks[item] = wish.chunk
+        if wish.scatter is not None:
+            self.scatter[item] = wish.scatter
+
+
+def _known(wish: Wish, program: Program) -> set[str]:
+    if wish.on_operator:
+        return {n.path for n in program.nodes if n.path and n.phase in wish.phases}
+    roles = wish.roles or PARAMETERS
+    named = {program.values[i].name for i in program.inputs if program.values[i].role in roles}
+    return named or {program.values[i].name for i in program.inputs}
+
+
+def _meet(one: object, other: object) -> bool:
+    """Whether two wishes leave a place for an axis; one of several places is a frozenset."""
+    both = [set(p) if isinstance(p, frozenset) else {p} for p in (one, other)]
+    return bool(both[0] & both[1])
+
+
+def _say(place: object) -> str:
+    if isinstance(place, frozenset):
+        return " or ".join(sorted(map(_say, place)))
+    return f"dim {place}" if isinstance(place, int) else str(place)
+
+
+def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, Where, Constraint]]:
+    if wish.values:
+        return
+    hits = [(k, program.values[i]) for k, i in enumerate(program.inputs) if wish.meets(program.values[i].name)]
+    roles = wish.roles or PARAMETERS
+    chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
+    if "grad" in roles:
+        chosen += [(len(program.inputs) + index, grad) for index, grad in worked_on(program, wish.meets)]
+    for k, value in chosen:
+        layouts = _bounds(wish, value, mesh)
+        axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
+        axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
+        wheres = [places(layout, axes) for layout in layouts]
+        where = {a: frozenset(w[a] for w in wheres) if len(wheres) > 1 else wheres[0][a] for a in axes}
+        constraint = _any_of([_leaf_constraint(wish, layout, axes, mesh) for layout in layouts])
+        yield k, where, constraint if k < len(program.inputs) else attrs.evolve(constraint, offers=())
+
+
+def _any_of(some: Sequence[Constraint]) -> Constraint:
+    if len(some) == 1:
+        return some[0]
+    offers = tuple(offer for c in some for offer in c.offers)
+    key = ("any", *(c.key for c in some))
+
+    def partly(axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        parts = [c.on(axes) for c in some]
+        return lambda s: any(c is None or c.accepts(s) for c in parts)
+
+    return Constraint(key, lambda s: any(c.accepts(s) for c in some), some[0].says, offers, some[0].axes, partly=partly)
+
+
+def _bounds(wish: Wish, value: Value, mesh: Mesh) -> tuple[Layout, ...]:
+    try:
+        return tuple(bind(want, mesh, value.shape) for want in wish.wants)
+    except SpecError as error:
+        raise PlanError(f"{wish} cannot be done on {value.name!r} of shape {value.shape} on {mesh}: {error}") from error
+
+
+def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
+    """Axes that a spec names, also those of size 1."""
+    names: list[str] = []
+    for want in wish.wants:
+        if isinstance(want, Layout):
+            return mesh.axis_names  # a bound layout is meant exactly
+        parsed = parse(str(want))
+        names += [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
+        names += [a for a, _ in parsed.pending]
+    return tuple(dict.fromkeys(names))
+
+
+def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Constraint:
+    exact = leaf_strategy(layout)
+    if layout.is_padded or set(layout.axes) - set(axes):  # meant exactly, and not among the enumerated ones
+        return Constraint(("leaf", layout), lambda s: s.outs[0] is layout, str(wish), (exact,))
+    if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
+        offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
+        return Constraint(("leaf", layout, axes), lambda s: alike(layout, s.outs[0], axes), str(wish), offers, axes)
+
+    def among(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        want = orders(layout, some)
+        return lambda s: s.outs[0] is not None and orders(s.outs[0], some) == want
+
+    def room(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        later = [prod(mesh.axis_size(a) for a in dim if a not in some) for dim in orders(layout, axes)[0]]
+        return lambda s: s.outs[0] is not None and _has_room(s.outs[0], later)
+
+    return Constraint(("leaf", layout, axes), among(axes), str(wish), (exact,), axes, partly=among, room=room)
+
+
+def _has_room(layout: Layout, ways: Sequence[int]) -> bool:
+    """Whether what is local of each dim can still be split so many ways: axes that are decided later will lie there."""
+    return all(prod(n for n, a in dim if a is None) % n == 0 for dim, n in zip(layout.dims, ways, strict=True))
+
+
+def _with_others(layout: Layout, mesh: Mesh) -> tuple[Layout, ...]:
+    """A layout as it is, and with every way to split what it leaves whole (of each dim the last such part) over the other axes."""
+    names = tuple(a for a in mesh.axis_names if a not in layout.axes)
+    at = [max((k for k, (_, a) in enumerate(dim) if a is None), default=None) for dim in layout.dims]
+    last = tuple(1 if k is None else dim[k][0] for k, dim in zip(at, layout.dims, strict=True))
+    found: dict[Layout, None] = {layout: None}
+    for other in enumerate_layouts(last, mesh, names):
+        parts = zip(at, layout.dims, other.dims, strict=True)
+        dims = tuple(a if k is None else (*a[:k], *b, *a[k + 1 :]) for k, a, b in parts)
+        found.setdefault(make_layout(dims, layout.shape), None)
+    return tuple(found)
+
+
+def places(layout: Layout, axes: Iterable[str]) -> Where:
+    """Axis -> the dim it lies on, "whole" where it lies on none, or its pending reduction."""
+    on: Where = {a: d for d, dim in enumerate(layout.dims) for _, a in dim if a is not None}
+    on |= {a: f"pending {how}" for a, how in layout.pending}
+    return {a: on.get(a, "whole") for a in axes}
+
+
+def _on_operators(
+    wish: Wish,
+    program: Program,
+    mesh: Mesh,
+    rule_of: RuleOf,
+    extra_of: ExtraOf,
+) -> Iterator[tuple[int, Where, Constraint]]:
+    some = [parse_axes(str(want)) for want in wish.wants]
+    if not all(some):
+        raise PlanError(f"{wish}: write a strategy as '{{tp: o, dp: b0}}', each mesh axis on a factor of the rule")
+    for axis in (axis for pairs in some for axis, _ in pairs):
+        mesh.axis_size(axis)  # raises on unknown axes, with near names
+    n = len(program.inputs)
+    hits = [
+        (k, node) for k, node in enumerate(program.nodes)
+        if node.phase in wish.phases and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
+        and (not wish.values or any(o in wish.values for o in node.outs))
+    ]  # fmt: skip
+    words = [_words(rule_of(node), extra_of(node)) for _, node in hits]
+    asked = [{f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
+    able = [hit for hit, known in zip(hits, words, strict=True) if any(factors <= known for factors in asked)]
+    if hits and not able:
+        rules = {f"{node.target}: {rule.text() if (rule := rule_of(node)) else 'no rule'}" for _, node in hits}
+        line = f" (first at {hits[0][1].line})" if hits[0][1].line else ""
+        raise PlanError(
+            f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
+            "name factors of a rule"
+        )
+    wants = [{a: f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
+    for k, node in able:
+        rule = rule_of(node)
+        says = f"{wish} (rule {rule.text()})" if rule else str(wish)
+        where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
+        key = ("node", *(tuple(want.items()) for want in wants))
+        yield n + k, dict(where), Constraint(
+            key, _placer(wants), says, (), tuple(where), len(where) > 1, lambda some: _placer(wants, some)
+        )
+
+
+def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
+    """What an axis can be placed on: factors of the rule, and the patterns of strategies with local code of their own."""
+    found = {word for strategy in extra for _, word in strategy.axes}
+    return found | {"whole", *rule.sizes} if rule is not None else found
+
+
+def _placer(wants: Sequence[Mapping[str, str]], axes: tuple[str, ...] | None = None) -> Callable[[Strategy], bool]:
+    """The test of a strategy's factors; `axes`: of these alone."""
+
+    def accepts(s: Strategy) -> bool:
+        on = dict(s.axes)
+        return any(
+            all(on.get(axis, "whole") == factor for axis, factor in want.items() if axes is None or axis in axes) for want in wants
+        )
+
+    return accepts
+
+
+def _casts(program: Program, item: int) -> list[int]:
+    """Items of the nodes that cast an input leaf."""
+    n, id = len(program.inputs), program.inputs[item]
+    return [n + k for k, node in enumerate(program.nodes) if node.refs == (id,) and node.target.startswith("aten._to_copy")]
