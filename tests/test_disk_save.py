@@ -1,18 +1,26 @@
 """Saving and loading of state on disk: part by part, beside the next steps, with the numbers of the moment of the call."""
 
+import importlib
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from test_disk_state import equal, fulls, on_disk
 from test_offload import one, peak, training
 
 import colofunc as cf
-from colofunc.errors import CheckpointError
+from colofunc.errors import CheckpointError, DiskError
+from colofunc.executors import disk_held
 from colofunc.executors.disk import DiskStore
 from colofunc.executors.disk_held import Held, Holds
+from colofunc.functional.checkpoint.folder import Writing
+from colofunc.functional.checkpoint.parts import Ranks
+
+saves: Any = importlib.import_module("colofunc.functional.save")
 
 
 def test_it_is_saved_part_by_part_and_loaded_when_a_step_takes_it(tmp_path: Path) -> None:
@@ -38,10 +46,10 @@ class Slow:
             assert self.go.wait(60)
             return read(held)
 
-        def noted(holds: Holds, chunk: int, version: int) -> None:
-            if holds._counts.get((chunk, version)):
+        def noted(holds: Holds, chunk: int, version: int, what: str) -> None:
+            if holds._readers.get((chunk, version)):
                 self.waiting.set()
-            wait(holds, chunk, version)
+            wait(holds, chunk, version, what)
 
         monkeypatch.setattr(Held, "read", slow)
         monkeypatch.setattr(Holds, "wait", noted)
@@ -96,6 +104,110 @@ def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path: Path, monkeypatch: 
         cf.save(tmp_path / "file" / "s", state, wait=False)
     for _ in range(3):
         state, _ = staged(state, args[1])
+
+
+def saved_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[Any, Any, Slow, Any, Any]:
+    """(the step, a state one step after the one that is being saved, what holds the save up, the save, the batch)"""
+    step, *args = training(layers=1)
+    staged = cf.offload(cf.shard(step, one()), policy="disk", disk=folder)
+    state, _ = staged(staged.init(*args), args[1])
+    slow = Slow(monkeypatch)
+    saving = cf.save(folder / "saved" / "s", state, wait=False, **how)
+    return staged, staged(state, args[1])[0], slow, saving, args[1]
+
+
+def test_a_step_that_waits_for_a_save_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_held, "SAY_AFTER_S", 0.01)
+    staged, state, slow, saving, batch = saved_behind(tmp_path, monkeypatch)
+    warn = warnings.warn
+    monkeypatch.setattr(warnings, "warn", lambda *args, **kw: (warn(*args, **kw), slow.go.set()))  # the save goes on when it was said
+    with pytest.warns(UserWarning, match="a step waits to write chunk") as said:
+        staged(state, batch)
+    saving.wait(60)
+    assert len(said) == 1 and f"which cf.save to '{tmp_path / 'saved' / 's'}' has to read first" in str(said[0].message)
+
+
+def test_a_save_that_reads_nothing_any_more_is_an_error_of_the_step_which_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, state, slow, saving, batch = saved_behind(tmp_path, monkeypatch, deadline_s=0.05)
+    before = fulls(state)
+    said = r"chunk \d+ \(.*\) of '.*' cannot be written: cf\.save to '.*/s' has to read it first and has read nothing for 0.05 s. Try"
+    with pytest.raises(DiskError, match=said):
+        staged(state, batch)
+    assert not saving.done and equal(fulls(state), before)
+    slow.go.set()
+    saving.wait(60)
+    again, _ = staged(state, batch)
+    plain = cf.shard(training(layers=1)[0], one())
+    want = plain.init(*training(layers=1)[1:])
+    for _ in range(3):
+        want, _ = plain(want, batch)
+    assert equal(fulls(again), fulls(want))
+
+
+def test_a_step_that_waits_goes_on_when_the_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, state, slow, saving, batch = saved_behind(tmp_path, monkeypatch)
+    read = Held.read
+
+    def broken(held: Held) -> torch.Tensor:
+        read(held)
+        raise OSError("pulled")
+
+    monkeypatch.setattr(Held, "read", broken)  # the first read waits already: what follows it fails
+    step = threading.Thread(target=lambda: staged(state, batch))
+    step.start()
+    assert slow.waiting.wait(60)
+    slow.go.set()
+    step.join(60)
+    assert not step.is_alive()
+    with pytest.raises(CheckpointError, match="failed: pulled"):
+        saving.wait(60)
+
+
+def test_a_save_that_cannot_begin_holds_nothing_while_somebody_keeps_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, *args = training(layers=1)
+    staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
+    state, _ = staged(staged.init(*args), args[1])
+    hold, taken = DiskStore.hold, []
+
+    def fails(store: DiskStore, chunk: int, reader: Any) -> Held:
+        if len(taken) == 3:
+            raise DiskError("no more")
+        taken.append(hold(store, chunk, reader))
+        return taken[-1]
+
+    monkeypatch.setattr(DiskStore, "hold", fails)
+    with pytest.raises(DiskError, match="no more") as kept:
+        cf.save(tmp_path / "s", state, wait=False)
+    for _ in range(3):  # would wait for ever
+        state, _ = staged(state, args[1])
+    assert len(taken) == 3 and kept.traceback
+
+
+def test_a_rank_that_writes_nothing_from_disk_does_not_wait_for_those_that_do(tmp_path: Path) -> None:
+    step, *args = training(layers=1)
+    staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
+    state, _ = staged(staged.init(*args), args[1])
+    path = tmp_path / "saved" / "s"
+    jobs = []
+    for rank in range(2):  # as on two ranks, of which the second writes one small tensor that lies in memory
+        job = saves._Job.make(path, state, None, False, None, 60.0)
+        job.ranks = Ranks(rank, 2, None)
+        job.leaves = [attrs.evolve(leaf, writers=tuple((r, int(leaf.layout.tier != "disk"), held) for r, _, held in leaf.writers))
+                      for leaf in job.leaves if leaf.layout is not None]  # fmt: skip
+        jobs.append(job.copied("safetensors"))
+    first, second = jobs
+    second.writing, first.writing = Writing(path), Writing(path)
+    first.writing.begin()
+    second.writing.rename(first.writing.token)
+    thread = threading.Thread(target=second.run)
+    thread.start()
+    assert first.beside.holds and not second.beside.holds and second.items
+    assert second.beside.taken.wait(60) and thread.is_alive()  # it may go on: the first has written nothing
+    first.run()
+    thread.join(60)
+    assert not thread.is_alive() and equal(fulls(cf.load(path, mesh=one())), fulls(state))
 
 
 def test_a_version_that_is_held_is_read_whatever_is_written(tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ from torch import Tensor
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk_files import Files, create, disk_error, reopen
-from colofunc.executors.disk_held import Held, Holds
+from colofunc.executors.disk_held import Held, Holds, Reader
 from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
 from colofunc.executors.disk_queue import Move, Ticket, Work, Workers, aligned, whole_pages
+from colofunc.mesh.sizes import size_text
 
 THREADS = min(4, os.cpu_count() or 1)
 """4 fill a drive. They sum what they move, so more of them than cores take time from a step that computes there."""
@@ -223,12 +224,12 @@ class DiskStore:
 
         The tensor is borrowed: nothing may change it until the ticket is done. Where its memory begins at a page
         (`aligned_empty`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
-        Where it would replace what is held (`hold`), it waits until that is released.
+        Where it would replace what is held (`hold`), it waits until that is released. Raises DiskError where that takes too long.
         """
         source = self._bytes_of(chunk, tensor, "write")
         records = self._records
         version = 1 if records.current[chunk] == 0 else 0  # never the one that counts
-        self._holds.wait(chunk, version)
+        self._holds.wait(chunk, version, f"chunk {chunk} ({size_text(self.sizes[chunk])}) of {self.path!r}")
         records.newest[chunk] = version
 
         def move(block: int, buffer: Buffer) -> None:
@@ -252,14 +253,18 @@ class DiskStore:
 
         return self._submit(chunk, f"reading chunk {chunk} from {records.path(version)!r}", move, writes=False)
 
-    def hold(self, chunk: int) -> Held:
-        """A chunk as it was written last, to be read whatever is written later, in another thread too, and then released."""
+    def hold(self, chunk: int, reader: Reader | None = None) -> Held:
+        """A chunk as it was written last, to be read whatever is written later, in another thread too, and then released.
+
+        reader: who reads it, one object for all chunks, so that a write that waits can say for what.
+        """
         self._ours(f"hold chunk {chunk} of")
         version = int(self._records.newest[chunk])
         if version < 0:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before hold({chunk})")
-        self._holds.add(chunk, version)
-        return Held(self.sizes[chunk], partial(self._read_held, chunk, version), partial(self._holds.release, chunk, version))
+        reader = reader or Reader()
+        self._holds.add(chunk, version, reader)
+        return Held(self.sizes[chunk], partial(self._read_held, chunk, version), partial(self._holds.release, chunk, version, reader))
 
     def _read_held(self, chunk: int, version: int, into: Tensor) -> Ticket:
         target, records = self._bytes_of(chunk, into, "read"), self._records

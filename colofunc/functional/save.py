@@ -31,6 +31,7 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
+from colofunc.executors.disk_held import Reader
 from colofunc.executors.launch import before_end
 from colofunc.functional.checkpoint.beside import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
@@ -114,7 +115,11 @@ def save(
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
-    writing, run = _begin(job, failed), job.run_dcp if format == "dcp" else job.run
+    try:
+        writing, run = _begin(job, failed), job.run_dcp if format == "dcp" else job.run
+    except BaseException:
+        job.beside.let_go()  # whoever keeps the error would keep steps waiting
+        raise
     if wait:
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -122,7 +127,7 @@ def save(
         (saving := Saving(job.path, future)).wait()
         return saving
     saving = saver.start(job.path, lambda: _attempt(job, writing, run))
-    job.beside.taken.wait()
+    job.beside.taken.wait()  # set at the latest when the save has ended, however it ends
     return saving
 
 
@@ -192,7 +197,8 @@ class _Job:
         if format is None or (self.large and format == "dcp"):
             return self
         if self.large:
-            self.items = self.beside.items(self.leaves, self.ranks.rank)
+            reader = Reader(f"cf.save to {str(self.path)!r}", self.deadline_s)
+            self.items = self.beside.items(self.leaves, self.ranks.rank, reader)
             return self
         self.beside.taken.set()
         if format == "dcp" and self.ranks.size == 1:
@@ -209,6 +215,7 @@ class _Job:
         assert self.writing is not None
         folder = self.writing.folder
         mine = [[item.name, piece.to_json()] for item, piece in self._write(folder)]
+        self.beside.taken.set()  # where nothing of this rank lies on disk, no read has said so
         if self.ranks.rank != 0:
             _drop(folder / f"rank-{self.ranks.rank:05d}.json", json.dumps(mine).encode())
             self._outcome()
@@ -321,7 +328,6 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
         if job.ranks.rank != 0:
             writing.rename(said[0][0])
     if problem is not None:
-        job.beside.let_go()
         if isinstance(problem, CheckpointError):
             raise problem
         raise CheckpointError(f"save to {str(job.path)!r}: {problem}") from problem

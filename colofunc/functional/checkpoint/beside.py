@@ -5,7 +5,7 @@ there for one more step, so it is held (`executors/disk_held.py`) and read while
 room too, where the disk is used for want of it: steps go on when it is written.
 
     beside = Beside()
-    items = beside.items(leaves, rank)      # to be written in this order, in a thread
+    items = beside.items(leaves, rank, Reader("cf.save to '/ckpt'"))    # to be written in this order, in a thread
     beside.taken.wait()                     # from now on steps may write
 """
 
@@ -19,7 +19,7 @@ import attrs
 import torch
 
 from colofunc.dtensor.tensor import DTensor
-from colofunc.executors.disk_held import Held
+from colofunc.executors.disk_held import Held, Reader
 from colofunc.executors.disk_tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
@@ -33,15 +33,22 @@ class Beside:
     holds: list[Held] = attrs.field(factory=list)
     taken: Event = attrs.field(factory=Event)
 
-    def items(self, leaves: Sequence[Leaf], rank: int) -> list[Item]:
-        """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`."""
+    def items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
+        """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`. reader: for steps that wait."""
+        try:
+            return self._items(leaves, rank, reader)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
         first, behind = list[Item](), list[Item]()
         for leaf in leaves:
             for item, held in leaf.written(rank):
                 x = leaf.tensor
                 part = leaf.part(held) if isinstance(x, DTensor) else None
                 if isinstance(x, DTensor) and isinstance(part, OnDisk) and part.store is not None:
-                    self.holds.append(part.store.hold(part.number))
+                    self.holds.append(part.store.hold(part.number, reader))
                     item = attrs.evolve(item, value=partial(self._read, self.holds[-1], part, x, held))
                     behind.append(item)
                 else:
