@@ -1,5 +1,6 @@
 """What is kept so that fewest bytes are copied: against a search over all that could be kept."""
 
+import re
 from itertools import product
 from random import Random
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 from test_offload import one, peak, training
 
 import colofunc as cf
+from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload.evict import Facts, Stay, evict, spread
-from colofunc.planner.offload.fewest import fewest
+from colofunc.planner.offload.fewest import fewest, least_bytes
 from colofunc.planner.offload.residency import Item, Links, Trace, check, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
@@ -87,6 +89,21 @@ def test_of_one_size_nothing_copies_less(seed: int) -> None:
     trace = Trace((1.0,) * size, (), (0,) * size, tuple(items))
     room = max(2, int(Facts(trace).needed.max()))
     assert moved(trace, room) == least(trace, room)
+    assert least_bytes(Facts(trace), room) == least(trace, room)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_any_sizes_nothing_copies_less_than_what_is_said(seed: int) -> None:
+    random, size = Random(seed), 6
+    items = [
+        Item(random.randint(1, 9), k < 2, tuple(sorted(random.sample(range(size), random.randint(1, 3)))), stays=random.random() < 0.7)
+        for k in range(3)
+    ]
+    trace = Trace((1.0,) * size, (), tuple(random.randint(0, 4) for _ in range(size)), tuple(items))
+    facts = Facts(trace)
+    room = int((facts.needed + facts.base).max()) + random.randint(0, 6)
+    assert 0 <= least_bytes(facts, room) <= least(trace, room) <= moved(trace, room)
+    assert least_bytes(facts, 10**6) == least(trace, 10**6)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -109,6 +126,8 @@ def test_a_step_that_aims_at_bytes_stays_in_its_budget_and_copies_no_more() -> N
     found = {policy: cf.offload(cf.shard(step, one()), policy=policy, budget=budget).lower(*args) for policy in ("auto", "bytes", away)}
     copied = {policy: sum(low.program.values[n.refs[0]].nbytes for n in low.program.nodes if _copies(n)) for policy, low in found.items()}
     assert all(low.memory().peak_bytes["device"] <= budget for low in found.values()) and 0 < copied["bytes"] <= min(copied.values())
+    said = {policy: re.findall(r"no choice copies less than ([\d.]+ \w+)", "\n".join(low.plan.memory)) for policy, low in found.items()}
+    assert not said["auto"] and 0.5 * copied["bytes"] < parse_bytes(*said["bytes"], "least") <= 1.001 * copied["bytes"]
 
 
 def _copies(node: Any) -> bool:

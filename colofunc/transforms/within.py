@@ -199,7 +199,7 @@ def within(
         done = ending.finish(decided, None)
         if done.short:
             raise CapacityError(done.short)
-        return _told(decided, done)
+        return _told(ending, decided, done)
     tries += parts.bit_length() - 1
     if not ending.gives_way:
         found, least = _lean(make, ending, budget_bytes, parts, tries)
@@ -215,7 +215,7 @@ def within(
         best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most)
         found = None if best is None else (best.proposed.plan, best.done)
     if found is not None:
-        return _told(*found)
+        return _told(ending, *found)
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
     less = ", ".join(["a smaller batch", *others])
     if least.short and least.peak_bytes <= budget_bytes:
@@ -233,7 +233,7 @@ def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tupl
         raise CapacityError(done.short)
     if budget_bytes is not None and not done.fits(budget_bytes):
         raise PlanError(done.short or f"the least found has a peak of {_gib(done.peak_bytes)}, the budget is {_gib(budget_bytes)}")
-    return _told(decided, done)
+    return _told(ending, decided, done)
 
 
 def _every(
@@ -271,11 +271,11 @@ def _lean(
     return None, min(least, key=lambda done: done.peak_bytes)
 
 
-def _told(decided: Decided, done: Fitted) -> tuple[Decided, Program]:
-    """The plan says what was done to keep to the budget, and what then is held and how long it takes."""
-    plan = decided.plan
+def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
+    """The plan says what is held, and what was done to keep to the budget and how long it then takes."""
+    plan = attrs.evolve(decided.plan, peak_bytes=done.peak_bytes or ending.count(done.program).peak_bytes["device"])
     if done.words:
-        plan = attrs.evolve(plan, memory=done.words, peak_bytes=done.peak_bytes, cost_s=plan.cost_s + done.more_s)
+        plan = attrs.evolve(plan, memory=done.words, cost_s=plan.cost_s + done.more_s)
     return attrs.evolve(decided, plan=plan), done.program
 
 

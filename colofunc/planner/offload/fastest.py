@@ -146,6 +146,7 @@ class _Found:
     share: float
     point: Point | None
     below: float = 0.0
+    least_bytes: int | None = None  # nothing copies less, where that was asked for
 
     @property
     def hint(self) -> Hint:
@@ -199,7 +200,9 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
             one.search.run()
     slack = tries[0].search.slack
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
-    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, one.search.within(most_s), one.share, one.search.where)
+    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else None
+    found = one.search.within(most_s)
+    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound)
 
 
 def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
@@ -325,4 +328,5 @@ def _words(best: _Found) -> Iterator[str]:
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
     hidden = f"{time_text(found.exposed_s)} of it not hidden"
-    yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}"
+    least = "" if best.least_bytes is None else f"; no choice copies less than {size_text(best.least_bytes)}"
+    yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}{least}"

@@ -16,11 +16,14 @@ allocation and scheduling", 2001; D. Berger et al., 1711.03709, for sizes).
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from colofunc.planner.offload.evict import Facts, Stay
+from colofunc.planner.offload.evict import Facts, Stay, spread
+from colofunc.planner.offload.timeline import Links
 
 WHOLE = 1e-6
 
@@ -31,6 +34,11 @@ def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int],
     At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be resident.
     """
     return _Fewest(facts, room_bytes, stay).run()
+
+
+def least_bytes(facts: Facts, room_bytes: int) -> int:
+    """Bytes that no choice copies less than: those of the linear program before it is rounded."""
+    return _Fewest(facts, room_bytes, 1.0).least_bytes()
 
 
 class _Fewest:
@@ -115,6 +123,14 @@ class _Fewest:
             keep([gap])
         residents |= {*states(WHOLE), *(i for i, item in enumerate(self.facts.trace.items) if item.fixed and item.home)}
         return sorted(residents), [[] if i in residents else self._stays(i, kept) for i in range(len(self.gaps))]
+
+    def least_bytes(self) -> int:
+        fixed = [i for i, item in enumerate(self.facts.trace.items) if item.fixed and item.home]
+        none = [False] * len(self.saved)
+        stays = [[] if i in fixed else self._stays(i, none) for i in range(len(self.gaps))]
+        _, copies = spread(self.facts, stays, fixed, sum(self.facts.nbytes) + int(self.facts.base.max(initial=0)), Links(1.0, 1.0, 0.0))
+        saved = sum(part * nbytes for part, nbytes in zip(self._solve(np.maximum(self.room, 0)), self.saved, strict=True))
+        return ceil(sum(self.facts.nbytes[copy.item] for copy in copies) - saved * (1 + 1e-9))
 
     def _solve(self, room: np.ndarray) -> list[float]:
         """Of every variable the part that is worth it. None at all where the solver fails: the plan is then as lean as can be."""

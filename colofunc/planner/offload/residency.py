@@ -209,6 +209,11 @@ class Search:
         """Bytes that `within` so long are copied, both ways."""
         return 0 if self.still is not None else self._leanest(most_s).moved
 
+    def least_bytes(self) -> int:
+        """Bytes that nothing within the budget copies less than, both ways."""
+        fewest = importlib.import_module("colofunc.planner.offload.fewest")
+        return 0 if self.still is not None else int(fewest.least_bytes(self.facts, self.budget))
+
     def _leanest(self, most_s: float) -> _Found:
         assert self.best is not None, "something was tried"
         return min((one for one in self.front if one.seconds <= most_s), key=lambda one: one.moved, default=self.best)
