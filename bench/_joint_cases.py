@@ -19,7 +19,7 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import Proposed, together
 from colofunc.planner.offload.fastest import Hint, offload
 from colofunc.planner.recompute.fastest import fit
-from colofunc.program.inplace import in_place
+from colofunc.program.passes.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import memory
 

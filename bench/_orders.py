@@ -2,7 +2,7 @@
 
 Problem: tools that keep or make again are compared by what their own estimates say, each on a graph of its own. Idea: the
 program of a step is handed to the other one as its graph; what it decides to save is written down as an order of the same
-nodes (`program/recompute.py`), so that one accountant counts the bytes of all and one model their seconds.
+nodes (`program/passes/recompute.py`), so that one accountant counts the bytes of all and one model their seconds.
 
     for budget in (0.0, 0.5, 1.0):
         made = partitioned(program, node_s, budget)      # functorch's min-cut partitioner, activation_memory_budget=0.5
@@ -29,8 +29,8 @@ from torch._subclasses import FakeTensorMode
 
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Node, Program
-from colofunc.program.recompute import Replay
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.recompute import Replay
+from colofunc.program.passes.schedule import Memory
 
 aten = torch.ops.aten
 KINDS = {  # ours, and what torch decomposes -> an operator of that kind

@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.program.trace_tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk
 from colofunc.testing.check import Checked, CheckError, run_reference
 from colofunc.testing.trees import plain_copy
 

@@ -17,11 +17,11 @@ from colofunc.plugins import build_registry
 from colofunc.program import serialize
 from colofunc.program.check import check_program
 from colofunc.program.ir import Program
-from colofunc.program.loop import fold
 from colofunc.program.lower import lower
+from colofunc.program.passes.loop import fold
+from colofunc.program.passes.time import Rules, over_time
 from colofunc.program.text import text
-from colofunc.program.time import Rules, over_time
-from colofunc.program.trace import record_local
+from colofunc.program.tracing.trace import record_local
 from colofunc.testing import programs
 
 

@@ -6,11 +6,11 @@ from test_executors import program
 
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
-from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
-from colofunc.program.coalesce import reduces_early, updates_late, views_late
 from colofunc.program.ir import Ref
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.buckets import buckets
+from colofunc.program.passes.coalesce import reduces_early, updates_late, views_late
+from colofunc.program.passes.schedule import overlap
 
 R = Ref
 MESH = Mesh(dp=2, tp=2)

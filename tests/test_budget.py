@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.program.recompute import made_again
+from colofunc.program.passes.recompute import made_again
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, stage
 

@@ -9,7 +9,7 @@ from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
-from colofunc.program.recompute import made_again
+from colofunc.program.passes.recompute import made_again
 from colofunc.testing import check
 
 AMPLE = "8xa100-80g"

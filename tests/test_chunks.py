@@ -20,13 +20,13 @@ from colofunc.executors.measure import measure
 from colofunc.executors.simulated import own_memory, run_simulated
 from colofunc.ops.flat import are_adjacent, flat_of, together
 from colofunc.program.check import check_program
-from colofunc.program.chunks import buffers_of, chunked
-from colofunc.program.coalesce import updates_late, views_late
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
-from colofunc.program.packing import pack
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.chunks import buffers_of, chunked
+from colofunc.program.passes.coalesce import updates_late, views_late
+from colofunc.program.passes.packing import pack
+from colofunc.program.passes.schedule import overlap
 from colofunc.testing import check
 from colofunc.transforms import within
 from colofunc.transforms.decide import Decided, decide

@@ -13,9 +13,9 @@ import colofunc as cf
 from colofunc.executors import simulated
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
-from colofunc.program.loop import within
-from colofunc.program.trace import trace
-from colofunc.program.trace_record import run_node
+from colofunc.program.passes.loop import within
+from colofunc.program.tracing.record import run_node
+from colofunc.program.tracing.trace import trace
 from colofunc.testing import models
 from colofunc.transforms.allowed import Allowed, Reference, bounds_of
 from colofunc.transforms.executed import looked_at

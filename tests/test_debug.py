@@ -12,7 +12,7 @@ from colofunc.executors.compiled import compile_segments
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.program.reference import run_reference
-from colofunc.program.trace import trace
+from colofunc.program.tracing.trace import trace
 
 MESHES = [cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")]
 SPECS = (None, "(dp b) i")

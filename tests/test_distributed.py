@@ -16,7 +16,7 @@ from colofunc.executors.launch import launch
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Ref
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.schedule import overlap
 
 pytestmark = pytest.mark.dist
 R = Ref

@@ -11,9 +11,9 @@ from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.facts import rearrange_steps
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.schedule import overlap, updates_early
+from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.schedule import overlap, updates_early
 
 R = Ref
 MESH = Mesh(dp=2, tp=2)

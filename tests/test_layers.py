@@ -352,7 +352,7 @@ REFUSED = [
 
 ALLOWED = [
     (check_order, "colofunc.planner.sharding.search", "from colofunc.dtensor.spec import Spec\nfrom colofunc import errors"),
-    (check_order, "colofunc.dtensor.tensor", "from colofunc.program.trace import trace\nfrom .spec import Spec"),
+    (check_order, "colofunc.dtensor.tensor", "from colofunc.program.tracing.trace import trace\nfrom .spec import Spec"),
     (check_order, "colofunc", "from colofunc.testing import check"),
     (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.staged import Staged"),
     (check_private_torch, "colofunc.compat", "import torch._C"),

@@ -8,7 +8,7 @@ from torch import nn
 import colofunc as cf
 from colofunc.errors import InputError, PlanError
 from colofunc.program.facts import is_wire
-from colofunc.program.trace_tree import flatten
+from colofunc.program.tracing.tree import flatten
 from colofunc.testing import models, programs
 
 DP = cf.Mesh(dp=2)

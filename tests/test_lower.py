@@ -15,7 +15,7 @@ from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.lower import Choice, call_of, lower
-from colofunc.program.trace import record_local, trace
+from colofunc.program.tracing.trace import record_local, trace
 
 
 def lower_at_random(program, mesh, seed):

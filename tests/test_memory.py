@@ -12,10 +12,10 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Ref
 from colofunc.program.memory import _run_meta, memory
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.schedule import overlap
 
 R = Ref
 

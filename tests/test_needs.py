@@ -8,8 +8,8 @@ from test_budget import orders_of
 from colofunc.planner.recompute.chain import Back, Run
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.stages import Chain, chain_of
-from colofunc.program.inplace import in_place
 from colofunc.program.memory import memory
+from colofunc.program.passes.inplace import in_place
 
 
 def chain(name: str) -> Chain:

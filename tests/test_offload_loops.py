@@ -10,8 +10,8 @@ from torch import nn
 import colofunc as cf
 from colofunc.executors.measure import measure
 from colofunc.program.memory import lies
-from colofunc.program.tiered import Tiered
-from colofunc.program.trace import trace
+from colofunc.program.passes.tiered import Tiered
+from colofunc.program.tracing.trace import trace
 from colofunc.testing import check
 from colofunc.transforms.observe import arguments_of
 

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as L
 import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.functional import adapt, clip_by_global_norm, functional, schedule, train_step
-from colofunc.program.trace import trace
+from colofunc.program.tracing.trace import trace
 
 D = torch.float64
 IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import colofunc as cf
-from colofunc.program import packing
-from colofunc.program.packing import chunk_size, pack, usual, wasted
+from colofunc.program.passes import packing
+from colofunc.program.passes.packing import chunk_size, pack, usual, wasted
 
 SIZES = st.lists(st.integers(0, 50), max_size=20)
 

@@ -22,12 +22,12 @@ from colofunc.planner.sharding.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.sharding.classes import starred, tie
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.memory import memory
+from colofunc.program.passes.inplace import in_place
 from colofunc.program.reference import run_reference
-from colofunc.program.trace import record_local, trace
+from colofunc.program.tracing.trace import record_local, trace
 
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")

@@ -17,12 +17,12 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import overload, resolve, target_of
 from colofunc.program.check import check_program
 from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
+from colofunc.program.passes.simplify_known import classify
 from colofunc.program.reference import run_reference
 from colofunc.program.serialize import decode, encode, load, save
-from colofunc.program.simplify import drop_dead, fold_masks, simplify, tidy
-from colofunc.program.simplify_known import classify
 from colofunc.program.text import text
-from colofunc.program.trace import phase, trace, watch_modules
+from colofunc.program.tracing.trace import phase, trace, watch_modules
 
 f64 = torch.float64
 

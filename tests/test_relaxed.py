@@ -12,9 +12,9 @@ from colofunc.planner.fitted import Fitted
 from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
+from colofunc.program.passes.inplace import in_place
 from colofunc.transforms import within
 
 

@@ -9,9 +9,9 @@ import colofunc as cf
 from colofunc.executors.simulated import run_simulated
 from colofunc.ops import fused
 from colofunc.ops.targets import overload
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Ref
-from colofunc.program.reuse import OUT
+from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.reuse import OUT
 from colofunc.testing.check import check
 
 R = Ref

@@ -15,7 +15,7 @@ from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.rules.pattern import bind
 from colofunc.dtensor.strategies import build
 from colofunc.mesh import Mesh
-from colofunc.program.trace import record_local
+from colofunc.program.tracing.trace import record_local
 
 f64 = torch.float64
 

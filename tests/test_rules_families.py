@@ -16,7 +16,7 @@ from colofunc.executors.simulated import run_simulated
 from colofunc.ops import attention, random  # noqa: F401 - registers the operators
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, lower
-from colofunc.program.trace import record_local
+from colofunc.program.tracing.trace import record_local
 
 f64 = torch.float64
 

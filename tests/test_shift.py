@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import colofunc as cf
 from colofunc.ops.shift import shift
-from colofunc.program.simplify import simplify
-from colofunc.program.trace import trace
+from colofunc.program.passes.simplify import simplify
+from colofunc.program.tracing.trace import trace
 from colofunc.testing import check_strategies
 from colofunc.testing.prove import sample
 

@@ -14,7 +14,7 @@ from colofunc_plugins.tp2d_25d_3d.summa import panels
 from torch import nn
 
 import colofunc as cf
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.schedule import overlap
 from colofunc.testing import check, check_strategies, float64
 from colofunc.testing.prove import sample
 

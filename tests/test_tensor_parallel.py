@@ -13,8 +13,8 @@ from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
-from colofunc.program.simplify import simplify
-from colofunc.program.trace import trace
+from colofunc.program.passes.simplify import simplify
+from colofunc.program.tracing.trace import trace
 from colofunc.testing import check
 
 TOPOLOGY = "4xa100-80g"

@@ -13,7 +13,7 @@ from traced import close, f64, same, targets
 
 from colofunc.dtensor.rule import TensorType
 from colofunc.program.reference import run_reference
-from colofunc.program.trace import phase, record_local, trace, watch_modules
+from colofunc.program.tracing.trace import phase, record_local, trace, watch_modules
 
 
 def sgd(model: nn.Module, loss_of: Callable[..., torch.Tensor], lr: float = 0.1) -> Callable[..., Any]:

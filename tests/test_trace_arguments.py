@@ -16,8 +16,8 @@ from traced import close, f64, same
 import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.program.reference import run_reference
-from colofunc.program.trace import signature, trace
-from colofunc.program.trace_tree import flatten
+from colofunc.program.tracing.trace import signature, trace
+from colofunc.program.tracing.tree import flatten
 from colofunc.testing.trees import compare
 
 # ---- trees, names, statics ----

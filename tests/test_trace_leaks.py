@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colofunc.errors import TraceError
-from colofunc.program.trace import trace
+from colofunc.program.tracing.trace import trace
 
 KEPT = []
 

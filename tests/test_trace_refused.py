@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from colofunc.errors import ColofuncError, TraceError
-from colofunc.program.trace import trace
+from colofunc.program.tracing.trace import trace
 
 
 def test_a_random_operator_without_a_counter_based_form_is_refused() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from colofunc.ops import canonical
 from colofunc.program.reference import run_reference
-from colofunc.program.trace import Traced, trace
-from colofunc.program.trace_tree import flatten
+from colofunc.program.tracing.trace import Traced, trace
+from colofunc.program.tracing.tree import flatten
 
 f64 = torch.float64
 

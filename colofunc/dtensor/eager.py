@@ -28,8 +28,8 @@ from colofunc.ops.targets import target_of
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
-from colofunc.program.trace import record_local
-from colofunc.program.trace_ops import functional_form
+from colofunc.program.tracing.ops import functional_form
+from colofunc.program.tracing.trace import record_local
 
 Shards = list[torch.Tensor]
 _MASKS = (torch.bool, torch.uint8)

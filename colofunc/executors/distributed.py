@@ -34,11 +34,11 @@ from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import DEADLINE_S, Watch
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
-from colofunc.program.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program
-from colofunc.program.loop import within
-from colofunc.program.schedule import overlap
+from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
+from colofunc.program.passes.loop import within
+from colofunc.program.passes.schedule import overlap
 
 
 class RankProgram:

@@ -21,8 +21,8 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
 from colofunc.program.ir import Loop, Node
-from colofunc.program.loop import gathered_at, last_uses
-from colofunc.program.reuse import own_outputs
+from colofunc.program.passes.loop import gathered_at, last_uses
+from colofunc.program.passes.reuse import own_outputs
 
 if TYPE_CHECKING:
     from colofunc.executors.source import Writer

@@ -31,8 +31,8 @@ from colofunc.executors.pools import Pool, moves
 from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
+from colofunc.program.passes.reuse import FUNCTIONAL, functional
 from colofunc.program.passing import CAST
-from colofunc.program.reuse import FUNCTIONAL, functional
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc import env
 from colofunc.errors import CollectiveError
-from colofunc.program.trace_meta import user_line
+from colofunc.program.tracing.meta import user_line
 
 DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
 FAILED = "colofunc/failed"

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from colofunc.errors import InputError
 from colofunc.ops import policy
-from colofunc.program.trace_meta import active, phase
-from colofunc.program.trace_tree import Tree, flatten, map_tensors, unflatten
+from colofunc.program.tracing.meta import active, phase
+from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 
 # How many value_and_grad calls surround this one.
 _DEPTH: ContextVar[int] = ContextVar("colofunc_grad_depth", default=0)

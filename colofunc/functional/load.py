@@ -36,7 +36,7 @@ from colofunc.functional.checkpoint.tree import Matched, names, unpack
 from colofunc.functional.save import Resumable
 from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
-from colofunc.program.trace_tree import flatten
+from colofunc.program.tracing.tree import flatten
 
 READERS = min(4, os.cpu_count() or 1)
 DEADLINE_S = 300.0

@@ -27,7 +27,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.ops import policy
-from colofunc.program.trace_meta import name_frozen, watch_modules
+from colofunc.program.tracing.meta import name_frozen, watch_modules
 
 Tensors = dict[str, Tensor]
 

@@ -30,7 +30,7 @@ from colofunc.functional import torch_optim
 from colofunc.ops import policy
 from colofunc.ops import update as ops
 from colofunc.ops.update_rules import KINDS, options_of, update
-from colofunc.program.trace_meta import phase
+from colofunc.program.tracing.meta import phase
 
 Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]

@@ -19,7 +19,7 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
-from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.program.tracing.tree import Tree, flatten, unflatten
 
 Fill = Mapping[str, float | None]
 

@@ -35,7 +35,7 @@ from colofunc.functional.padding import (
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Said
 from colofunc.mesh import Mesh
-from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import checksum
 from colofunc.transforms.prepare import say
 from colofunc.transforms.wanted import specs_of

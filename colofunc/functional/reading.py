@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from colofunc.errors import InputError
-from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.tracing.tree import flatten, unflatten
 
 # How a rank cuts a batch of n rows: (positions of its rows among the padded batch's, rows of that); None drops the batch.
 Cut = Callable[[int], tuple[Sequence[int], int] | None]

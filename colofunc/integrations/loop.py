@@ -33,7 +33,7 @@ from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.modules import Model, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.mesh import Mesh
-from colofunc.program.trace_tree import flatten, map_tensors
+from colofunc.program.tracing.tree import flatten, map_tensors
 from colofunc.transforms.agree import checksum
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged

@@ -32,7 +32,7 @@ from colofunc.functional.placing import Placer, RowSpec, row_spec
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Together
 from colofunc.mesh import Mesh
-from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.tracing.tree import flatten, unflatten
 
 # A tensor in the batch: samples of the whole one, its rows with padding (0: read whole), a checksum of its indices, epoch,
 # number, and for each own row whether it is padding.

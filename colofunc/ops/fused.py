@@ -1,4 +1,4 @@
-"""Operators that write over a tensor which dies with them: only the last pass (`colofunc.program.reuse`) puts them in.
+"""Operators that write over a tensor which dies with them: only the last pass (`colofunc.program.passes.reuse`) puts them in.
 
 Problem: eager autograd keeps three tensors of the size of the logits at the end of a language model (the log
 probabilities, the gradient of nll_loss, which is zero but for one entry a row, and the gradient of log_softmax), and a

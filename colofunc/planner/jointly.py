@@ -63,7 +63,7 @@ class Scored(Generic[P]):
 
 
 Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
-Every = Callable[[bool], Iterable[Proposed[P]]]  # (whether nothing fits so far) -> others; then some of those that may, else all
+Every = Callable[[float | None], Iterable[Proposed[P]]]  # (seconds a byte costs; None: nothing fits so far) -> others, cheapest first
 
 
 def together(
@@ -73,13 +73,14 @@ def together(
     parts: int = 1,
     tries: int = 4,
     searches: int = SEARCHES,
-    every: Every[P] = lambda stuck: (),
+    every: Every[P] = lambda price_s: (),
     most: int = LOOK,
 ) -> tuple[Scored[P] | None, Fitted]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
-    to have few shardings all, cheapest first; at most `most` of them are finished. Raises PlanError where nothing can be proposed.
+    to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
+    of them are finished. Raises PlanError where nothing can be proposed.
     """
     return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most)
 
@@ -99,10 +100,11 @@ class _Together(Generic[P]):
             self.for_less(tries)
             self.priced(first, searches)
             if self.best is None:
-                self.all_of(every(True), most)
+                self.all_of(every(None), most)
                 if self.best is not None:
                     self.priced(first, searches // 2)
-            self.all_of(every(False), most)
+            if self.best is None or self.best.total_s > first.proposed.cost_s * (1 + LITTLE):
+                self.all_of(every(self.price_s(self.best or first)), most)
         return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:

@@ -29,7 +29,7 @@ from colofunc.ops.targets import overload, resolve
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
 from colofunc.program.text import node_text, type_text
-from colofunc.program.trace_infer import Meta, check_dtypes, contiguous, infer, remembered, slots
+from colofunc.program.tracing.infer import Meta, check_dtypes, contiguous, infer, remembered, slots
 
 STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3

@@ -29,9 +29,9 @@ from colofunc.ops.copies import COPIES
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import is_wire, kind_of, lifetimes, rearrange_steps, takes_device
 from colofunc.program.ir import Loop, Node, Program, Ref, Value, map_refs
-from colofunc.program.loop import last_uses
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
+from colofunc.program.passes.loop import last_uses
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Losses that write every element's into the memory of the result before they reduce it: it keeps that size.

@@ -13,7 +13,7 @@ import torch
 from colofunc.errors import InputError
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Program, map_refs
-from colofunc.program.trace_record import flat_results
+from colofunc.program.tracing.record import flat_results
 
 
 def run_reference(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

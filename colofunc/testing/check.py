@@ -18,7 +18,7 @@ import torch
 
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
-from colofunc.program.trace_tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk
 from colofunc.testing.trees import compare, plain_copy
 from colofunc.transforms.staged import Staged
 

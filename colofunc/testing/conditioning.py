@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from colofunc.program.closeness import scaled_difference
-from colofunc.program.trace_tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk
 from colofunc.testing.check import FIRST_SEED, doubled_inside, run_reference, seeded
 from colofunc.testing.trees import plain_copy
 

@@ -33,8 +33,8 @@ from colofunc.program.closeness import scaled_difference
 from colofunc.program.cost import program_cost
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import Choice, lower
-from colofunc.program.trace import record_local
-from colofunc.program.trace_record import flat_results
+from colofunc.program.tracing.record import flat_results
+from colofunc.program.tracing.trace import record_local
 
 MESHES: tuple[dict[str, Any], ...] = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 SIDE = 12  # of the operands of samples that are made up: 2, 3 and 4 divide it

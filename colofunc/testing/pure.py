@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckError
-from colofunc.program.trace_tree import walk
+from colofunc.program.tracing.tree import walk
 from colofunc.testing.check import FIRST_SEED, seeded
 from colofunc.testing.trees import compare, plain_copy
 from colofunc.testing.world import changes, snapshot

@@ -13,7 +13,7 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError
 from colofunc.program.closeness import TOLERANCE, scaled_difference
-from colofunc.program.trace_tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk
 
 
 def plain_copy(tree: Any) -> Any:

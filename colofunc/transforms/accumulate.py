@@ -33,10 +33,10 @@ from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, NotSo
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program, Value
-from colofunc.program.loop import MIXING, RowsMove, fold, unmixed
-from colofunc.program.time import Rules, lies_over_time, over_time
-from colofunc.program.trace import Traced, record_local
-from colofunc.program.trace_tree import Tree
+from colofunc.program.passes.loop import MIXING, RowsMove, fold, unmixed
+from colofunc.program.passes.time import Rules, lies_over_time, over_time
+from colofunc.program.tracing.trace import Traced, record_local
+from colofunc.program.tracing.tree import Tree
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 

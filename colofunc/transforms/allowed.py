@@ -25,7 +25,7 @@ from torch import Tensor
 from colofunc.ops.targets import resolve
 from colofunc.program.closeness import TOLERANCE
 from colofunc.program.ir import Node, Program, Ref, map_refs
-from colofunc.program.trace_record import flat_results, run_node
+from colofunc.program.tracing.record import flat_results, run_node
 
 HALVES = (torch.bfloat16, torch.float16)
 PLACES = 4.0  # a sum over k ranks rounds k terms and their sum, about sqrt(k + 1) / 2 last places: 2 for 16 ranks

@@ -6,7 +6,7 @@
     step = cf.checkpoint(step_fn, policy=cf.every(2))                              # two stages at a time are made again
 
 Problem: memory for activations is chosen layer by layer by hand, and what it saves is found out by trying. Idea: the step
-is one program, so what is kept is a question of order alone (`program/recompute.py`); forward is a chain of stages
+is one program, so what is kept is a question of order alone (`program/passes/recompute.py`); forward is a chain of stages
 (`planner/recompute/stages.py`), and the best order for any amount of memory is known (`planner/recompute/chain.py`). Collectives are priced
 like operators: to gather a parameter anew is to make it again. Random operators make the same numbers.
 

@@ -26,7 +26,7 @@ from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
 from colofunc.program.ir import Node
-from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.tracing.tree import flatten, unflatten
 from colofunc.transforms.allowed import Allowed, Reference
 from colofunc.transforms.differing import differing, judged
 from colofunc.transforms.executed import Seen, looked_at, program_tap

@@ -32,8 +32,8 @@ from colofunc.executors.watch import Watch
 from colofunc.ops.seeds import draw_seed
 from colofunc.planner.plan_table import time_text
 from colofunc.plugins.operators import OPERATORS
-from colofunc.program.chunks import buffers_of
-from colofunc.program.trace_tree import Tree, flatten, unflatten
+from colofunc.program.passes.chunks import buffers_of
+from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.disk_state import Shelves, named, scratch_sizes

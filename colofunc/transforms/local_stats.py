@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
-from colofunc.program import trace_meta
+from colofunc.program.tracing import meta as trace_meta
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.prepare import mesh_of
 from colofunc.transforms.staged import Intent, Staged, stage

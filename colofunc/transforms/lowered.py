@@ -26,7 +26,7 @@ from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport
 from colofunc.program.passing import passing
 from colofunc.program.text import text
-from colofunc.program.trace import Traced
+from colofunc.program.tracing.trace import Traced
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.finite import Finite, check_finite
 

@@ -25,7 +25,7 @@ from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Builder, lower
 from colofunc.program.text import target_text
-from colofunc.program.trace import record_local
+from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.agree import from_main
 
 if TYPE_CHECKING:

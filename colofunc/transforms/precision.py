@@ -34,9 +34,9 @@ from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program
-from colofunc.program.trace import Traced
-from colofunc.program.trace_tree import container, flatten, rebuild, unflatten
-from colofunc.program.wide_sums import gradients, wide_sums
+from colofunc.program.passes.wide_sums import gradients, wide_sums
+from colofunc.program.tracing.trace import Traced
+from colofunc.program.tracing.tree import container, flatten, rebuild, unflatten
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 

@@ -32,11 +32,11 @@ from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
-from colofunc.program.lift import lift
-from colofunc.program.simplify import simplify
+from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
-from colofunc.program.trace import Traced, trace
-from colofunc.program.trace_tree import Tree
+from colofunc.program.tracing.lift import lift
+from colofunc.program.tracing.trace import Traced, trace
+from colofunc.program.tracing.tree import Tree
 from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided
 from colofunc.transforms.lowered import Lowered

@@ -19,7 +19,7 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, near
 from colofunc.ops import canonical
-from colofunc.program.trace_tree import flatten, unflatten
+from colofunc.program.tracing.tree import flatten, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
 

@@ -22,8 +22,8 @@ from colofunc.planner.sharding.explain import RuleOf, constraints_from
 from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program
-from colofunc.program.trace import Traced
-from colofunc.program.trace_tree import Tree
+from colofunc.program.tracing.trace import Traced
+from colofunc.program.tracing.tree import Tree
 
 
 def specs_of(specs: Any, tree: Tree, what: str) -> Iterator[tuple[int, str, str | Spec | Layout]]:

@@ -25,17 +25,17 @@ from colofunc.planner.offload.fastest import Hint, Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.assign import Assignment, others
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.program.buckets import buckets
 from colofunc.program.check import check_program
-from colofunc.program.chunks import chunked
-from colofunc.program.coalesce import reduces_early, views_late
 from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import lower
 from colofunc.program.memory import MemoryReport
+from colofunc.program.passes.buckets import buckets
+from colofunc.program.passes.chunks import chunked
+from colofunc.program.passes.coalesce import reduces_early, views_late
+from colofunc.program.passes.inplace import in_place
 from colofunc.program.timed import Timed
-from colofunc.program.trace import record_local
+from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
 
 SHARE = 32

@@ -18,7 +18,7 @@ import torch
 
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.checkpoint.files import dtype_name, dtype_of
-from colofunc.program.trace_tree import container, join, rebuild
+from colofunc.program.tracing.tree import container, join, rebuild
 
 Json = Any
 

@@ -29,7 +29,7 @@ from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.memory import lies, memory
-from colofunc.program.tiered import Tiers, readers
+from colofunc.program.passes.tiered import Tiers, readers
 
 TIERS: Tiers = ("host", "disk")
 NOTHING: frozenset[int] = frozenset()

@@ -22,7 +22,7 @@ from colofunc.ops.update import IN_PLACE
 from colofunc.planner.offload.trace import GATHERS, LITTLE, Ground
 from colofunc.program.facts import kind_of, takes_device, written
 from colofunc.program.ir import Node, Program
-from colofunc.program.tiered import is_view
+from colofunc.program.passes.tiered import is_view
 
 SCATTERS = frozenset({"aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"})
 UPDATES = frozenset(target for target, _ in IN_PLACE.values())

@@ -22,7 +22,7 @@ from colofunc.planner.offload.residency import Item, Links, Move, Residency, Tra
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, lies
-from colofunc.program.tiered import TIERS, Tiered, Tiers, is_view, readers
+from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50

@@ -26,9 +26,9 @@ from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import fastest
 from colofunc.planner.recompute.stages import Chain, Keeps, NodeS, chain_of
 from colofunc.program.ir import Program
-from colofunc.program.loop import within
 from colofunc.program.memory import memory
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.loop import within
+from colofunc.program.passes.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
 """Memory is divided in so many slots: the fewer stages, the finer."""

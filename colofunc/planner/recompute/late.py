@@ -14,8 +14,8 @@ from functools import partial
 from itertools import chain, combinations
 
 from colofunc.program.ir import Program
-from colofunc.program.recompute import Replay
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.recompute import Replay
+from colofunc.program.passes.schedule import Memory
 
 FEW = 4
 """Steps in which backward reads no more pieces of memory that forward made."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from colofunc.planner.recompute.chain import Back, Run
 from colofunc.planner.recompute.stages import Chain, Part
-from colofunc.program.inplace import in_place
 from colofunc.program.ir import Node
 from colofunc.program.memory import lies
+from colofunc.program.passes.inplace import in_place
 
 
 def measured(chain: Chain) -> Chain:

@@ -30,8 +30,8 @@ from scipy.sparse import csr_array
 
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
-from colofunc.program.recompute import Replay
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.recompute import Replay
+from colofunc.program.passes.schedule import Memory
 
 PIECES = 128
 """So many pieces of memory, the largest that backward reads; smaller ones are kept."""

@@ -21,8 +21,8 @@ import attrs
 from colofunc.ops.debug import DEBUG
 from colofunc.planner.recompute.chain import Back, Kept, Run, Stage
 from colofunc.program.ir import Node, Program, Value
-from colofunc.program.recompute import Replay
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.recompute import Replay
+from colofunc.program.passes.schedule import Memory
 
 SMALL = 1 << 10
 """Values of so few bytes are kept whatever happens."""

@@ -26,7 +26,7 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.budget import at_price, fit, least_error
-from colofunc.planner.sharding.cheapest import fitting, roomy
+from colofunc.planner.sharding.cheapest import apart, fitting, roomy
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
@@ -267,15 +267,21 @@ def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, 
     return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
 
 
-def others(program: Program, memo: Memo, budget_bytes: int, few: bool) -> Iterator[Assignment]:
+def others(program: Program, memo: Memo, budget_bytes: int, few: bool, price_s: float | None) -> Iterator[Assignment]:
     """Of a step that was assigned before, all assignments, cheapest first, but what holds nowhere less than a cheaper one, or can
-    never fit; or only a `few` that may fit where what was found did not."""
+    never fit; or only a `few`: of those to which no `price_s` a byte leads, or (None) that may fit where what was found did not."""
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None
-        found = roomy(program, model, known.ties, known.choice, budget_bytes) if few else fitting(program, model, known.ties, budget_bytes)
+        step = program, model, known.ties
+        if not few:
+            found = fitting(*step, budget_bytes)
+        elif price_s is None:
+            found = roomy(*step, known.choice, budget_bytes)
+        else:
+            found = apart(*step, known.choice, budget_bytes, price_s)
         ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
-    return chain(*ways) if few else merge(*ways, key=lambda a: a.cost_s)
+    return chain(*ways) if few and price_s is None else iter(sorted(chain(*ways), key=cost)) if few else merge(*ways, key=cost)
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

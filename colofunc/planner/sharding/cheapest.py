@@ -37,7 +37,7 @@ STEPS = 4000
 """So many choices are opened at most."""
 FINE = 100
 """What weighs less than this part of the budget is not told apart."""
-ROOMS = (0.9, 0.8, 0.7, 0.6)
+ROOMS, PARTS = (0.9, 0.8, 0.7, 0.6), (1.0, 0.25)
 LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
 
 
@@ -65,6 +65,26 @@ def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[li
         if not any((other <= mine + budget_bytes / FINE).all() for other in seen):
             seen.append(mine)
             yield eliminate_all(graph, light, weighs, choice)
+
+
+def apart(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, price_s: float) -> Iterator[list[int]]:
+    """Of a step with too many choices to look at all some to which no price of bytes at the peak leads: `roomy` ones, and those that
+    are best where only bytes of state cost `price_s`, or a part of it, or only bytes that are made: state can be moved and updated
+    elsewhere, what is made can be made again, so that a byte of one may weigh and one of the other not."""
+    yield from roomy(program, model, ties, start, budget_bytes)
+    sizes = [_bytes(model, c) for c in range(len(model.options))]
+    for of in ("state", "made"):
+        mine = [_what(program, ties, c) == of for c in range(len(sizes))]
+        for part in PARTS:
+            extra = [n * part * price_s if here else 0.0 * n for n, here in zip(sizes, mine, strict=True)]
+            yield search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
+
+
+def _what(program: Program, ties: Ties, c: int) -> str:
+    item = ties.members[c][0]
+    if item < ties.n_inputs:
+        return "state"
+    return "updated" if program.nodes[item - ties.n_inputs].phase == "update" else "made"
 
 
 def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:

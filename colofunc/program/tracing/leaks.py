@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from colofunc.errors import TraceError
-from colofunc.program.trace_record import Recorder
+from colofunc.program.tracing.record import Recorder
 
 KINDS: dict[Any, str] = {list: "a list", tuple: "a tuple", set: "a set", types.CellType: "a variable of an outer function"}
 ADVICE = "a step runs once, when it is traced, so this would never change again: return the tensor from the step instead"

@@ -21,7 +21,7 @@ from colofunc import compat
 from colofunc.compat import DataDependentOutputException, DynamicOutputShapeException
 from colofunc.errors import TraceError
 from colofunc.program.ir import Ref
-from colofunc.program.trace_meta import user_line
+from colofunc.program.tracing.meta import user_line
 
 CPU = torch.device("cpu")
 

@@ -26,12 +26,12 @@ from colofunc.dtensor.lazy import make
 from colofunc.errors import TraceError
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
-from colofunc.program import trace_views
 from colofunc.program.ir import Node, Ref, Value, map_refs
-from colofunc.program.lift import SMALL_BYTES
-from colofunc.program.trace_infer import Meta, Results, TraceTensor, remembered
-from colofunc.program.trace_meta import Whereabouts, user_line
-from colofunc.program.trace_numbers import as_numbers, promotes
+from colofunc.program.tracing import views as trace_views
+from colofunc.program.tracing.infer import Meta, Results, TraceTensor, remembered
+from colofunc.program.tracing.lift import SMALL_BYTES
+from colofunc.program.tracing.meta import Whereabouts, user_line
+from colofunc.program.tracing.numbers import as_numbers, promotes
 
 # One symbolic device in the trace: where a tensor lives and how it is copied there is decided by the lowering.
 PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colofunc import compat
-from colofunc.program.trace_infer import TraceTensor
+from colofunc.program.tracing.infer import TraceTensor
 
 if TYPE_CHECKING:
-    from colofunc.program.trace_record import Recorder
+    from colofunc.program.tracing.record import Recorder
 
 aten = torch.ops.aten
 

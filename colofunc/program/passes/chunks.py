@@ -36,8 +36,8 @@ import attrs
 
 from colofunc.program.facts import kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Value
-from colofunc.program.merge import merge
-from colofunc.program.packing import chunk_size, pack
+from colofunc.program.passes.merge import merge
+from colofunc.program.passes.packing import chunk_size, pack
 
 _MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
 # A searched chunk has at least so many elements, or a part of all: few collectives, and little that is gathered at once.

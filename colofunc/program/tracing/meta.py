@@ -26,7 +26,7 @@ from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.ir import PHASES
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep

@@ -27,7 +27,7 @@ import attrs
 
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
 from colofunc.program.ir import Node, Program, Ref, map_refs
-from colofunc.program.schedule import Memory
+from colofunc.program.passes.schedule import Memory
 
 # Elementwise operators whose kernels read an element before they write it: functional target -> (target, its argument).
 OUT: dict[str, tuple[str, str]] = {

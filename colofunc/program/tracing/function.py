@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.program.trace_record import Cell, Recorder
+from colofunc.program.tracing.record import Cell, Recorder
 
 Tensor = torch.Tensor
 

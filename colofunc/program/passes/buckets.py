@@ -22,7 +22,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.program.cost import collective_of
 from colofunc.program.ir import Node, Program
-from colofunc.program.merge import merge
+from colofunc.program.passes.merge import merge
 
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
 LATENCIES = 20  # a bucket is full when its transfer takes this many

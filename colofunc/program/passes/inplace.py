@@ -29,9 +29,9 @@ from colofunc.ops import flat as _operators  # noqa: F401  registers write_
 from colofunc.ops.update import IN_PLACE
 from colofunc.program.facts import is_wire, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.loop import within
-from colofunc.program.reuse import fuse, renamed_refs, reuse
-from colofunc.program.schedule import Memory, updates_early
+from colofunc.program.passes.loop import within
+from colofunc.program.passes.reuse import fuse, renamed_refs, reuse
+from colofunc.program.passes.schedule import Memory, updates_early
 
 MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
 

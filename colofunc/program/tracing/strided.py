@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from colofunc.program.ir import Ref
-from colofunc.program.trace_infer import Meta, contiguous
-from colofunc.program.trace_record import Cell, Recorder
+from colofunc.program.tracing.infer import Meta, contiguous
+from colofunc.program.tracing.record import Cell, Recorder
 
 Step = tuple[str, tuple[Any, ...]]
 

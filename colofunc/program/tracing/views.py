@@ -18,7 +18,7 @@ from colofunc.errors import TraceError
 from colofunc.program.ir import Ref, map_refs
 
 if TYPE_CHECKING:
-    from colofunc.program.trace_record import Cell, Recorder
+    from colofunc.program.tracing.record import Cell, Recorder
 
 _RESHAPES = {
     "aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default", "aten.unsqueeze.default",

@@ -29,13 +29,13 @@ from colofunc.errors import InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
-from colofunc.program.trace_function import TraceFunctions
-from colofunc.program.trace_infer import contiguous
-from colofunc.program.trace_leaks import refuse_leaks
-from colofunc.program.trace_meta import activate, module_path, phase, watch_modules
-from colofunc.program.trace_ops import handler_of
-from colofunc.program.trace_record import Recorder, Storage
-from colofunc.program.trace_tree import Tree, flatten, join, unflatten
+from colofunc.program.tracing.function import TraceFunctions
+from colofunc.program.tracing.infer import contiguous
+from colofunc.program.tracing.leaks import refuse_leaks
+from colofunc.program.tracing.meta import activate, module_path, phase, watch_modules
+from colofunc.program.tracing.ops import handler_of
+from colofunc.program.tracing.record import Recorder, Storage
+from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
 

@@ -31,8 +31,8 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, lifetimes, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
-from colofunc.program.schedule import Memory
-from colofunc.program.time import is_reduction
+from colofunc.program.passes.schedule import Memory
+from colofunc.program.passes.time import is_reduction
 
 MIXING = ("error", "per-microbatch")
 LARGE_BYTES = 1 << 12  # what is made in each trip rather than held all the time

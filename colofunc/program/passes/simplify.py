@@ -22,9 +22,9 @@ import attrs
 
 from colofunc.ops.targets import overload
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
-from colofunc.program.simplify_backward import whole_backward
-from colofunc.program.simplify_known import fold_constants, fold_masks
-from colofunc.program.simplify_shifts import shifted
+from colofunc.program.passes.simplify_backward import whole_backward
+from colofunc.program.passes.simplify_known import fold_constants, fold_masks
+from colofunc.program.passes.simplify_shifts import shifted
 
 __all__ = ["drop_dead", "fold_constants", "fold_masks", "simplify", "tidy"]
 

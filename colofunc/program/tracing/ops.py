@@ -22,12 +22,12 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
-from colofunc.program.trace_infer import CPU, build
-from colofunc.program.trace_meta import user_line
-from colofunc.program.trace_record import Recorder, flat_results
-from colofunc.program.trace_strided import as_strided
-from colofunc.program.trace_values import dynamic, index, index_put, item, item_of, plain
-from colofunc.program.trace_views import view_calls
+from colofunc.program.tracing.infer import CPU, build
+from colofunc.program.tracing.meta import user_line
+from colofunc.program.tracing.record import Recorder, flat_results
+from colofunc.program.tracing.strided import as_strided
+from colofunc.program.tracing.values import dynamic, index, index_put, item, item_of, plain
+from colofunc.program.tracing.views import view_calls
 
 Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
 

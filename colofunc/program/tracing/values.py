@@ -15,9 +15,9 @@ from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
-from colofunc.program.trace_infer import build, slots
-from colofunc.program.trace_meta import inside_file, user_line
-from colofunc.program.trace_record import PLACEMENT, Recorder, refs_of
+from colofunc.program.tracing.infer import build, slots
+from colofunc.program.tracing.meta import inside_file, user_line
+from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
 # Where transformers chooses how experts are computed; a loop that it leads to is its "eager" implementation.

@@ -18,8 +18,8 @@ from bisect import bisect_right
 
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
-from colofunc.program.loop import within
-from colofunc.program.schedule import Memory, next_of_kind
+from colofunc.program.passes.loop import within
+from colofunc.program.passes.schedule import Memory, next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 

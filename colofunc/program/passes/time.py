@@ -40,7 +40,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
-from colofunc.program.time_rules import index_of_rows, rows_rule, time_rule, with_time
+from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
