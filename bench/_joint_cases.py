@@ -19,9 +19,9 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import Proposed, together
 from colofunc.planner.offload.fastest import Hint, offload
 from colofunc.planner.recompute.fastest import fit
-from colofunc.program.passes.inplace import in_place
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import memory
+from colofunc.program.passes.inplace import in_place
 
 UNIT = 1000  # elements of float32 that one unit of memory is
 INF = float("inf")
@@ -142,8 +142,8 @@ def largest(program: Program) -> int:
 @attrs.frozen
 class Deciding:
     """The product's decision of a case. `moves`, `again`: whether values may be copied, or made again. `prices`: whether memory
-    has one. `few`: whether all shardings are looked at, as of small steps; of larger ones prices lead to some, and where nothing
-    fits operators are looked at that are too large alone (`room`)."""
+    has one. `few`: whether all shardings are looked at, as of small steps; of larger ones prices lead to some, and `room`: others
+    are those in which no operator is too large alone, and those that are best where only state has a price, or only what is made."""
 
     case: Case
     moves: bool = True
@@ -189,12 +189,26 @@ class Deciding:
         fitted, leanest = fit(program, node_s, finished, budget)
         return fitted or leanest
 
-    def every(self, stuck: bool) -> Iterator[Proposed[Choice]]:
-        """All; or of those in which no operator alone is too large for parts of the budget the fastest."""
-        if not stuck:
-            yield from map(self.proposed, sorted(self.case.choices(), key=self.case.cost_s) if self.few else ())
+    def every(self, price_s: float | None) -> Iterator[Proposed[Choice]]:
+        """All; or some, as `sharding.cheapest.others` finds them."""
+        if not self.room and (price_s is None or not self.few):
             return
-        alone = {c: largest(step_of(self.case, c)[0]) for c in self.case.choices()} if self.room else {}
-        for most in (1.0, 0.9, 0.8, 0.7, 0.6, min(alone.values(), default=0) / self.case.budget):
+        if self.few and price_s is not None:
+            some = list(self.case.choices())
+        else:
+            some = [*self.roomy(), *(self.leaning(price_s) if price_s is not None else ())]
+        yield from map(self.proposed, sorted(some, key=self.case.cost_s))
+
+    def roomy(self) -> Iterator[Choice]:
+        """Of those in which no operator alone is too large for parts of the budget the fastest."""
+        alone = {c: largest(step_of(self.case, c)[0]) for c in self.case.choices()}
+        for most in (1.0, 0.9, 0.8, 0.7, 0.6, min(alone.values()) / self.case.budget):
             some = [c for c in alone if alone[c] <= self.case.budget * most]
-            yield from map(self.proposed, sorted(some, key=self.case.cost_s)[:1])
+            yield from sorted(some, key=self.case.cost_s)[:1]
+
+    def leaning(self, price_s: float) -> Iterator[Choice]:
+        """The best ones where only bytes of state have a price, or only those that are made."""
+        for part in (1.0, 0.25):
+            unit_s = price_s * part * 4 * UNIT
+            yield min(self.case.choices(), key=lambda c: self.case.cost_s(c) + unit_s * sum(x.state for x in self.case.picked(c)))
+            yield min(self.case.choices(), key=lambda c: self.case.cost_s(c) + unit_s * sum(x.out for x in self.case.picked(c)))

@@ -237,12 +237,11 @@ def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tupl
 
 
 def _every(
-    make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, stuck: bool
+    make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
 ) -> Iterator[Proposed[Decided]]:
-    """All shardings of a small program, cheapest first; of any that is stuck some that may fit."""
-    if stuck or len(program.nodes) <= SMALL:
-        for found in others(program, candidates.memo, budget_bytes, few=stuck):
-            yield _proposed(make, None, 0.0, found)
+    """All shardings of a small program, cheapest first; of a larger one, and where nothing fits so far (no price), some."""
+    for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
+        yield _proposed(make, None, 0.0, found)
 
 
 def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float, found: Assignment | None = None) -> Proposed[Decided]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import merge
-from itertools import chain
 from typing import Protocol
 
 import attrs
@@ -26,7 +25,7 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.budget import at_price, fit, least_error
-from colofunc.planner.sharding.cheapest import apart, fitting, roomy
+from colofunc.planner.sharding.cheapest import others as choices
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
@@ -268,20 +267,13 @@ def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, 
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, few: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before, all assignments, cheapest first, but what holds nowhere less than a cheaper one, or can
-    never fit; or only a `few`: of those to which no `price_s` a byte leads, or (None) that may fit where what was found did not."""
+    """Of a step that was assigned before all others that are worth a look (`cheapest.others`), cheapest first."""
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None
-        step = program, model, known.ties
-        if not few:
-            found = fitting(*step, budget_bytes)
-        elif price_s is None:
-            found = roomy(*step, known.choice, budget_bytes)
-        else:
-            found = apart(*step, known.choice, budget_bytes, price_s)
+        found = choices(program, model, known.ties, known.choice, budget_bytes, few, price_s)
         ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
-    return chain(*ways) if few and price_s is None else iter(sorted(chain(*ways), key=cost)) if few else merge(*ways, key=cost)
+    return merge(*ways, key=lambda a: a.cost_s)
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -67,16 +67,27 @@ def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[li
             yield eliminate_all(graph, light, weighs, choice)
 
 
-def apart(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, price_s: float) -> Iterator[list[int]]:
-    """Of a step with too many choices to look at all some to which no price of bytes at the peak leads: `roomy` ones, and those that
-    are best where only bytes of state cost `price_s`, or a part of it, or only bytes that are made: state can be moved and updated
-    elsewhere, what is made can be made again, so that a byte of one may weigh and one of the other not."""
-    yield from roomy(program, model, ties, start, budget_bytes)
+def others(
+    program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, few: bool, price_s: float | None
+) -> Iterator[list[int]]:
+    """Choices beside those to which prices of memory lead: all that may fit, cheapest first; where they are too many a `few`; where
+    nothing fits so far (no `price_s` a byte) some that may, in any order."""
+    if price_s is None:
+        return roomy(program, model, ties, start, budget_bytes)
+    if not few:
+        return fitting(program, model, ties, budget_bytes)
+    found = (*roomy(program, model, ties, start, budget_bytes), *leaning(program, model, ties, start, price_s))
+    return iter(sorted(found, key=model.true_cost))
+
+
+def leaning(program: Program, model: Model, ties: Ties, start: Sequence[int], price_s: float) -> Iterator[list[int]]:
+    """What is best where only bytes of state cost `price_s`, or a part of it, and where only bytes that are made do: state can be
+    moved and updated elsewhere, what is made can be made again, so that a byte of one may weigh and one of the other not."""
     sizes = [_bytes(model, c) for c in range(len(model.options))]
-    for of in ("state", "made"):
-        mine = [_what(program, ties, c) == of for c in range(len(sizes))]
+    for what in ("state", "made"):
+        mine = [_what(program, ties, c) == what for c in range(len(sizes))]
         for part in PARTS:
-            extra = [n * part * price_s if here else 0.0 * n for n, here in zip(sizes, mine, strict=True)]
+            extra = [n * (part * price_s if here else 0.0) for n, here in zip(sizes, mine, strict=True)]
             yield search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
 
 
