@@ -11,7 +11,7 @@ are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -80,14 +80,25 @@ def slower(cases: Iterable[Case]) -> tuple[int, int]:
     return len(found), sum(found)
 
 
+ROWS: tuple[tuple[str, range, int, float | None, bool], ...] = (
+    ("2 layers", range(5000, 5200), 2, None, True),
+    ("3 layers", range(5000, 5040), 3, None, True),
+    *((f"2 layers, {part} of the peak", range(6000, 6050), 2, part, True) for part in PARTS),
+    ("2 layers as of a larger step", range(5000, 5200), 2, None, False),
+    ("3 layers as of a larger step", range(5000, 5040), 3, None, False),
+)
+"""What, seeds, layers, part of the peak, whether all shardings are looked at."""
+APART = range(2000, 2060)
+
+
 def bench() -> Section:
-    rows = [counted(steps(range(5000, 5200))).row("2 layers")]
-    rows += [counted(steps(range(5000, 5040), 3)).row("3 layers")]
-    rows += [counted(steps(range(6000, 6100), part=part)).row(f"2 layers, {part} of the peak") for part in PARTS]
-    rows += [counted(steps(range(5000, 5200)), few=False).row("2 layers as of a larger step")]
-    rows += [counted(steps(range(5000, 5040), 3), few=False).row("3 layers as of a larger step")]
-    tried, worse = slower(steps(range(2000, 2100)))
-    rows += [Row(f"slower than a separate choice, {tried} steps", f"{worse}", "0", worse == 0)]
+    rows = [counted(steps(seeds, layers, part), few).row(what) for what, seeds, layers, part, few in ROWS]
+    tried, worse = slower(steps(APART))
+    rows.append(Row(f"slower than a separate choice, {tried} steps of 2 layers", f"{worse}", "0", worse == 0))
+    return section(rows)
+
+
+def section(rows: Sequence[Row]) -> Section:
     return Section(
         "Decided together",
         "Seeded random steps of two shardings a layer; the least by a search over shardings, making again, copies and the places of "
