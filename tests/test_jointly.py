@@ -6,7 +6,7 @@ separate choices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -18,6 +18,7 @@ from bench import jointly
 from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
+from colofunc.transforms import within
 
 # ---- tests ----
 
@@ -104,24 +105,38 @@ def planned_s(chain: cf.Staged, args: Sequence[object], budget: int) -> float:
     return low.plan.cost_s
 
 
-def no_slower(name: str, axes: dict[str, int], share: float) -> bool:
-    """Whether the joint plan is no slower than making again alone, moving alone, and sharding alone; False where nothing is found."""
+def compared(name: str, axes: dict[str, int], share: float) -> tuple[float, float]:
+    """(seconds of the joint plan, the least of making again alone, moving alone, and sharding alone); inf where nothing is found."""
     step, *args = STEPS[name]()
     base = cf.shard(step, cf.Mesh(**axes, topology="8xa100-40g"))
     budget = int(base.lower(*args).memory().peak_bytes["device"] * share)
     joint = planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget)
     apart = [cf.checkpoint(base, budget=budget), cf.offload(base, budget=budget), cf.offload(base, budget=budget, policy="device")]
-    assert joint <= min(planned_s(chain, args, budget) for chain in apart) * (1 + 1e-3)
-    return joint < INF
+    return joint, min(planned_s(chain, args, budget) for chain in apart)
 
 
 def test_of_a_traced_step_on_a_mesh_the_joint_plan_is_no_slower_than_one_after_the_other() -> None:
-    assert no_slower("mlp", {"dp": 2}, 0.6)
+    joint, apart = compared("mlp", {"dp": 2}, 0.6)
+    assert joint < INF and joint <= apart * (1 + 1e-3)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", STEPS)
-def test_of_traced_steps_the_joint_plan_is_no_slower_than_one_after_the_other(name: str, axes: dict[str, int]) -> None:
-    found = [no_slower(name, axes, share) for share in (0.85, 0.65, 0.45)]
-    assert sum(found) >= 2
+def test_of_traced_steps_the_joint_plan_is_no_slower_than_one_after_the_other(
+    name: str, axes: dict[str, int], record_property: Callable[[str, object], None]
+) -> None:
+    found = [compared(name, axes, share) for share in (0.85, 0.65, 0.45)]
+    held = [joint <= apart * (1 + 1e-3) for joint, apart in found]
+    record_property("counts", {"tried": 3, "no slower": sum(held), "found a plan": sum(joint < INF for joint, _ in found)})
+    assert all(held) and sum(joint < INF for joint, _ in found) >= 2
+
+
+def test_a_traced_step_is_planned_as_well_without_a_look_at_all_its_shardings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a larger one would be: prices, and what they do not lead to."""
+    step, *args = perceptron()
+    base = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g"))
+    budget = int(base.lower(*args).memory().peak_bytes["device"] * 0.45)
+    looked = planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget)
+    monkeypatch.setattr(within, "SMALL", 0)
+    assert planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget) <= looked * 1.05 < INF
