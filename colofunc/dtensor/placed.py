@@ -12,7 +12,7 @@ A captured tensor that was written to since it was placed (torch counts writes) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -31,6 +31,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.flat import together
 
 Shards = list[torch.Tensor]
+ToDisk = Callable[[Shards, Layout], Shards]
 
 
 def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "") -> Shards:
@@ -110,18 +111,31 @@ class Shelf:
         found = [some[-1] for (on, _), some in self._kept.get(x, {}).items() if on == mesh and some]
         return found[-1].layout if found else None
 
-    def parts(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, name: str = "") -> Shards:
-        """The tensor's parts; placed now if it is not there in this layout, or was written to since."""
+    def has(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend) -> Shards | None:
+        """The tensor's parts, if it lies there in this layout and was not written to since."""
+        version = compat.version(x)
+        same = (one for one in self._of(x, mesh, backend) if one.layout is layout and one.version == version)
+        return next((one.shards for one in same), None)
+
+    def parts(
+        self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, name: str = "", to_disk: ToDisk | None = None
+    ) -> Shards:
+        """The tensor's parts; placed now if it is not there in this layout, or was written to since.
+
+        to_disk: takes parts there, where the layout says disk; without it those are the caller's alone, in memory.
+        """
         if isinstance(x, DTensor):
             return place(x, layout, mesh, backend, name=name)
-        found = self._of(x, mesh, backend)
-        version = compat.version(x)
-        for one in found:
-            if one.layout is layout and one.version == version:
-                return one.shards
+        if (there := self.has(x, layout, mesh, backend)) is not None:
+            return there
         shards = place(x, layout, mesh, backend, name=name)
-        if len(shards) < mesh.size:  # a real rank keeps only its part
+        if layout.tier == "disk":
+            if to_disk is None:
+                return shards
+            shards = to_disk(shards, layout)
+        elif len(shards) < mesh.size:  # a real rank keeps only its part
             shards = [s.clone() if s.untyped_storage().nbytes() > s.numel() * s.itemsize else s for s in shards]
+        found, version = self._of(x, mesh, backend), compat.version(x)
         found[:] = [*(one for one in found if one.layout is not layout and one.version == version), Placed(version, layout, shards)]
         return shards
 

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from colofunc import compat
 from colofunc.errors import DiskError
 from colofunc.executors.disk import DiskStore
-from colofunc.executors.disk_layout import BLOCK_BYTES, padded
+from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, padded
 from colofunc.executors.disk_queue import Ticket
 
 aten = torch.ops.aten
@@ -204,19 +204,33 @@ def unread(shape: Sequence[int], dtype: torch.dtype, source: Callable[[], torch.
     return OnDisk(torch.empty(tuple(shape), dtype=dtype, device="meta"), source=source)
 
 
-class Room:
-    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where they cannot be."""
+def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, versions: int) -> DiskStore:
+    block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
+    return DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=versions)
 
-    def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0) -> None:
-        block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
-        self.store = DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes)
-        self._next = 0
+
+class Room:
+    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where they cannot be.
+
+    once: what is kept is only read from then on, so it takes half the room, and counts at once.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0, once: bool = False) -> None:
+        self.store = _store(directory, sizes, rank, 1 if once else len(VERSIONS))
+        self._next, self._once = 0, once
 
     def keep(self, x: torch.Tensor) -> OnDisk:
         """x on disk, in the next chunk. It is there when this returns."""
         found = OnDisk(torch.empty(x.shape, dtype=x.dtype, device="meta"), self.store, self._next)
         self._next += 1
-        writing(found, x).wait()
+        try:
+            writing(found, x).wait()
+        except BaseException:
+            if self._once:
+                self.store.rollback()  # what it has kept so far stays
+            raise
+        if self._once:
+            self.store.commit()
         return found
 
 
@@ -227,8 +241,7 @@ class Scratch:
     """
 
     def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0) -> None:
-        block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
-        self._store = DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=1)
+        self._store = _store(directory, sizes, rank, 1)
         self._free: dict[int, list[int]] = {}
         for number, nbytes in enumerate(sizes):
             self._free.setdefault(nbytes, []).append(number)

@@ -36,7 +36,7 @@ from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
-from colofunc.transforms.disk_state import Shelves, named, scratch_sizes
+from colofunc.transforms.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.measured import Warmup, everywhere, moved, step_s, warmup
 from colofunc.transforms.prepare import mesh_of, prepare, say
@@ -93,7 +93,7 @@ class Ready:
                 names = (self.low.program.values[i].name for i in self.low.hidden_ids)
                 new = {n: t for n, t in zip(names, self.low.hidden, strict=True) if SHELF.layout(t, self.low.mesh) is None}
                 equal_leaves(self.watch, tuple(new), tuple(new.values()))
-            self._hidden = versions, self.low.hidden_parts(self.backend)
+            self._hidden = versions, self.low.hidden_parts(self.backend, shelves_of_hidden(self.low, self.disk, self.backend).keep)
         return self._hidden[1]
 
     @cached_property

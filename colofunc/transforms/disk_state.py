@@ -16,12 +16,14 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
+from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk_tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
+from colofunc.transforms.lowered import Lowered
 
 
 class Shelves:
@@ -35,14 +37,16 @@ class Shelves:
         copied: Sequence[bool],
         mesh: Mesh,
         backend: Backend,
+        once: bool = False,
     ) -> None:
+        """once: what is kept is only read from then on."""
         self._mesh, self._ranks = mesh, backend.ranks(mesh)
         every = zip(leaves, layouts, copied, strict=False)
         new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not _is_there(leaf))]
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in range(len(self._keys(layout)))]
-        self._room = None if directory is None or not new else Room(named(directory), sizes, self._ranks[0])
+        self._room = None if directory is None or not new else Room(named(directory), sizes, self._ranks[0], once)
 
     def _keys(self, layout: Layout) -> dict[tuple[int, ...], int]:
         """The distinct parts of the ranks in this process: a rank that has each."""
@@ -63,6 +67,13 @@ class Shelves:
         """What was kept counts from now on, whatever happens to the step."""
         if self._room is not None:
             self._room.store.commit()
+
+
+def shelves_of_hidden(low: Lowered, directory: str | bool | None, backend: Backend) -> Shelves:
+    """Room for those of the hidden inputs that lie on disk and have no place there yet."""
+    every = list(zip(low.hidden, low.hidden_layouts, strict=True))
+    new = [(x, lay) for x, lay in every if not isinstance(x, DTensor) and SHELF.has(x, lay, low.mesh, backend) is None]
+    return Shelves(directory, [x for x, _ in new], [lay for _, lay in new], [True] * len(new), low.mesh, backend, once=True)
 
 
 def named(directory: str | bool | None) -> str:

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.placed import SHELF
+from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.executors.backend import Backend, held, ordered
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
@@ -72,14 +72,18 @@ class Lowered:
         inputs = tuple(i for i in self.program.inputs if i not in self.program.constants)
         return inputs[len(inputs) - len(self.hidden) :]
 
-    def hidden_parts(self, backend: Backend) -> list[list[torch.Tensor]]:
-        """Per hidden input, the parts of the ranks in this process."""
-        out = []
-        for id, tensor in zip(self.hidden_ids, self.hidden, strict=True):
-            value = self.program.values[id]
-            assert value.layout is not None, "inputs of a local program have layouts"
-            out.append(SHELF.parts(tensor, value.layout, self.mesh, backend, value.name))
-        return out
+    @property
+    def hidden_layouts(self) -> tuple[Layout, ...]:
+        """Where hidden inputs lie."""
+        found = tuple(self.program.values[id].layout for id in self.hidden_ids)
+        assert all(layout is not None for layout in found), "inputs of a local program have layouts"
+        return found  # type: ignore[return-value]
+
+    def hidden_parts(self, backend: Backend, to_disk: ToDisk | None = None) -> list[list[torch.Tensor]]:
+        """Per hidden input, the parts of the ranks in this process. to_disk: for those that are to lie there; None: to look only."""
+        names = (self.program.values[id].name for id in self.hidden_ids)
+        every = zip(self.hidden, self.hidden_layouts, names, strict=True)
+        return [SHELF.parts(tensor, layout, self.mesh, backend, name, to_disk) for tensor, layout, name in every]
 
     def text(self) -> str:
         """The local program, one line per node."""

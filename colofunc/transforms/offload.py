@@ -120,6 +120,7 @@ def _move(
     disk: bool,
     policies: Mapping[str, Any],
     given: Mapping[int, str],
+    captured: Mapping[int, bool],
 ) -> Any:
     """What `within.Ending` wants, once plugins and arguments are known."""
     found = policy if isinstance(policy, MemoryPolicy) else {**BUILT_IN, **policies}.get(policy)
@@ -127,11 +128,12 @@ def _move(
         names = (*BUILT_IN, *policies)
         raise PlanError(f"cf.offload has no policy {policy!r}{near(str(policy), names, 'policies')}")
     found = attrs.evolve(found, where={**found.where, **where}) if where else found
+    captured = captured if disk else dict.fromkeys(captured, True)
 
     def move(
         program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: planner.Hint | None = None
     ) -> planner.Offloaded:
         room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
-        return planner.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like)
+        return planner.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like, captured)
 
     return move

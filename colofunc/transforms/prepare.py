@@ -18,6 +18,7 @@ import torch
 
 from colofunc import env
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
@@ -102,7 +103,9 @@ def prepare(
     lying = {k: "device" for k, i in enumerate(program.inputs) if i in given}
     lying |= {k: layout.tier for k, x in enumerate(hidden, at) if (layout := SHELF.layout(x, mesh)) is not None}
     tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
-    move = moves(registry.memory_policies, tiers) if moves is not None else partial(offload, given=tiers) if tiers else None
+    captured = {k: not isinstance(x, LazyTensor) for k, x in enumerate(hidden, at)}
+    plain = partial(offload, given=tiers, captured=dict.fromkeys(captured, True)) if tiers else None
+    move = moves(registry.memory_policies, tiers, captured) if moves is not None else plain
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
     ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways)
     ending = ending if measured is None else attrs.evolve(ending, timed=measured[1])

@@ -36,7 +36,8 @@ class Intent:
     first, or another where that keeps to a budget in less time.
     `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
     `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
-    `move`: from the plugins' policies of memory and the tiers of inputs that lie somewhere, `within.Move`: copies between tiers.
+    `move`: from the plugins' policies of memory, the tiers of inputs that lie somewhere, and positions of what the step captured -> whether
+    somebody has it in memory, `within.Move`: copies between tiers.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -50,7 +51,7 @@ class Intent:
     constrain: Callable[[Any, Any, Any], Any] | None = None
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     refit: Callable[[Any, Any, Any, Any], Any] | None = None
-    move: Callable[[Any, Any], Any] | None = None
+    move: Callable[[Any, Any, Any], Any] | None = None
 
 
 class Compiler(Protocol):

@@ -45,18 +45,29 @@ class Lowered:
     short: str = ""
 
 
-def on_disk(program: Program, mesh: Mesh, node_s: NodeS, host_bytes: int | None, given: Mapping[int, str]) -> Lowered:
-    """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk", if said."""
+def on_disk(
+    program: Program,
+    mesh: Mesh,
+    node_s: NodeS,
+    host_bytes: int | None,
+    given: Mapping[int, str],
+    captured: Mapping[int, bool] | None = None,
+) -> Lowered:
+    """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk", if said.
+
+    captured: position of an input that the step took from outside -> whether its owner has it in memory.
+    """
+    captured = captured or {}
     before = played(program, mesh, node_s)
     ground = _ground(program, mesh, before, given)
-    states = _states(ground, given)
+    states = _states(ground, given, captured)
     limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
     items, trace = trace_of(ground, NOTHING, states, limit)
     least = least_budget(trace)[0]
     found = reside(trace, max(limit, least), ground.links)
     done = write(ground, NOTHING, items, trace, found)
     longer_s = played(done, mesh, node_s).end_s - before.end_s
-    return Lowered(done, longer_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh))
+    return Lowered(done, longer_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh, captured))
 
 
 def as_disk(links: Links, mesh: Mesh, part: float) -> Links:
@@ -81,12 +92,13 @@ def least_disk_s(mesh: Mesh, nbytes: int) -> float:
     return mesh.copy_s(nbytes, "disk", "host") + mesh.copy_s(nbytes, "host", "disk")
 
 
-def _short(program: Program, mesh: Mesh) -> str:
-    """What is wrong where the disk cannot hold two versions of the state, and what a step writes there for itself."""
+def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
+    """What is wrong where the disk cannot hold two versions of the state, one of what was captured, and what a step writes there."""
     most = mesh.capacity_bytes("disk")
-    states = sum(program.values[i].nbytes for i in program.inputs if program.values[i].tier == "disk")
+    there = [(k, program.values[i]) for k, i in enumerate(program.inputs) if program.values[i].tier == "disk"]
+    states = sum(value.nbytes * (1 if k in captured else 2) for k, value in there)
     own = [o for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.outs if o is not None]
-    needed = 2 * states + sum(program.values[o].nbytes for o in own)
+    needed = states + sum(program.values[o].nbytes for o in own)
     if most is None or needed <= most:
         return ""
     ranks = f" ({mesh.node_ranks} ranks share a node's)" if mesh.node_ranks > 1 else ""
@@ -105,13 +117,13 @@ def _ground(program: Program, mesh: Mesh, lanes: Lanes, given: Mapping[int, str]
     return Ground(program, found, held, readers(program, found), seconds, seconds, links_of(mesh, TIERS), tiers, tiers=TIERS)
 
 
-def _states(ground: Ground, given: Mapping[int, str]) -> dict[int, str | None]:
-    """Storages of inputs that lie on the host between steps. What the step captured stays in memory, where its owner has it."""
+def _states(ground: Ground, given: Mapping[int, str], captured: Mapping[int, bool]) -> dict[int, str | None]:
+    """Storages of inputs that lie on the host between steps; not what is in memory in any case, because its owner has it there."""
     program = ground.program
     return {
         ground.lies.home[i]: given.get(k)
         for k, i in enumerate(program.inputs)
-        if program.values[i].tier == "host" and program.values[i].role != "frozen" and i not in program.constants
+        if program.values[i].tier == "host" and i not in program.constants and (given.get(k) == "disk" or not captured.get(k))
     }
 
 
@@ -124,6 +136,6 @@ def _words(ground: Ground, items: Collection[int], trace: Trace, found: Residenc
         if k in set(away):
             role = ground.program.values[ground.lies.storages[s].value].role
             by_role[role] = by_role.get(role, 0) + trace.items[k].nbytes
-    kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items()))
+    kept = ", ".join(f"{size_text(n)} of {'frozen weights' if role == 'frozen' else f'{role}s'}" for role, n in sorted(by_role.items()))
     read, written = map(size_text, found.moved_bytes)
     yield f"on disk: {kept}; read a step: {read}, written: {written}, {time_text(max(0.0, longer_s))} of it not hidden"

@@ -78,12 +78,14 @@ def offload(
     host_bytes: int | None = None,
     disk: bool = False,
     like: Hint | None = None,
+    captured: Mapping[int, bool] | None = None,
 ) -> Offloaded:
     """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
 
     given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than the
     topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its peak is the
     least budget. like: only what was best for another order of the same work is tried, and no copies are written: an estimate.
+    captured: position of an input that the step took from outside -> whether its owner has it in memory, so that it stays there.
     """
     check_where(policy.where, program)
     ground = ground_of(program, mesh, node_s, given)
@@ -104,7 +106,7 @@ def offload(
 
     best = best_of(like, like.below if like is not None else 0.0)
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
-    below, most = _below(ground, policy, budget_bytes, mesh, given or {}), min(rooms, default=None)
+    below, most = _below(ground, policy, budget_bytes, mesh, given or {}, captured or {}), min(rooms, default=None)
     above = 0 if most is None else max(0, _on_host(best) - most)
     above = max(above, sum(program.values[program.inputs[k]].nbytes for k, tier in below.items() if tier == "disk"))
     if like is not None:
@@ -117,7 +119,7 @@ def offload(
         done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
         lacks = ""
         if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
-            lower = on_disk(done, mesh, node_s, most, below)
+            lower = on_disk(done, mesh, node_s, most, below, captured)
             done, words, lacks = lower.program, (*words, *lower.words), lower.short
         short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks) or lacks
         exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if deep else _longer_s(ground, one)
@@ -263,12 +265,12 @@ def _said(ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_by
 
 
 def _below(
-    ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh, given: Mapping[int, str]
+    ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh, given: Mapping[int, str], captured: Mapping[int, bool]
 ) -> dict[int, str]:
     """Position of an input -> host or disk, where it lies there already or the policy says disk. Above, both are the host."""
     states = _states(ground)
     disk = {s for s, tier in zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True) if tier == "disk"}
-    said = {k: "disk" for k, i in enumerate(ground.program.inputs) if ground.lies.home[i] in disk}
+    said = {k: "disk" for k, i in enumerate(ground.program.inputs) if ground.lies.home[i] in disk and not captured.get(k)}
     return {**said, **{k: tier for k, tier in given.items() if tier != "device"}}
 
 
