@@ -10,9 +10,10 @@ from test_offload import one, peak, training
 
 import colofunc as cf
 from colofunc.mesh.sizes import parse_bytes
+from colofunc.planner.offload import fewest as solver
 from colofunc.planner.offload.evict import Facts, Stay, evict, spread
-from colofunc.planner.offload.fewest import fewest, least_bytes
-from colofunc.planner.offload.residency import Item, Links, Trace, check, reside
+from colofunc.planner.offload.fewest import Programs, fewest, least_bytes
+from colofunc.planner.offload.residency import FEWEST, Item, Links, Search, Trace, check, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
 
@@ -117,6 +118,49 @@ def test_plans_with_slack_hold_their_budget_and_move_no_more(seed: int) -> None:
     for found in (fast, lean):
         check(trace, found, budget)
     assert sum(lean.moved_bytes) <= sum(fast.moved_bytes) and fast.seconds <= lean.seconds <= 1.5 * fast.seconds
+
+
+def drawn(seed: int) -> tuple[Trace, int]:
+    random = Random(seed)
+    uses = [tuple(sorted(random.sample(range(30), random.randint(1, 4)))) for _ in range(12)]
+    items = tuple(Item(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
+    trace = Trace((1.0,) * 30, (), (0,) * 30, items)
+    return trace, int(Facts(trace).needed.max()) + 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_solved_once_for_many_parts_of_the_state_saves_as_much_as_for_each(seed: int) -> None:
+    trace, room = drawn(seed)
+    programs, parts = Programs(Facts(trace)), (1.0, 0.9, 0.7, 0.5, 0.3, 0.0)
+
+    def saved(part: float) -> float:
+        one = solver._Fewest(Facts(trace), room, part)
+        return sum(x * n for x, n in zip(one.solve() or (), one.saved, strict=True))
+
+    found = [programs.at(room, part) for part in parts]
+    assert len({id(one) for one in found}) < len(parts)
+    for one, part in zip(found, parts, strict=True):
+        assert one is not None and one.used <= part + 1e-9 <= one.asked + 1e-9 and saved(one.asked) == pytest.approx(saved(part))
+
+
+def test_a_linear_program_that_takes_too_long_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, room = drawn(3)
+    monkeypatch.setattr(solver, "ITERATIONS", 1)
+    assert Programs(Facts(trace)).at(room, 1.0) is None and least_bytes(Facts(trace), room) == 0
+    for slack in (0.0, 0.5):
+        check(trace, reside(trace, room, LINKS, slack), room)
+    search = Search(trace, room, LINKS)
+    assert search._at(FEWEST)[0] == float("inf") and search.best is None and search.gave_up
+
+
+def test_a_plan_says_that_a_linear_program_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, *args = training()
+    budget = int(peak(cf.shard(step, one()), *args) * 0.6)
+    plan = lambda: cf.offload(cf.shard(step, one()), policy="bytes", budget=budget).lower(*args)  # noqa: E731
+    assert "too many iterations" not in str(plan().plan.memory)
+    monkeypatch.setattr(solver, "ITERATIONS", 1)
+    low = plan()
+    assert "too many iterations" in str(low.plan.memory) and low.memory().peak_bytes["device"] <= budget
 
 
 def test_a_step_that_aims_at_bytes_stays_in_its_budget_and_copies_no_more() -> None:

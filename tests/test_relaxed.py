@@ -9,6 +9,7 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.fitted import Fitted
+from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
 from colofunc.planner.recompute.stages import NodeS
@@ -124,6 +125,15 @@ def test_the_linear_program_is_a_bound_and_exact_where_all_fits(seed: int) -> No
         assert found is not None or least == float("inf")
         assert found is None or every_s - 1e-9 <= found[1] <= least + 1e-9
     assert found is not None and found[1] == pytest.approx(every_s)
+
+
+def test_a_linear_program_that_takes_too_long_proposes_nothing(
+    local: Callable[..., tuple[Program, NodeS]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, node_s = local(3)
+    assert list(relaxed(program, node_s))
+    monkeypatch.setattr(solver, "ITERATIONS", 1)
+    assert not list(relaxed(program, node_s))
 
 
 def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: Callable[..., tuple[Program, NodeS]]) -> None:

@@ -32,7 +32,6 @@ from colofunc.planner.offload.trace import Ground, NodeS, ground_of, trace_of, w
 from colofunc.planner.offload.updates import UPDATES, splits
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
-from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
 CLOSER = 3
@@ -113,25 +112,30 @@ def offload(
         short = "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks)
         least_s = least_disk_s(mesh, above) if disk else 0.0
         return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
-    deep = above > 0 and (disk or "disk" in below.values())
 
-    def whole(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
+    def whole(one: _Found) -> tuple[int, tuple[int, bool, float], Offloaded]:
         done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
-        lacks = ""
-        if "disk" in below.values() or (disk and most is not None and memory(done).peak_bytes.get("host", 0) > most):
+        host, exposed_s, lacks = memory(done).peak_bytes.get("host", 0), _longer_s(ground, one), ""
+        held = host
+        if "disk" in below.values() or (disk and most is not None and host > most):
             lower = on_disk(done, mesh, node_s, most, below, captured)
             done, words, lacks = lower.program, (*words, *lower.words), lower.short
-        short = _host_short(memory(done).peak_bytes.get("host", 0), most, disk, mesh.node_ranks) or lacks
-        exposed_s = played(done, mesh, node_s).end_s - _alone_s(ground) if deep else _longer_s(ground, one)
-        return (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
+            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - _alone_s(ground)
+        short = _host_short(held, most, disk, mesh.node_ranks) or lacks
+        return host, (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
 
-    rank, done = whole(best)
+    def tried(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
+        return whole(one)[1:]
+
+    host, rank, done = whole(best)
+    above = max(above, host - most) if disk and most is not None else above
+    deep = above > 0 and (disk or "disk" in below.values())
     if deep and rank > (best.over, False, _longer_s(ground, best) + FINE * _alone_s(ground)):  # else the disk is hidden
         like = None if len(program.nodes) <= LARGE else best.hint
-        part = min(1.0, above / max(1, _on_host(best)))
+        part = min(1.0, above / max(1, host))
         for one in (best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
             if rank > (one.over, False, _longer_s(ground, one)):  # with its disk it is no faster
-                rank, done = min((rank, done), whole(one), key=itemgetter(0))
+                rank, done = min((rank, done), tried(one), key=itemgetter(0))
     return done
 
 
@@ -148,7 +152,8 @@ class _Found:
     share: float
     point: Point | None
     below: float = 0.0
-    least_bytes: int | None = None  # nothing copies less, where that was asked for
+    least_bytes: int = 0  # nothing copies less, where that was asked for
+    gave_up: bool = False  # found without a linear program that took too long
 
     @property
     def hint(self) -> Hint:
@@ -202,9 +207,12 @@ def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | Non
             one.search.run()
     slack = tries[0].search.slack
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
-    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else None
+    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
     found = one.search.within(most_s)
-    return _Found(one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound)
+    gave_up = any(each.search.gave_up for each in tries)
+    return _Found(
+        one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound, gave_up=gave_up
+    )
 
 
 def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
@@ -240,14 +248,15 @@ def _alone_s(ground: Ground) -> float:
 
 
 def _on_host(best: _Found) -> int:
-    """About the bytes that the host holds: state that does not stay, and what is stored of the rest until its last use."""
+    """About the bytes that the host holds: state that does not stay, and what is stored of the rest, or made there, until its last use."""
     trace, found = best.trace, best.found
     change = [0] * (len(trace.seconds) + 2)
-    for move in found.moves:
-        item = trace.items[move.item]
-        if move.kind == "store" and not item.home:
-            change[move.start] += item.nbytes
-            change[max(item.uses[-1], move.start) + 1] -= item.nbytes
+    made = [(k, item.uses[0]) for k, item in enumerate(trace.items) if not item.home and item.uses[:1] and item.uses[0] in item.host_uses]
+    stored = [(move.item, move.start) for move in found.moves if move.kind == "store" and not trace.items[move.item].home]
+    for k, begin in (*made, *stored):
+        item = trace.items[k]
+        change[begin] += item.nbytes
+        change[max(item.uses[-1], begin) + 1] -= item.nbytes
     home = sum(item.nbytes for k, item in enumerate(trace.items) if item.home and k not in found.residents)
     return home + max(accumulate(change))
 
@@ -330,5 +339,7 @@ def _words(best: _Found) -> Iterator[str]:
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
     hidden = f"{time_text(found.exposed_s)} of it not hidden"
-    least = "" if best.least_bytes is None else f"; no choice copies less than {size_text(best.least_bytes)}"
+    least = "" if not best.least_bytes else f"; no choice copies less than {size_text(best.least_bytes)}"
     yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}{least}"
+    if best.gave_up:
+        yield "a linear program for fewest bytes took too many iterations: what moves was chosen without it"

@@ -17,6 +17,7 @@ allocation and scheduling", 2001; D. Berger et al., 1711.03709, for sizes).
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
@@ -26,6 +27,8 @@ from colofunc.planner.offload.evict import Facts, Stay, spread
 from colofunc.planner.offload.timeline import Links
 
 WHOLE = 1e-6
+ITERATIONS = 20_000
+"""Of the simplex method, at most: counted, not timed, so that every rank stops where the others do."""
 
 
 def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
@@ -33,11 +36,47 @@ def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int],
 
     At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be resident.
     """
-    return _Fewest(facts, room_bytes, stay).run()
+    found = _Fewest(facts, room_bytes, stay)
+    return found.rounded(found.solve() or [0.0] * len(found.saved))
+
+
+class Found(NamedTuple):
+    """`asked`: part of the state that may be resident, `used`: that the linear program keeps."""
+
+    asked: float
+    used: float
+    residents: list[int]
+    stays: list[list[Stay]]
+
+
+class Programs:
+    """`fewest` for many rooms, solved once where the answer is the same."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.known: dict[int, list[Found]] = {}
+        self.hopeless: set[int] = set()  # rooms
+
+    def at(self, room_bytes: int, stay: float) -> Found | None:
+        """None where the solver takes too many iterations."""
+        known = self.known.setdefault(room_bytes, [])
+        for one in known:
+            if one.asked == stay or one.used <= stay <= one.asked:
+                return one
+        program = _Fewest(self.facts, room_bytes, stay)
+        part = None if room_bytes in self.hopeless else program.solve()
+        if part is None:
+            self.hopeless.add(room_bytes)
+            return None
+        known.append(Found(stay, program.state(part), *program.rounded(part)))
+        return known[-1]
+
+    def least_bytes(self, room_bytes: int) -> int:
+        return least_bytes(self.facts, room_bytes)
 
 
 def least_bytes(facts: Facts, room_bytes: int) -> int:
-    """Bytes that no choice copies less than: those of the linear program before it is rounded."""
+    """Bytes that no choice copies less than: those of the linear program before it is rounded; 0 where that takes too long."""
     return _Fewest(facts, room_bytes, 1.0).least_bytes()
 
 
@@ -95,9 +134,13 @@ class _Fewest:
                 self.below.append((stored[at], gap))
         return found
 
-    def run(self) -> tuple[list[int], list[list[Stay]]]:
+    def state(self, part: list[float]) -> float:
+        """The part of the state that is resident."""
+        sizes = [(self.facts.nbytes[i], part[k]) for i, k in self.resident.items()]
+        return sum(n * x for n, x in sizes) / (sum(n for n, _ in sizes) or 1)
+
+    def rounded(self, part: list[float]) -> tuple[list[int], list[list[Stay]]]:
         room = np.maximum(self.room, 0)
-        part = self._solve(room)
         kept = [False] * len(part)
 
         def keep(some: list[int]) -> bool:
@@ -129,12 +172,15 @@ class _Fewest:
         none = [False] * len(self.saved)
         stays = [[] if i in fixed else self._stays(i, none) for i in range(len(self.gaps))]
         _, copies = spread(self.facts, stays, fixed, sum(self.facts.nbytes) + int(self.facts.base.max(initial=0)), Links(1.0, 1.0, 0.0))
-        saved = sum(part * nbytes for part, nbytes in zip(self._solve(np.maximum(self.room, 0)), self.saved, strict=True))
+        parts = self.solve()
+        if parts is None:
+            return 0
+        saved = sum(part * nbytes for part, nbytes in zip(parts, self.saved, strict=True))
         return ceil(sum(self.facts.nbytes[copy.item] for copy in copies) - saved * (1 + 1e-9))
 
-    def _solve(self, room: np.ndarray) -> list[float]:
-        """Of every variable the part that is worth it. None at all where the solver fails: the plan is then as lean as can be."""
-        count, size = len(self.saved), self.facts.size
+    def solve(self) -> list[float] | None:
+        """Of every variable the part that is worth it; None where the solver does not get there."""
+        count, size, room = len(self.saved), self.facts.size, np.maximum(self.room, 0)
         if not count:
             return []
         spans = [(k, *span, self.facts.nbytes[self.item[k]]) for k, held in enumerate(self.held) for span in held]
@@ -158,8 +204,9 @@ class _Fewest:
         found = linprog(
             np.concatenate((-np.asarray(self.saved) / unit, np.zeros(size))), most, bounds or None, equal,
             np.diff(room, prepend=0) / unit, np.asarray([(0, 1)] * count + [(0, np.inf)] * size), method="highs-ds",
+            options={"maxiter": ITERATIONS},
         )  # fmt: skip
-        return [0.0] * count if found.x is None else [float(x) for x in found.x[:count]]
+        return [float(x) for x in found.x[:count]] if found.status == 0 else None
 
     def _stays(self, index: int, kept: list[bool]) -> list[Stay]:
         uses, item, out = self.facts.uses[index], self.facts.trace.items[index], list[Stay]()

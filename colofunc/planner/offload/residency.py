@@ -24,8 +24,9 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, combinations
+from math import inf
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -170,6 +171,7 @@ class Search:
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
         self.known: dict[tuple[object, int, int, bool], tuple[float, int]] = {}
+        self.gave_up = False  # a linear program took too many iterations, and this is found without it
         self.best: _Found | None = None
         self.front: list[_Found] = []  # those that nothing beats in seconds and bytes
         self.where: Point | None = None  # what gave the best
@@ -210,9 +212,8 @@ class Search:
         return 0 if self.still is not None else self._leanest(most_s).moved
 
     def least_bytes(self) -> int:
-        """Bytes that nothing within the budget copies less than, both ways."""
-        fewest = importlib.import_module("colofunc.planner.offload.fewest")
-        return 0 if self.still is not None else int(fewest.least_bytes(self.facts, self.budget))
+        """Bytes that nothing within the budget copies less than, both ways; 0 where that is not known."""
+        return 0 if self.still is not None else int(self.programs.least_bytes(self.budget))
 
     def _leanest(self, most_s: float) -> _Found:
         assert self.best is not None, "something was tried"
@@ -244,13 +245,13 @@ class Search:
 
     def least(self, stay: float, room: int, spent: int, push: bool) -> tuple[float, int]:
         """(seconds, bytes moved) with about the fewest bytes moved where that part of the state may stay."""
-
-        def chosen() -> tuple[tuple[int, ...], list[list[Stay]]]:
-            fewest = importlib.import_module("colofunc.planner.offload.fewest")  # with its solver only where it is used
-            residents, stays = fewest.fewest(self.facts, room, stay)
-            return tuple(residents), stays
-
-        return self._scored((stay, room, spent, push), chosen)
+        key, found = (stay, room, spent, push), self.programs.at(room, stay)
+        self.gave_up |= found is None
+        same = (inf, 0) if found is None else self.known.get((found.asked, room, spent, push))
+        if key not in self.known and same is not None:
+            self.left -= 1
+            self.known[key] = same
+        return self._scored(key, lambda: (tuple(found.residents), found.stays))
 
     def _scored(
         self, key: tuple[object, int, int, bool], chosen: Callable[[], tuple[tuple[int, ...], list[list[Stay]]]]
@@ -318,6 +319,11 @@ class Search:
     # ---- which of them ----
 
     @cached_property
+    def programs(self) -> Any:
+        """Linear programs for fewest bytes; with their solver only where they are used."""
+        return importlib.import_module("colofunc.planner.offload.fewest").Programs(self.facts)
+
+    @cached_property
     def orders(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         """Distinct orders of home items that may stay; with the least budget, and the bytes, of the first 0, 1, 2, ... of them."""
         found: dict[tuple[int, ...], tuple[list[int], list[int], np.ndarray]] = {}
@@ -348,6 +354,8 @@ class Search:
 
     def _search(self) -> None:
         """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
+        if self.links.one_queue and not self.many and self._busy():
+            return
         starts = [point for point in (MANY if self.many else STARTS) if point.order < len(self.orders)]
         solve = not self.many or self.slack > 0  # of a small trace everything is tried for what a linear program takes
         starts += [point for point in (FEWEST, self.where) if point is not None and point not in starts and (solve or not point.fewest)]
@@ -361,6 +369,15 @@ class Search:
                 if best == before:
                     step /= 2
         self._flip()
+
+    def _busy(self) -> bool:
+        """Whether what copies fewest bytes keeps the one queue that there is busy nearly all the time: nothing else is faster then."""
+        self.sketch((FEWEST, STARTS[-1]))
+        if self.best is None:
+            return False
+        sizes = ((copy.fetch, self.facts.nbytes[copy.item]) for copy in self.best.copies)
+        busy_s = sum(self.links.fetch_s(nbytes) if fetch else self.links.store_s(nbytes) for fetch, nbytes in sizes)
+        return self.best.seconds <= (1 + SLACK) * busy_s
 
     def _flip(self) -> None:
         """One resident more or less, or another one in its place, as long as that helps."""

@@ -43,6 +43,8 @@ THRESHOLDS = (0.5, 0.3, 0.15, 0.05, 0.7, 0.9)
 SKIPS = 2
 """Of a chain everything is some stage's but what the last one makes."""
 SMALL = 1 << 10
+ITERATIONS = 20_000
+"""Of the simplex method for one amount of memory, at most; what would take more is not proposed."""
 
 Rounded = NDArray[np.bool_]
 
@@ -111,7 +113,7 @@ def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Ite
 
 
 def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float] | None:
-    """(S of the linear program, its seconds); None where nothing keeps to so many bytes."""
+    """(S of the linear program, its seconds); None where nothing keeps to so many bytes, or the solver does not get there."""
     pieces, n, turns = rounds.pieces, len(rounds.pieces), len(rounds.ends)
 
     def held(t: int, v: int) -> int:
@@ -145,8 +147,11 @@ def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float
     at = [(k, column, value) for k, row in enumerate(rows) for column, value in row]
     r, c, x = (np.array(part) for part in zip(*at, strict=True))
     matrix = csr_array((-x.astype(float), (r, c)), shape=(len(rows), len(cost)))
-    result = linprog(cost / scale, A_ub=matrix, b_ub=-np.array(low), bounds=np.stack([lower, upper], axis=1), method="highs-ds")
-    return None if result.x is None else (result.x[: turns * n].reshape(turns, n), float(result.fun) * scale)
+    result = linprog(
+        cost / scale, A_ub=matrix, b_ub=-np.array(low), bounds=np.stack([lower, upper], axis=1), method="highs-ds",
+        options={"maxiter": ITERATIONS},
+    )  # fmt: skip
+    return None if result.status != 0 else (result.x[: turns * n].reshape(turns, n), float(result.fun) * scale)
 
 
 def rounds_of(program: Program, node_s: NodeS) -> Rounds | None:
