@@ -133,9 +133,10 @@ def plain_bytes(case: Case, choice: Choice) -> int:
     return memory(step_of(case, choice)[0]).peak_bytes["device"]
 
 
-def largest(program: Program) -> int:
-    """Bytes that one operator alone reads and makes, updates aside."""
-    ids = ({*node.refs, *(o for o in node.outs if o is not None)} for node in program.nodes if node.phase != "update")
+def largest(program: Program, beside: bool = False) -> int:
+    """Bytes that one operator alone reads and makes, updates aside. `beside`: with the batch, which never leaves the device."""
+    batch = [i for i in program.inputs if beside and program.values[i].role == "batch"]
+    ids = ({*node.refs, *batch, *(o for o in node.outs if o is not None)} for node in program.nodes if node.phase != "update")
     return max(sum(program.values[i].nbytes for i in some) for some in ids)
 
 
@@ -200,11 +201,12 @@ class Deciding:
         yield from map(self.proposed, sorted(some, key=self.case.cost_s))
 
     def roomy(self) -> Iterator[Choice]:
-        """Of those in which no operator alone is too large for parts of the budget the fastest."""
-        alone = {c: largest(step_of(self.case, c)[0]) for c in self.case.choices()}
-        for most in (1.0, 0.9, 0.8, 0.7, 0.6, min(alone.values()) / self.case.budget):
-            some = [c for c in alone if alone[c] <= self.case.budget * most]
-            yield from sorted(some, key=self.case.cost_s)[:1]
+        """Of those in which no operator alone is too large for parts of the budget, or with the batch for all of it, the fastest."""
+        for beside, rooms in ((True, ()), (False, (0.9, 0.8, 0.7, 0.6))):
+            held = {c: largest(step_of(self.case, c)[0], beside) for c in self.case.choices()}
+            for most in (1.0, *rooms, min(held.values()) / self.case.budget):
+                some = [c for c in held if held[c] <= self.case.budget * min(1.0, most)]
+                yield from sorted(some, key=self.case.cost_s)[:1]
 
     def leaning(self, price_s: float) -> Iterator[Choice]:
         """The best ones where only bytes of state have a price, or only those that are made."""

@@ -8,7 +8,7 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.sharding import assign
-from colofunc.planner.sharding.cheapest import _in_order, at_least, buckets_of, cheapest, leaning, roomy
+from colofunc.planner.sharding.cheapest import _in_order, _stays, at_least, buckets_of, cheapest, leaning, roomy
 from colofunc.planner.sharding.eliminate import Graph, exact_order
 from colofunc.program.ir import Program
 
@@ -102,3 +102,11 @@ def test_where_only_state_costs_it_is_split_and_where_only_what_is_made_costs_th
     layer = [one.ties.n_inputs + k for k, node in enumerate(program.nodes) if node.target == "colofunc.linear"]
     assert held(state, leaves) == held(little_state, leaves) == (8448 + 32_768) / 2
     assert held(made, layer) == held(little_made, layer) == 65_536 / 2
+
+
+def test_inputs_that_never_leave_lie_beside_operators_that_do_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch, 32768 bytes, beside the sum of what the layer makes of it, and not beside the layer; a constant, 256, beside both."""
+    program, one = planned(monkeypatch)
+    stays = _stays(program, one.model, one.ties, [0] * len(one.choice))
+    at = {node.target: stays[one.ties.of_node(k)] for k, node in enumerate(program.nodes)}
+    assert (at["aten.sum.default"], at["colofunc.linear"]) == (32_768 + 256, 256)

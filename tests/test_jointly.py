@@ -37,7 +37,7 @@ def test_decisions_to_which_no_price_of_memory_leads(seed: int) -> None:
     assert jointly.counted([made(seed)]).near == 1
 
 
-@pytest.mark.parametrize("seed", [22, 42, 71, 102, 3022])
+@pytest.mark.parametrize("seed", [22, 42, 71, 102, 3022, 5099])
 def test_where_nothing_fits_operators_are_looked_at_that_are_too_large_alone(seed: int) -> None:
     """A larger step has too many shardings to look at all; prices alone find none here that fits."""
     assert Deciding(made(seed), few=False, room=False).seconds() == INF

@@ -38,6 +38,7 @@ STEPS = 4000
 FINE = 100
 """What weighs less than this part of the budget is not told apart."""
 ROOMS, PARTS = (0.9, 0.8, 0.7, 0.6), (1.0, 0.25)
+MOVABLE = ("frozen", "param", "state", "buffer")
 LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
 
 
@@ -99,16 +100,31 @@ def _what(program: Program, ties: Ties, c: int) -> str:
 
 
 def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
-    """Of any step the fastest choices found in which no operator alone holds more than parts of the budget: these may be brought
-    down to it, whatever they hold before anything is moved or made again."""
+    """Of any step the fastest choices found in which no operator alone holds more than parts of the budget, and none more than
+    all of it beside inputs that never leave the device: these may be brought down to it, whatever they hold before anything is
+    moved or made again."""
     alone = [np.array([_alone(program, ties, c, s, sum) for s in options], dtype=float) for c, options in enumerate(model.options)]
-    least = max((float(sizes.min()) for sizes in alone), default=0.0)
-    for most in (budget_bytes, least, *(room * budget_bytes for room in ROOMS)):
-        if least <= most <= budget_bytes:
-            extra = [np.where(sizes > most, BIG, 0.0) for sizes in alone]
-            found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
-            if all(sizes[o] <= most for sizes, o in zip(alone, found, strict=True)):
-                yield found
+    beside = [sizes + stays * (sizes > 0) for sizes, stays in zip(alone, _stays(program, model, ties, start), strict=True)]
+    for held, rooms in ((beside, ()), (alone, ROOMS)):
+        least = max((float(sizes.min()) for sizes in held), default=0.0)
+        for most in dict.fromkeys((budget_bytes, least, *(room * budget_bytes for room in rooms))):
+            if least <= most <= budget_bytes:
+                extra = [np.where(sizes > most, BIG, 0.0) for sizes in held]
+                found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
+                if all(sizes[o] <= most for sizes, o in zip(held, found, strict=True)):
+                    yield found
+
+
+def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> list[int]:
+    """Per class the bytes of inputs that never leave the device, as they lie under `start`, but those that its operator reads."""
+    given = {leaf for _, leaf in program.aliases}
+    size: dict[int, int] = {}
+    for k, i in enumerate(program.inputs):
+        layout = model.options[ties.of_input(k)][start[ties.of_input(k)]].outs[0]
+        if program.values[i].role not in MOVABLE and k not in given and layout is not None:
+            size[i] = layout.local_numel * program.values[i].dtype.itemsize
+    nodes = [program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None for item, *_ in ties.members]
+    return [0 if node is None else sum(size.values()) - sum(size.get(i, 0) for i in set(node.refs)) for node in nodes]
 
 
 def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
