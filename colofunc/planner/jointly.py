@@ -36,6 +36,8 @@ LESS = 0.9
 """Where a plan fits only with help, sharding alone is asked for so much less."""
 FINE = 1e-3
 """What may be gained beyond such a part is not looked for."""
+FAR, FEW = 2, 2
+"""Where what any sharding needs is so many times the budget nothing is searched; where the leanest is, only at so many prices."""
 LOOK, LITTLE = 256, 0.01
 """Of a small step so many shardings are looked at beside those, and those that may gain more than such a part."""
 
@@ -75,14 +77,16 @@ def together(
     searches: int = SEARCHES,
     every: Every[P] = lambda price_s: (),
     most: int = LOOK,
+    least: Callable[[], int] = lambda: 0,
 ) -> tuple[Scored[P] | None, Fitted]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
     to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
-    of them are finished. Raises PlanError where nothing can be proposed.
+    of them are finished. `least`: bytes that every plan needs, asked for when one was proposed. Raises PlanError where nothing can
+    be proposed.
     """
-    return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most)
+    return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most, least)
 
 
 class _Together(Generic[P]):
@@ -93,19 +97,26 @@ class _Together(Generic[P]):
         self.best: Scored[P] | None = None
 
     def run(
-        self, tries: int, searches: int, every: Every[P], most: int
+        self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
     ) -> tuple[Scored[P] | None, Fitted]:
         first = self.score(self.propose(None, 0.0))
-        if first is not None and not self.near(first):
+        if first is not None and not self.near(first) and not (self.best is None and least() > FAR * self.aim):
             self.for_less(tries)
-            self.priced(first, searches)
+            self.priced(first, min(searches, FEW) if self.far() else searches)
             if self.best is None:
                 self.all_of(every(None), most)
                 if self.best is not None:
                     self.priced(first, searches // 2)
             if self.best is None or self.best.total_s > first.proposed.cost_s * (1 + LITTLE):
                 self.all_of(every(self.price_s(self.best or first)), most)
-        return self.best, min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
+        return self.best, self.leanest()
+
+    def leanest(self) -> Fitted:
+        return min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
+
+    def far(self) -> bool:
+        """Whether all that was tried holds far too much."""
+        return self.best is None and self.leanest().peak_bytes > FAR * self.budget
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:
         """The plan finished, if it may be the best: it was not before, and is not slower without help than the best with it."""

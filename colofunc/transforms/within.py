@@ -25,6 +25,7 @@ from colofunc.planner.offload.fastest import Hint, Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.assign import Assignment, others
 from colofunc.planner.sharding.constraints import Constraints
+from colofunc.planner.sharding.least import at_least_any
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.ir import Node, Program, Value
@@ -212,7 +213,8 @@ def within(
         finish = partial(ending.finish, budget_bytes=budget_bytes)
         every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
         most = max(2, WORK // max(1, len(ending.program.nodes)))
-        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most)
+        needs = partial(_needs, ending.program, candidates)
+        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
         found = None if best is None else (best.proposed.plan, best.done)
     if found is not None:
         return _told(ending, *found)
@@ -220,8 +222,10 @@ def within(
     less = ", ".join(["a smaller batch", *others])
     if least.short and least.peak_bytes <= budget_bytes:
         raise CapacityError(least.short)
+    needs_bytes = _needs(ending.program, candidates) // parts
+    alone = f", and however it is sharded one operator makes {_gib(needs_bytes)}" if needs_bytes > budget_bytes else ""
     raise PlanError(
-        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}; "
+        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}{alone}; "
         f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
     )
 
@@ -242,6 +246,12 @@ def _every(
     """All shardings of a small program, cheapest first; of a larger one, and where nothing fits so far (no price), some."""
     for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
         yield _proposed(make, None, 0.0, found)
+
+
+def _needs(program: Program, candidates: Candidates) -> int:
+    """Bytes that every sharding of a step that was assigned before needs at least."""
+    known = candidates.memo.fastest
+    return min((at_least_any(program, model, known.ties) for model, _ in candidates.memo.models.values()), default=0) if known else 0
 
 
 def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float, found: Assignment | None = None) -> Proposed[Decided]:

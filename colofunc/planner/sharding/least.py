@@ -1,0 +1,29 @@
+"""What a step needs however it is sharded: the bytes that some operator makes under every one of its options.
+
+Problem: where a budget is far too small, hundreds of shardings are searched for nothing. Idea: what an operator makes has to lie
+somewhere when it is made, whatever is moved or made again, so the least of it over the operator's options bounds every plan.
+
+    linear, 256 x 64 floats on two ranks: 32768 bytes a rank, or 65536       no plan below 32768
+"""
+
+from __future__ import annotations
+
+from colofunc.dtensor.rule import Strategy
+from colofunc.planner.sharding.classes import Ties
+from colofunc.planner.sharding.model import Model
+from colofunc.program.facts import may_alias, written
+from colofunc.program.ir import Program
+
+
+def at_least_any(program: Program, model: Model, ties: Ties) -> int:
+    """Bytes that some operator makes at least. Views, what is written over, constants and updates (on the host, maybe) do not count."""
+    return max((min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0)
+
+
+def _makes(program: Program, ties: Ties, c: int, strategy: Strategy) -> int:
+    item = ties.members[c][0]
+    node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
+    if node is None or node.phase == "update" or may_alias(node) or written(node) or not node.refs:
+        return 0
+    made = zip(node.outs, strategy.outs, strict=True)
+    return sum(lay.local_numel * program.values[o].dtype.itemsize for o, lay in made if o is not None and lay is not None)

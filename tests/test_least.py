@@ -1,0 +1,46 @@
+"""Budgets that are far too small are refused early, and the error says what no sharding goes below."""
+
+import pytest
+import torch
+
+import colofunc as cf
+from colofunc.planner.fitted import Fitted
+from colofunc.planner.jointly import FEW, Proposed, together
+from colofunc.program.ir import Program
+
+NOTHING = Program((), (), (), {}, {}, (), "inplace")
+
+
+def asked(peak: int, least: int, searches: int = 6) -> int:
+    """How many shardings are proposed where all hold `peak` bytes, of a budget of 100."""
+    proposed = list[Proposed[int]]()
+
+    def propose(aim: int | None, price_s: float) -> Proposed[int]:
+        proposed.append(Proposed(len(proposed), 1.0 + 0.3 * len(proposed) ** 2, 1000 - 10 * len(proposed), len(proposed)))
+        return proposed[-1]
+
+    best, leanest = together(propose, lambda plan: Fitted(NOTHING, peak, 0.0), 100, tries=1, searches=searches, least=lambda: least)
+    assert best is None and leanest.peak_bytes == peak
+    return len(proposed)
+
+
+def test_where_every_sharding_needs_far_too_much_none_but_the_fastest_is_looked_at() -> None:
+    assert asked(peak=500, least=201) == 1
+
+
+def test_where_the_leanest_holds_far_too_much_few_prices_are_tried() -> None:
+    assert asked(peak=201, least=0) == 2 + FEW < asked(peak=199, least=0) == 2 + 6
+
+
+def perceptron(mesh: cf.Mesh) -> tuple[cf.Staged, object, torch.Tensor]:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    loss = lambda out, _: (out**2).mean()  # noqa: E731
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), loss, inputs=lambda b: ((b,), {}))
+    return cf.shard(step, mesh), state, torch.randn(256, 32)
+
+
+def test_the_error_says_what_no_sharding_goes_below() -> None:
+    """256 x 64 floats on two ranks are 32768 bytes."""
+    base, *args = perceptron(cf.Mesh(dp=2, topology="8xa100-40g"))
+    with pytest.raises(cf.PlanError, match="however it is sharded one operator makes 32,768 B"):
+        cf.offload(base, budget=10_000).lower(*args)
