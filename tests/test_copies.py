@@ -21,6 +21,7 @@ import colofunc as cf
 from colofunc.executors.copies import Copier, Copying, Engines, Flights
 from colofunc.executors.pools import Pool
 from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passing import Passing, SizeClass
 from colofunc.transforms.observe import arguments_of
 
@@ -250,20 +251,52 @@ def as_on_gpu(low: Any, inputs: Any, seed: int, settles: bool) -> Any:
     given = iter(inputs)
     ordered = [[low.program.constants[i].clone()] if i in low.program.constants else next(given) for i in program.inputs]
     assert len(ordered) == len(inputs) + len(constants)
-    runner, card = SimulatedProgram(program, low.mesh), Beside(seed)
+    return late(program, low.mesh, [shards[0] for shards in ordered], seed, settles)
+
+
+def late(program: Program, mesh: cf.Mesh, inputs: list[torch.Tensor], seed: int, settles: bool) -> list[torch.Tensor]:
+    """What a program of one rank gives from its source for a GPU."""
+    runner, card = SimulatedProgram(program, mesh), Beside(seed)
     copier = Copier(card)
     card.first_is_in = copier._stream(DEVICE, "to_device") is card.streams[1]
     copier._stream(DEVICE, "to_host")
     assert runner.pool is not None
     runner.pool.allocate()
-    writer = runner.write(((0,),) * len(ordered), torch.device("meta"))
+    writer = runner.write(((0,),) * len(inputs), torch.device("meta"))
     writer.names["copy_start"] = lambda kind, operands, _, pool=None: copier.start(kind, operands, DEVICE, pool)
     writer.names["settle"] = copier.settle if settles else lambda *_: None
     writer.names["device"] = torch.device("cpu")
     function = writer.function()
     function._finish = copier.finish
-    outs = function([shards[0] for shards in ordered])
+    outs = function(inputs)
     return [outs[slots[0]] for slots in function.slots]
+
+
+def moved_on_the_host(lanes: int = 1) -> Program:
+    """A copy on the host that is shown, rearranged (which copies) and, where lanes share it, written by each for itself."""
+    nodes = [
+        Node("colofunc.to_host", (Ref(0),), (), (2,)),
+        Node("colofunc.debug", ((Ref(2),), "{}", "", False), (), ()),
+        Node("colofunc.rearrange", (Ref(2), "a b -> (b a)", (), ()), (), (3,)),
+    ]
+    nodes += [Node("aten.add_.Tensor", (Ref(2), Ref(1)), (), (4,))] if lanes > 1 else []
+    shapes = {0: (2, 4), 1: (2, 4), 2: (2, 4), 3: (8,), 4: (2, 4)}
+    values = {k: Value(k, shape, torch.float32, place="device" if k == 0 else "host") for k, shape in shapes.items()}
+    return Program((0, 1), tuple(nodes), (3,), {k: v for k, v in values.items() if k < 4 or lanes > 1})
+
+
+def test_the_host_waits_before_it_shows_rearranges_or_separates_what_was_copied_there() -> None:
+    several = SimulatedProgram(moved_on_the_host(2), cf.Mesh(dp=2)).write(((0, 0), (0, 1)), torch.device("meta"))
+    there = several.lines[0].split(" = ")[0]
+    reads = [k for k, line in enumerate(several.lines) if "show(" in line or ".reshape(" in line or ".clone()" in line]
+    assert len(reads) == 3 and all(several.lines[k - 1] == f"settle(({there},), ())" for k in reads), several.lines
+
+
+def test_what_is_rearranged_on_the_host_is_there() -> None:
+    x, program = torch.arange(1.0, 9.0).reshape(2, 4), moved_on_the_host()
+    for settles in (True, False):
+        (got,) = late(program, cf.Mesh(), [x.clone(), torch.zeros(2, 4)], 0, settles)
+        assert torch.equal(got, x.t().reshape(8)) == settles
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -300,6 +300,7 @@ class Writer:
                     continue
                 if (name, key) not in copies:
                     copies[name, key] = f"{self.stem(id)}_s{next(self._splits)}"
+                    self.settle(self._on_host([id], lane), [])
                     self.line(f"{copies[name, key]} = {name}.clone()")
                 names[lane] = copies[name, key]
             self.where[id] = tuple(names)
@@ -309,6 +310,7 @@ class Writer:
         steps = rearrange_steps(pattern, tuple(names), tuple(sizes), self.program.values[ref.id].shape)
         source = self.where[ref.id]
         for name, lane in self.assign(only(node), source):
+            self.settle(self._on_host([ref.id], lane), [])  # it may copy
             self.line(f"{name} = {rearrange_text(source[lane], steps)}")
 
     def debug(self, node: Node) -> None:
@@ -316,6 +318,7 @@ class Writer:
         values, text, key, ranks = node.args
         for lane, rank in enumerate(self.wires.ranks):
             if ranks or rank == 0:
+                self.settle(self._on_host(node.refs, lane), [])
                 self.line(f"{self.bind(show, 'show')}({self.literal(values, lane)}, {text!r}, {key!r}, {ranks}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
