@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -233,14 +232,6 @@ def trained_once(folder: Path, layers: int = 1) -> tuple[Any, Any, Any]:
     return staged, state, args
 
 
-def test_a_directory_that_is_removed_while_it_is_in_use(tmp_path: Path) -> None:
-    staged, state, args = trained_once(tmp_path)
-    shutil.rmtree(next(tmp_path.iterdir()))
-    with pytest.raises(DiskError, match=r"the file was removed. Try: name a directory that nothing removes") as caught:
-        staged(state, args[1])
-    assert "while running colofunc.wait" in str(caught.value.__notes__)
-
-
 def test_a_step_that_fails_after_its_first_write_changes_nothing_on_disk(tmp_path: Path, monkeypatch: Any) -> None:
     _, state, args = trained_once(tmp_path)
     before, step = fulls(state), float(state["opt"]["step"])
@@ -310,8 +301,9 @@ def test_host_budgets_that_are_none_are_named(bad: Any) -> None:
 
 
 def test_a_disk_that_is_no_path_and_a_policy_without_one() -> None:
-    with pytest.raises(cf.ColofuncError, match=r"cf\.offload\(disk=3\): give the path of a directory"):
-        cf.offload(lambda x: x, disk=3)
+    for bad in (3, ""):
+        with pytest.raises(cf.ColofuncError, match=rf"cf\.offload\(disk={bad!r}\): give the path of a directory"):
+            cf.offload(lambda x: x, disk=bad)
     with pytest.raises(cf.ColofuncError, match=r"policy='disk'\) needs a directory"):
         cf.offload(lambda x: x, policy="disk")
     with pytest.raises(cf.PlanError, match=r"host=0.5\) is a part of the host's memory, which topology 'ideal' does not limit"):

@@ -272,10 +272,11 @@ SCRATCH: ContextVar[Scratch | None] = ContextVar("SCRATCH", default=None)
 class Together:
     """What a step may write to, of all parts that it is given: all of it counts at its end, or none.
 
-    Where no part lies on disk there is nothing to do.
+    Where no part lies on disk there is nothing to do. `committed`: some of it counts, so that to forget the rest is to lose the state.
     """
 
     def __init__(self, parts: Iterable[torch.Tensor]) -> None:
+        self.committed = False
         self._parts = [x for x in parts if isinstance(x, OnDisk)]
         self._stores = list({id(x.store): x.store for x in self._parts if x.store is not None}.values())
 
@@ -283,6 +284,7 @@ class Together:
         for store in self._stores:
             if store.changed:
                 store.commit()
+                self.committed = True
 
     def rollback(self) -> None:
         for store in self._stores:

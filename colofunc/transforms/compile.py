@@ -336,10 +336,10 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
         with nullcontext() if scratch is None else scratch.used():
             outs = ready.step(inputs)
         disk.commit()
-    except Exception as error:
+    except BaseException as error:  # an interrupt too: what it left on disk must not be taken for the state
         disk.rollback()
         ready.__dict__.pop("scratch", None)  # the error's traceback may hold what lies there: the next call has room of its own
-        if before != [compat.version(part) for leaf in mine for part in leaf.parts]:
+        if disk.committed or before != [compat.version(part) for leaf in mine for part in leaf.parts]:
             for leaf in mine:
                 leaf.consume(f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)")
             error.add_note(f"{name} had begun to update its state in place: that state is lost; load the last checkpoint")

@@ -59,7 +59,7 @@ def offload(
     limit, part = _budget(budget, "budget")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
-    if disk is not None and disk is not True and not isinstance(disk, str | os.PathLike):
+    if disk is not None and disk is not True and (not isinstance(disk, str | os.PathLike) or not os.fspath(disk)):
         raise InputError(f"cf.offload(disk={disk!r}): give the path of a directory, such as '/nvme/me'")
     if disk is None and policy in ("disk", DISK):
         raise InputError("cf.offload(policy='disk') needs a directory; write cf.offload(..., disk='/nvme/me')")
