@@ -82,10 +82,10 @@ def slower(cases: Iterable[Case]) -> tuple[int, int]:
 
 ROWS: tuple[tuple[str, range, int, float | None, bool], ...] = (
     ("2 layers", range(5000, 5200), 2, None, True),
-    ("3 layers", range(5000, 5030), 3, None, True),
+    ("3 layers", range(5000, 5025), 3, None, True),
     *((f"2 layers, {part} of the peak", range(6000, 6030), 2, part, True) for part in PARTS),
     ("2 layers as of a larger step", range(7000, 7200), 2, None, False),
-    ("3 layers as of a larger step", range(7000, 7030), 3, None, False),
+    ("3 layers as of a larger step", range(7000, 7025), 3, None, False),
 )
 """What, seeds, layers, part of the peak, whether all shardings are looked at."""
 APART = range(2000, 2040)
