@@ -27,6 +27,8 @@ from colofunc.planner.offload.evict import Facts, Stay, spread
 from colofunc.planner.offload.timeline import Links
 
 WHOLE = 1e-6
+NEVER, ALWAYS = -1, -2
+"""Gaps that have no variable: the host writes in between, so that nothing can be kept; nothing lies between, so that all is."""
 ITERATIONS = 20_000
 """Of the simplex method, at most: counted, not timed, so that every rank stops where the others do."""
 
@@ -89,7 +91,7 @@ class _Fewest:
         self.saved: list[float] = []  # by variable: bytes that are not copied
         self.held: list[list[tuple[int, int]]] = []  # by variable: the positions that it needs room at
         self.item: list[int] = []
-        self.gaps: list[list[int]] = []  # by item: its gaps; -1 where the host writes in between, and nothing can be kept
+        self.gaps: list[list[int]] = []  # by item: its gaps; NEVER, ALWAYS or a variable
         self.resident: dict[int, int] = {}  # item -> its variable
         self.below: list[tuple[int, int]] = []  # the first is at most the second
         for index, item in enumerate(facts.trace.items):
@@ -98,7 +100,7 @@ class _Fewest:
             if item.home and item.stays and not item.host_uses and uses and not item.fixed:
                 ends = [(a, b) for a, b in ((0, uses[0]), (uses[-1] + 1, facts.size)) if a < b]
                 mine = self.resident[index] = self._variable(index, 1 + sum(v.outlives for v in writes), ends)
-                self.below += [(mine, gap) for gap in self.gaps[index]]
+                self.below += [(mine, gap) for gap in self.gaps[index] if gap >= 0]
             elif item.fixed:
                 self._fix(index)
 
@@ -109,7 +111,8 @@ class _Fewest:
             self.room[slice(None) if item.home else slice(uses[0], uses[-1] + 1)] -= item.nbytes
             self.room[uses] += item.nbytes
         for gap in self.gaps[index]:
-            self.held[gap] = []
+            if gap >= 0:
+                self.held[gap] = []
 
     def _variable(self, item: int, copies: float, held: list[tuple[int, int]]) -> int:
         self.item.append(item)
@@ -123,10 +126,10 @@ class _Fewest:
         for a, ahead in zip(uses, self.facts.next_use[index][:-1], strict=False):
             while at + 1 < len(versions) and versions[at + 1].written <= a:
                 at += 1
-            if ahead == self.facts.never:
-                found.append(-1)
+            if ahead == self.facts.never or a + 1 >= ahead:
+                found.append(NEVER if ahead == self.facts.never else ALWAYS)
                 continue
-            gap = self._variable(index, 1.0, [(a + 1, ahead)] if a + 1 < ahead else [])
+            gap = self._variable(index, 1.0, [(a + 1, ahead)])
             found.append(gap)
             if at >= 0 and versions[at].host_read < 0 and not versions[at].outlives:
                 if at not in stored:
@@ -158,7 +161,7 @@ class _Fewest:
         def states(least: float) -> list[int]:
             """Items that are resident for at least that part and fit, most first."""
             order = sorted((i for i, k in self.resident.items() if part[k] >= least), key=lambda i: (-part[self.resident[i]], i))
-            return [i for i in order if keep([self.resident[i], *self.gaps[i]])]
+            return [i for i in order if keep([self.resident[i], *(k for k in self.gaps[i] if k >= 0)])]
 
         residents = set(states(1 - WHOLE))
         gaps = [k for mine in self.gaps for k in mine if k >= 0 and (part[k] > WHOLE or not self.held[k])]
@@ -185,9 +188,13 @@ class _Fewest:
             return []
         spans = [(k, *span, self.facts.nbytes[self.item[k]]) for k, held in enumerate(self.held) for span in held]
         ks, begins, ends, nbytes = np.asarray(spans, dtype=np.int64).reshape(-1, 4).T
+        inner = ends < size
+        points: np.ndarray = np.unique(np.concatenate(([0], begins, ends[inner])))  # between these the same gaps are open
+        begins, ends, room = np.searchsorted(points, begins), np.searchsorted(points, ends), np.minimum.reduceat(room, points)
+        size = len(points)
         unit, positions = float(max(self.facts.nbytes)) or 1.0, np.arange(size)
         # What is held at p and what is free there add up to the room; each row less the one before has few entries.
-        left, inner = count + positions, ends < size
+        left = count + positions
         rows: np.ndarray = np.concatenate((begins, ends[inner], positions, positions[1:]))
         columns = np.concatenate((ks, ks[inner], left, left[:-1]))
         values = np.concatenate((nbytes / unit, -nbytes[inner] / unit, np.ones(size), -np.ones(size - 1)))
@@ -211,8 +218,8 @@ class _Fewest:
     def _stays(self, index: int, kept: list[bool]) -> list[Stay]:
         uses, item, out = self.facts.uses[index], self.facts.trace.items[index], list[Stay]()
         begin = 0
-        for k, gap in enumerate([*self.gaps[index], -1] if uses else []):
-            if gap < 0 or not kept[gap]:
+        for k, gap in enumerate([*self.gaps[index], NEVER] if uses else []):
+            if gap == NEVER or (gap >= 0 and not kept[gap]):
                 first, after = uses[begin], uses[begin - 1] + 1 if begin else 0
                 out.append(Stay(first, uses[k], index, not item.home and first == item.uses[0], after))
                 begin = k + 1
