@@ -80,6 +80,30 @@ def test_the_host_works_beside_the_device():
     assert found.busy[3].start_s == 2 * one + COPY_S and found.starts_s[:3] == (0.0, 0.0, 0.0)
 
 
+def test_the_thread_that_hands_out_work_does_the_hosts():
+    """What the device was given before goes on meanwhile; what comes behind it begins when the host is through."""
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        ("colofunc.to_host_start", (R(0),), (2,)),
+        ("colofunc.wait", (R(2),), (3,)),
+        ("aten.neg.default", (R(3),), (4,)),
+        ("aten.neg.default", (R(1),), (5,)),
+    ]
+    found = played(nodes, [(N,)] * 6, dict.fromkeys([2, 3, 4], "host"))
+    neg, back, host = MESH.compute_s(N, 16 * N, "float64"), MESH.copy_s(8 * N, "device", "host"), MESH.host_s(16 * N)
+    assert spans(found) == [
+        ("compute", 0.0, neg), ("to host", neg, neg + back), ("host", neg + back, neg + back + host),
+        ("compute", neg + back + host, 2 * neg + back + host),
+    ]  # fmt: skip
+
+
+def test_a_copy_that_is_waited_for_right_away_is_there_for_the_host():
+    nodes = [("aten.neg.default", (R(0),), (1,)), ("colofunc.to_host", (R(1),), (2,)), ("aten.neg.default", (R(2),), (3,))]
+    found = played(nodes, [(N,)] * 4, dict.fromkeys([2, 3], "host"))
+    assert [b.lane for b in found.busy] == ["compute", "to host", "host"]
+    assert found.busy[2].start_s == found.busy[1].end_s >= found.busy[0].end_s > 0
+
+
 def lowered():
     step = programs.mlp(64)
     return cf.shard(step.fn, cf.Mesh(dp=2, topology="2xa100-40g"), zero(3, "dp")).on("distributed").lower(step.state, step.batch)

@@ -19,6 +19,7 @@ from colofunc.dtensor.rule import Call, Rule
 from colofunc.dtensor.strategies import FREE
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
 
@@ -125,7 +126,11 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
 def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> tuple[float, float, str]:
     """(flops, bytes read and written, dtype name) of one compute node from its own shapes."""
     call, _ = call_of(node, values)
-    return _work(call, rule_of)
+    work, moved, dtype = _work(call, rule_of)
+    changed = sum(values[i].nbytes for i in written(node)) if moved else 0
+    if any(o is not None for o in node.outs):  # `add_` reads what it writes, and gives it as its result; `add.out` does not read it
+        changed = 0 if node.target.split(".")[1].endswith("_") else -changed
+    return work, moved + changed, dtype
 
 
 @lru_cache(maxsize=1 << 14)

@@ -3,7 +3,8 @@
 Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
 order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
 out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a
-started one only at its wait.
+started one only at its wait. Work of the host holds up nobody who has his work: it runs in the thread that hands work out, so
+that what comes behind it in the order begins when it has ended, and what came before goes on.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -72,7 +73,7 @@ def played(program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, V
 class _Player:
     def __init__(self, program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, Value]], float]) -> None:
         self.program, self.mesh, self.device_s = program, mesh, seconds
-        self.free = dict.fromkeys(LANES, 0.0)
+        self.free = dict.fromkeys(LANES, 0.0)  # the host's: when the thread that hands work out is free
         self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
@@ -88,19 +89,25 @@ class _Player:
         """When the device may go on."""
         kind, needs = kind_of(node), max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
         if kind == ("wait", False):
+            self._made(node, needs)
             return needs
         if node.loop is not None:
-            return self._loop(index, node.loop, max(clock, needs))
+            end = self._loop(index, node.loop, max(clock, needs, self.free["host"]))
+            self._made(node, end)
+            return end
         lane, seconds = self._lane(node), self._seconds(node)
-        begin = max(clock, self.free[lane], needs)
+        begin = max(self.free["host"], needs, *(() if lane == "host" else (clock, self.free[lane])))
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[lane] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
-        if apart:
-            for i in (*written(node), *(o for o in node.outs if o is not None)):
-                self.ready[i] = begin + seconds
+        if apart or is_copy(node):
+            self._made(node, begin + seconds)
         return clock if apart else begin + seconds
+
+    def _made(self, node: Node, when_s: float) -> None:
+        for i in (*written(node), *(o for o in node.outs if o is not None)):
+            self.ready[i] = when_s
 
     def _loop(self, index: int, loop: Loop, begin: float) -> float:
         trip = self.bodies[index] = played(loop.body, self.mesh, self.device_s)

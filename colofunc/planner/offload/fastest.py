@@ -32,6 +32,7 @@ from colofunc.planner.offload.trace import Ground, NodeS, ground_of, trace_of, w
 from colofunc.planner.offload.updates import UPDATES, splits
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
+from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
 CLOSER = 3
@@ -56,8 +57,8 @@ class Hint:
 
 @attrs.frozen(eq=False)
 class Offloaded:
-    """A program with copies in it. `exposed_s`: by how much its timeline is longer than all work on the device, one after the
-    other (less than nothing where the host takes work off it). `over`: bytes by which its peak exceeds the budget."""
+    """A program with copies in it. `exposed_s`: by how much it takes longer than without them, both played as they run (less than
+    nothing where the host takes work off the device). `over`: bytes by which its peak exceeds the budget."""
 
     program: Program
     exposed_s: float
@@ -113,14 +114,16 @@ def offload(
         least_s = least_disk_s(mesh, above) if disk else 0.0
         return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
 
+    before_s = played(program, mesh, node_s).end_s
+
     def whole(one: _Found) -> tuple[int, tuple[int, bool, float], Offloaded]:
-        done, words = write(one.ground, one.on_host, one.items, one.trace, one.found), tuple(_words(one))
-        host, exposed_s, lacks = memory(done).peak_bytes.get("host", 0), _longer_s(ground, one), ""
-        held = host
+        done = write(one.ground, one.on_host, one.items, one.trace, one.found)
+        host, exposed_s, lacks = memory(done).peak_bytes.get("host", 0), played(done, mesh, node_s).end_s - before_s, ""
+        held, words = host, tuple(_words(one, exposed_s))
         if "disk" in below.values() or (disk and most is not None and host > most):
             lower = on_disk(done, mesh, node_s, most, below, captured)
             done, words, lacks = lower.program, (*words, *lower.words), lower.short
-            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - _alone_s(ground)
+            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - before_s
         short = _host_short(held, most, disk, mesh.node_ranks) or lacks
         return host, (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
 
@@ -319,7 +322,7 @@ def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
     )
 
 
-def _words(best: _Found) -> Iterator[str]:
+def _words(best: _Found, exposed_s: float) -> Iterator[str]:
     """What was decided, for people."""
     found, ground = best.found, best.ground
     home = [k for k, item in enumerate(best.trace.items) if item.home and k not in found.residents]
@@ -338,7 +341,7 @@ def _words(best: _Found) -> Iterator[str]:
     if operators := told(ground.program, best.on_host):
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
-    hidden = f"{time_text(found.exposed_s)} of it not hidden"
+    hidden = f"{time_text(max(0.0, exposed_s))} of it not hidden"
     least = "" if not best.least_bytes else f"; no choice copies less than {size_text(best.least_bytes)}"
     yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}{least}"
     if best.gave_up:

@@ -11,7 +11,8 @@ the storage lies; what has no value that covers it, leaves the program, or is sm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +20,7 @@ import numpy as np
 
 from colofunc.mesh import Mesh
 from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace
+from colofunc.planner.offload.timeline import Lanes, play
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, lies
@@ -130,7 +132,8 @@ def trace_of(
         if home and tier == near and not there:
             continue
         if not home and value.nbytes < min(floor, FEW) and there:
-            continue  # a scalar that the host reads: counted as if it stayed
+            base[min(storage.dies, count - 1) + 1 :] += storage.nbytes  # a scalar that the host reads: counted as if it stayed
+            continue
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
         uses = sorted({*uses, *busy.get(s, ()), *there})
@@ -185,7 +188,8 @@ def write(
     """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`."""
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
-    out = _Writer(ground, on_host, items, Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay))
+    tiered = Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay)
+    out = _Writer(ground, on_host, items, tiered, _ended(trace, found, ground.links))
     starts: dict[int, list[Move]] = {}
     waits: dict[int, list[Move]] = {}
     for move in found.moves:
@@ -200,6 +204,7 @@ def write(
                     out.wait(move)
         for move in sorted(starts.get(k, ()), key=lambda m: m.kind == "fetch"):
             out.start(move)
+        out.flush(k)
         if k < count:
             out.run(k)
     out.drain()
@@ -211,56 +216,91 @@ def _awaited(move: Move) -> int:
     return move.done if move.kind == "fetch" else move.free
 
 
-class _Writer:
-    """Nodes in their order, but those of the host that read what is still being stored, which come when the device has waited.
+def _ended(trace: Trace, found: Residency, links: Links) -> dict[int, int]:
+    """Position on the host -> the first one that the device comes to when it has ended."""
+    if not trace.host:
+        return {}
+    played = play(Lanes(trace), found.moves, links)
+    return {k: bisect_left(played.control, played.end[k] * (1 - 1e-9)) for k in trace.host}
 
-    In the order of the program the device would wait as long as the host does, for a copy behind all others of its engine.
+
+class _Writer:
+    """Nodes in their order, but those of the host, which come where the device is when they have ended.
+
+    The thread that hands work to the device does the host's, and what comes behind it waits for both: for a copy that is behind
+    all others of its engine, and for the host.
     """
 
-    def __init__(self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered) -> None:
-        self.ground, self.on_host, self.items, self.tiered = ground, on_host, items, tiered
-        self.flying: dict[int, Move] = {}  # storage -> its store
+    def __init__(self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered, ended: Mapping[int, int]) -> None:
+        self.ground, self.on_host, self.items, self.tiered, self.ended = ground, on_host, items, tiered, ended
+        self.flying = set[int]()  # storages that are being stored
+        self.soon = self._small()  # storages that nobody plans: stored when they are made
+        self.copy(s for s in self.soon if ground.lies.storages[s].born < 0)
         self.late: list[tuple[int, set[int], set[int]]] = []  # nodes of the host that have not been written down, what they read and write
 
     def start(self, move: Move) -> None:
         storage = self.items[move.item]
-        if any(storage in touched for _, touched, _ in self.late):
-            self.drain()
+        self.drain({storage}, {storage})
         if _awaited(move) > move.start:
             self.tiered.start(storage, move.kind)
             if move.kind == "store":
-                self.flying[storage] = move
+                self.flying.add(storage)
         else:
             (self.tiered.fetch if move.kind == "fetch" else self.tiered.store)(storage)
 
     def wait(self, move: Move) -> None:
-        storage = self.items[move.item]
         if move.kind == "fetch":
-            self.tiered.wait(storage, "fetch")
-        elif self.flying.pop(storage, None) is not None:
+            self.tiered.wait(self.items[move.item], "fetch")
+        else:
+            self._stored({self.items[move.item]})
+
+    def _stored(self, storages: Collection[int]) -> None:
+        """Behind their copies."""
+        for storage in sorted(self.flying.intersection(storages)):
+            self.flying.remove(storage)
             self.tiered.wait(storage, "store")
-            while self.late and not self.late[0][1] & self.flying.keys():
-                self.tiered.run(self.late.pop(0)[0])
+
+    def flush(self, position: int) -> None:
+        """Write down what of the host has ended when the device comes to a position."""
+        while self.late and not (self.late[0][1] & self.flying) - self.soon and self.ended.get(self.late[0][0], 0) <= position:
+            k, touched, _ = self.late.pop(0)
+            self._stored(touched)
+            self.tiered.run(k)
 
     def run(self, k: int) -> None:
         touched, changed = self._touches(k)
-        behind = any(touched & theirs or changed & others for _, others, theirs in self.late)
-        if k in self.on_host and (behind or touched & self.flying.keys()) and self._planned(k):
+        if k in self.on_host and self._planned(k):
             self.late.append((k, touched, changed))
+            self.flush(k)
             return
-        if behind:
-            self.drain()
-        for storage in touched & self.flying.keys() if k in self.on_host else ():
-            self.wait(self.flying[storage])
+        self.drain(touched, changed)
+        self._stored(touched if k in self.on_host else ())
         self.tiered.run(k)
+        self.copy(changed)
 
-    def drain(self) -> None:
-        """Write down all that is late, behind the copies that it reads."""
-        late, self.late = self.late, []
-        for k, touched, _ in late:
-            for storage in sorted(touched & self.flying.keys()):
-                self.wait(self.flying[storage])
+    def copy(self, made: Iterable[int]) -> None:
+        """Begin to store what is small and read on the host."""
+        for storage in sorted(self.soon.intersection(made)):
+            self.tiered.start(storage, "store")
+            self.flying.add(storage)
+
+    def drain(self, touched: Collection[int] | None = None, changed: Collection[int] = ()) -> None:
+        """Write down what is late, behind the copies that it reads: all, or as much as has to come before who touches these."""
+        behind = [i for i, (_, mine, made) in enumerate(self.late) if touched is None or made & set(touched) or mine & set(changed)]
+        late, self.late = self.late[: max(behind, default=-1) + 1], self.late[max(behind, default=-1) + 1 :]
+        for k, mine, _ in late:
+            self._stored(mine)
             self.tiered.run(k)
+
+    def _small(self) -> set[int]:
+        """Storages of the device that are whole once they are made, small, and read on the host, without being items."""
+        program, found = self.ground.program, self.ground.lies
+        read = {found.home[i] for k in self.on_host for i in program.nodes[k].refs if not is_view(program.nodes[k], found)}
+        later = {found.home[i] for node in program.nodes for i in written(node)} | _shared(found)
+        makers = {s: program.nodes[found.storages[s].born] for s in read if found.storages[s].born >= 0}
+        later |= {s for s, node in makers.items() if found.storages[s].born in self.on_host or node.target.endswith("_start")}
+        later |= {*self.items, *self.tiered.home}
+        return {s for s in read - later if found.storages[s].tier == self.tiered.near and found.storages[s].nbytes < FEW}
 
     def _touches(self, k: int) -> tuple[set[int], set[int]]:
         """Storages that a node reads or writes, and those that it writes or makes."""
