@@ -130,7 +130,7 @@ class DiskStore:
     sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_layout.disk_bytes`).
     threads: how many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
-    versions: 1 for what is never committed, or is written once and only read from the commit on; it takes half the room.
+    versions: 1 for what is never committed, only sealed, which takes half the room.
     keep: whether the files outlive the process; otherwise `close` or the end of the process removes them, and after a
     kill the next store in the same directory does. Only one thread may call methods at a time.
     Raises DiskError before anything is left on disk where the directory is missing, not writable or too small.
@@ -305,21 +305,31 @@ class DiskStore:
 
         note: kept with the commit, for who opens it. durable: flush to the disk too, so that a crash of the machine leaves
         the same; without it a crash may leave a store that `open` or `read` refuse by checksum. Raises DiskError where
-        a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called. With one version of
-        each chunk what is written is only read from then on, and nobody can open the store later.
+        a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called.
         """
         self._ours("commit to")
+        if self._files.layout.versions == 1:
+            raise DiskError(f"the store at {self.path!r} has one version of each chunk, so nothing is committed. Try: versions=2, seal()")
         self._workers.wait_for_writes()
         records = self._records
         for chunk, error in records.failed.items():
             raise DiskError(f"nothing is committed, because chunk {chunk} was not written: {error}") from error
         found = records.committed(note)
         try:
-            if records.layout.versions > 1:
-                self._files.commit(found, durable)
+            self._files.commit(found, durable)
         except OSError as error:
             raise disk_error("nothing is committed, the index cannot be replaced in", self.path, error) from error
         records.current, records.note, records.count = found.current, note, found.count
+
+    def seal(self) -> None:
+        """Of a store with one version: what was written is only read from now on, in this process."""
+        self._ours("seal what is in")
+        assert self._files.layout.versions == 1, "of two versions a commit decides"
+        self._workers.wait_for_writes()
+        records = self._records
+        for chunk, error in records.failed.items():
+            raise DiskError(f"nothing is sealed, because chunk {chunk} was not written: {error}") from error
+        records.current = records.newest.copy()
 
     def rollback(self) -> None:
         """Wait for all writes, then forget those since the last commit."""

@@ -230,7 +230,7 @@ class Room:
                 self.store.rollback()  # what it has kept so far stays
             raise
         if self._once:
-            self.store.commit()
+            self.store.seal()
         return found
 
 
