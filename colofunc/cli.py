@@ -32,7 +32,7 @@ from rich.console import Console
 
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
-from colofunc.mesh.sizes import parse_bytes, size_text
+from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import chrome_trace
 from colofunc.transforms.checkpoint import checkpoint
@@ -53,8 +53,8 @@ def plan(
     device: Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")] = "",
     topology: Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")] = "",
     mesh: Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")] = "",
-    budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB; default: all of the device")] = "",
-    host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB; default: that of the usual machine")] = "",
+    budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB or 0.5; default: all of the device")] = "",
+    host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB or 0.5; default: that of the usual machine")] = "",
     disk: Annotated[str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")] = "",
     within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
     example: Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")] = "",
@@ -176,18 +176,30 @@ def machine(device: str, topology: str, host: str, budget: str, disk: str = "") 
         name = topology or (f"{min(8, mesh.size)}x{device}" if device and mesh.size > 1 else device)
         found: Topology = resolve_topology(name) if name else mesh.topology
         if host:
-            found = _with_room(found, "host", parse_bytes(host, "--host"))
+            found = _with_room(found, "host", _room(found, "host", host, "--host"))
         if disk:
             found = _with_disk(found, disk)
         if budget:
-            has = found.tier("device").capacity_bytes
-            found = _with_room(found, "device", min(parse_bytes(budget, "--budget"), has if has is not None else sys.maxsize))
+            has, given = found.tier("device").capacity_bytes, _room(found, "device", budget, "--budget")
+            found = _with_room(found, "device", given if has is None or given is None else min(given, has))
         return mesh.with_topology(found)
 
     return on
 
 
-def _with_room(topology: Topology, name: str, nbytes: int) -> Topology:
+def _room(topology: Topology, name: str, text: str, option: str) -> int | None:
+    """Bytes, a part of what the tier has, or "auto": all of it."""
+    nbytes, part = parse_room(text, option)
+    has = topology.tier(name).capacity_bytes
+    if part is not None and has is None:
+        raise InputError(
+            f"{option} {text} is a part of the {name}'s memory, which topology {topology.name!r} does not limit; "
+            "write bytes such as 6GiB, or name a --device"
+        )
+    return int(part * has) if part is not None and has is not None else has if nbytes is None else nbytes
+
+
+def _with_room(topology: Topology, name: str, nbytes: int | None) -> Topology:
     tiers = (attrs.evolve(tier, capacity_bytes=nbytes) if tier.name == name else tier for tier in topology.tiers)
     return attrs.evolve(topology, tiers=tuple(tiers))
 

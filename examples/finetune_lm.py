@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that run one after another")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what is computed in")
-    parser.add_argument("--budget", help="device memory a rank ('6GiB'): what does not fit is made again or on the host", default="")
+    parser.add_argument("--budget", help="device memory a rank ('6GiB', 0.5): the rest is made again or on the host", default="")
     parser.add_argument("--disk", help="directory for state that memory has no room for; without --host for all of it", default="")
     parser.add_argument("--host", help="host memory a rank for what is not on the device", default="")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from colofunc.errors import PlanError, near
-from colofunc.mesh.sizes import parse_bytes
+from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute.fastest import Policy, by_policy, fit
 from colofunc.planner.recompute.policies import NAMED
@@ -32,17 +32,20 @@ from colofunc.transforms.staged import Intent, Staged, stage
 
 
 def checkpoint(
-    step_fn: Callable[..., Any] | None = None, *, budget: str | int | None = None, policy: str | Policy = "auto"
+    step_fn: Callable[..., Any] | None = None, *, budget: str | int | float | None = None, policy: str | Policy = "auto"
 ) -> Any:
-    """The step within `budget` bytes a rank ("10GiB" or a number), at every moment: the fastest way found.
+    """The step within `budget` bytes a rank, at every moment: the fastest way found.
 
+    budget: "10GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto", as without one: all that the
+    mesh's topology has.
     policy: "auto" chooses by cost, per value; "everything" keeps all, "nothing" only what goes from stage to stage, "dots"
     the results of products, convolutions and attention; `cf.save_only(globs)` what these modules return, `cf.every(n)` every
-    n-th stage. Without a budget "auto" keeps to the memory of the mesh's topology. Raises PlanError with the least peak
-    found where nothing fits.
+    n-th stage. Raises PlanError with the least peak found where nothing fits.
     """
-    chosen, limit = _policy(policy), None if budget is None else parse_bytes(budget, "cf.checkpoint(budget=)")
-    intent = Intent("checkpoint", {"budget_bytes": limit, "policy": chosen}, refit=partial(_refit, chosen))
+    chosen = _policy(policy)
+    limit, part = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
+    options = {"budget_bytes": limit, "budget_part": part, "policy": chosen}
+    intent = Intent("checkpoint", options, refit=partial(_refit, chosen))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)

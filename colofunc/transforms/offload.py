@@ -22,7 +22,7 @@ import attrs
 
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import parse_bytes
+from colofunc.mesh.sizes import Room, parse_room
 from colofunc.planner.offload import fastest as planner
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload.trace import NodeS
@@ -46,7 +46,7 @@ def offload(
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
-    budget: "6GiB", a number of bytes, a part of the device's memory (0.5), or "auto": all of it. policy: "auto" decides by
+    budget: "6GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto": all of it. policy: "auto" decides by
     time, "bytes" by what is copied; "device" moves nothing, "host" and "disk" keep
     all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
@@ -56,7 +56,7 @@ def offload(
     measure: so many first steps are timed, and what moves when is planned again by that (see `measured.py`); a policy may ask for it.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
-    limit, part = _budget(budget, "budget")
+    limit, part = parse_room(budget, "cf.offload(budget=)")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
     if disk is not None and disk is not True and (not isinstance(disk, str | os.PathLike) or not os.fspath(disk)):
@@ -67,7 +67,7 @@ def offload(
         raise InputError(f"cf.offload(measure={measure!r}): give how many first steps are timed, such as 2")
     if measure is None:
         measure = policy.measure if isinstance(policy, MemoryPolicy) else 0
-    room = _budget(host, "host")
+    room = parse_room(host, "cf.offload(host=)")
     directory = disk if disk is None or disk is True else os.fspath(disk)
     chosen = _where(where or {})
     options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
@@ -94,17 +94,6 @@ def with_disk(step: Staged, disk: str | bool) -> Staged:
     return attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
 
 
-def _budget(budget: str | int | float, word: str) -> tuple[int | None, float | None]:
-    """(bytes, part of the memory that there is); neither: all of it."""
-    if budget == "auto":
-        return None, None
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise InputError(f"cf.offload({word}={budget}): a fraction is above 0 and at most 1; write bytes as a whole number or '6GiB'")
-        return None, budget
-    return parse_bytes(budget, f"cf.offload({word}=)"), None
-
-
 def _where(where: Mapping[str, str]) -> dict[str, str]:
     """Globs of modules -> where their operators run."""
     for glob, place in where.items():
@@ -116,7 +105,7 @@ def _where(where: Mapping[str, str]) -> dict[str, str]:
 def _move(
     policy: str | MemoryPolicy,
     where: Mapping[str, str],
-    host: tuple[int | None, float | None],
+    host: Room,
     disk: bool,
     policies: Mapping[str, Any],
     given: Mapping[int, str],

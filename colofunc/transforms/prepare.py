@@ -26,6 +26,7 @@ from colofunc.executors.backend import held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
+from colofunc.mesh.sizes import Room
 from colofunc.planner.offload.fastest import offload
 from colofunc.planner.plan import Plan
 from colofunc.planner.seldom import seldom
@@ -141,7 +142,7 @@ def _budget(intent: Intent, mesh: Mesh) -> int | None:
     return bytes_in(mesh, "device", given, f"cf.{intent.transform}(budget", "6GiB")
 
 
-def bytes_in(mesh: Mesh, tier: str, given: tuple[int | None, float | None], said: str, such: str) -> int | None:
+def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:
     """Bytes of a tier from (bytes, or a part of what a rank has). Raises PlanError for a part of what has no limit."""
     nbytes, part = given
     if nbytes is not None or part is None:
