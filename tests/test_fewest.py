@@ -138,9 +138,9 @@ def test_what_is_solved_once_for_many_parts_of_the_state_saves_as_much_as_for_ea
         return sum(x * n for x, n in zip(one.solve() or (), one.saved, strict=True))
 
     found = [programs.at(room, part) for part in parts]
-    assert len({id(one) for one in found}) < len(parts)
-    for one, part in zip(found, parts, strict=True):
-        assert one is not None and one.used <= part + 1e-9 <= one.asked + 1e-9 and saved(one.asked) == pytest.approx(saved(part))
+    assert len({id(got) for got in found}) < len(parts)
+    for got, part in zip(found, parts, strict=True):
+        assert got is not None and got.used <= part + 1e-9 <= got.asked + 1e-9 and saved(got.asked) == pytest.approx(saved(part))
 
 
 def test_a_linear_program_that_takes_too_long_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
