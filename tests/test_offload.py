@@ -191,10 +191,42 @@ def test_a_budget_that_is_none_is_named(bad: Any) -> None:
         cf.offload(lambda x: x, budget=bad)
 
 
-def test_a_policy_that_is_none_is_named_with_those_near_it() -> None:
-    step, *args = training()
-    with pytest.raises(cf.PlanError, match=r"'hots'.*host"):
-        cf.offload(cf.shard(step, one()), policy="hots").lower(*args)
+class Aimed:
+    """A plugin with one policy, whose name looks like none that is built in."""
+
+    @cf.hookimpl
+    def colofunc_memory_policies(self) -> dict[str, Any]:
+        return {"aimed": cf.MemoryPolicy("aimed")}
+
+
+def test_a_policy_that_is_none_is_named_at_once_with_those_near_it() -> None:
+    for fn in (None, lambda x: x, cf.shard(lambda x: x, one(), plugins=[Aimed()])):
+        with pytest.raises(cf.PlanError, match=r"no policy 'hots'; did you mean 'host'"):
+            cf.offload(fn, policy="hots")
+    with pytest.raises(cf.PlanError, match=r"no policy 'aimd'; did you mean 'aimed'"):
+        cf.offload(cf.shard(lambda x: x, one(), plugins=[Aimed()]), policy="aimd")
+    with pytest.raises(cf.PlanError, match=r"policy=\['host'\]\): give a name"):
+        cf.offload(policy=["host"])  # type: ignore[arg-type]
+
+
+def test_a_policy_of_a_plugin_is_known_before_and_behind_the_shard_that_brings_it() -> None:
+    step, *args = training(layers=1)
+    before, behind = cf.offload(step, policy="aimed"), cf.offload(cf.shard(step, one(), plugins=[Aimed()]), policy="aimed")
+    assert cf.shard(before, one(), plugins=[Aimed()]).lower(*args).plan.memory == behind.lower(*args).plan.memory
+    with pytest.raises(cf.PlanError, match="no policy 'aimed'; policies: 'auto'"):
+        cf.shard(before, one()).lower(*args)
+
+
+@pytest.mark.parametrize("bad", ["host", ["*.embed"], {"*.embed": "disk"}, {3: "host"}, {"*.embed": ["host"]}])
+def test_where_operators_run_is_shown(bad: Any) -> None:
+    with pytest.raises(cf.errors.InputError, match=r'cf\.offload\(where=.*such as where=\{"\*\.embed_tokens": "host"\}'):
+        cf.offload(lambda x: x, where=bad)
+
+
+def test_no_disk_is_none() -> None:
+    assert cf.offload(lambda x: x, disk=False).intents[0].options["disk"] is None
+    with pytest.raises(cf.errors.InputError, match="policy='disk'\\) needs a directory"):
+        cf.offload(lambda x: x, policy="disk", disk=False)
 
 
 def test_a_missing_wait_shows_as_nan() -> None:

@@ -57,6 +57,11 @@ def _policy(policy: str | Policy) -> Policy | None:
     if isinstance(policy, Policy):
         return policy
     names = ("auto", *NAMED)
+    if not isinstance(policy, str):
+        raise PlanError(
+            f"cf.checkpoint(policy={policy!r}): a policy is one name ({', '.join(map(repr, names))}), or made by cf.save_only or cf.every; "
+            "several modules go into one: cf.save_only('*.attn', '*.mlp')"
+        )
     if policy not in names:
         raise PlanError(f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), cf.every(n)")
     return NAMED.get(policy)

@@ -26,6 +26,7 @@ from colofunc.mesh.sizes import Room, parse_room
 from colofunc.planner.offload import fastest as planner
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload.trace import NodeS
+from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.prepare import bytes_in
@@ -51,7 +52,8 @@ def offload(
     all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
-    more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size.
+    more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size;
+    False: none.
     where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
     measure: so many first steps are timed, and what moves when is planned again by that (see `measured.py`); a policy may ask for it.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
@@ -59,6 +61,9 @@ def offload(
     limit, part = parse_room(budget, "cf.offload(budget=)")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
+    if isinstance(policy, str):
+        _refuse_unknown(policy, step_fn)
+    disk = None if disk is False else disk
     if disk is not None and disk is not True and (not isinstance(disk, str | os.PathLike) or not os.fspath(disk)):
         raise InputError(f"cf.offload(disk={disk!r}): give the path of a directory, such as '/nvme/me'")
     if disk is None and policy in ("disk", DISK):
@@ -69,7 +74,7 @@ def offload(
         measure = policy.measure if isinstance(policy, MemoryPolicy) else 0
     room = parse_room(host, "cf.offload(host=)")
     directory = disk if disk is None or disk is True else os.fspath(disk)
-    chosen = _where(where or {})
+    chosen = _where({} if where is None else where)
     options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
     options["measure"] = measure
     intent = _intent(options)
@@ -94,11 +99,28 @@ def with_disk(step: Staged, disk: str | bool) -> Staged:
     return attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
 
 
+def _refuse_unknown(policy: str, step_fn: Any) -> None:
+    """A name of no policy is refused at once. Before a `shard`, which may bring plugins, only what looks misspelt."""
+    if policy in BUILT_IN:
+        return
+    intent = step_fn.intent("shard") if isinstance(step_fn, Staged) else None
+    options = {} if intent is None else intent.options
+    found = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ())))).memory_policies
+    hint = near(policy, (*BUILT_IN, *found), "policies")
+    if policy in found or (intent is None and "did you mean" not in hint):
+        return
+    more = " If a plugin has it, shard first: cf.offload(cf.shard(step, mesh, plugins=[...]), ...)" if intent is None else ""
+    raise PlanError(f"cf.offload has no policy {policy!r}{hint}{more}")
+
+
 def _where(where: Mapping[str, str]) -> dict[str, str]:
     """Globs of modules -> where their operators run."""
+    form = 'write globs of modules and where their operators run, such as where={"*.embed_tokens": "host"}'
+    if not isinstance(where, Mapping):
+        raise InputError(f"cf.offload(where={where!r}): {form}")
     for glob, place in where.items():
-        if place not in ("device", "host"):
-            raise InputError(f"cf.offload(where={{{glob!r}: {place!r}}}): operators run on the 'device' or on the 'host'")
+        if not isinstance(glob, str) or place not in ("device", "host"):
+            raise InputError(f"cf.offload(where={{{glob!r}: {place!r}}}): operators run on the 'device' or on the 'host'; {form}")
     return dict(where)
 
 
