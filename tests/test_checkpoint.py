@@ -124,6 +124,24 @@ def test_a_policy_over_the_budget_and_words_that_mean_nothing_are_errors() -> No
             wrong()
 
 
+@pytest.mark.parametrize(
+    ("globs", "says"),
+    [
+        (["*.nomatch"], r"no operator stands in a module '\*\.nomatch'; did you mean '\*\.norm'"),
+        (["*.qqqqqqqq"], r"no operator stands in a module '\*\.qqqqqqqq'; modules: '\*\.down', '\*\.norm', '\*\.up', '0', "),
+        (["*.up", "*.dwon"], r"no operator stands in a module '\*\.dwon'; did you mean '\*\.down'"),
+        (["1.upp"], r"no operator stands in a module '1\.upp'; did you mean .*'1\.up'"),
+    ],
+)
+def test_modules_that_no_step_has_are_refused_when_it_is_known(globs: list[str], says: str) -> None:
+    step, *args = training(layers=2)
+    for staged in (cf.checkpoint(step, policy=cf.save_only(*globs)), cf.checkpoint(cf.accumulate(step, 2), policy=cf.save_only(*globs))):
+        with pytest.raises(cf.PlanError, match=says):
+            staged.lower(*args)
+    for found in ("*.up", "1.up", "1", "up", "[01].down"):
+        assert again(cf.checkpoint(step, policy=cf.save_only(found)), *args)
+
+
 def test_a_step_without_backward_is_left_alone() -> None:
     fn = lambda x: torch.relu(x @ x)  # noqa: E731
     staged = cf.checkpoint(fn, policy="nothing")

@@ -24,9 +24,12 @@ from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute.fastest import Policy, by_policy, fit
-from colofunc.planner.recompute.policies import NAMED
+from colofunc.planner.recompute.policies import NAMED, check_modules
 from colofunc.planner.recompute.stages import NodeS
+from colofunc.planner.sharding.constraints import NONE, Constraints
+from colofunc.plugins import Registry
 from colofunc.program.ir import Program
+from colofunc.program.tracing.trace import Traced
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
@@ -45,7 +48,7 @@ def checkpoint(
     chosen = _policy(policy)
     limit, part = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
     options = {"budget_bytes": limit, "budget_part": part, "policy": chosen}
-    intent = Intent("checkpoint", options, refit=partial(_refit, chosen))
+    intent = Intent("checkpoint", options, refit=partial(_refit, chosen), constrain=partial(_check, chosen))
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)
@@ -65,6 +68,13 @@ def _policy(policy: str | Policy) -> Policy | None:
     if policy not in names:
         raise PlanError(f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), cf.every(n)")
     return NAMED.get(policy)
+
+
+def _check(policy: Policy | None, traced: Traced, program: Program, registry: Registry) -> Constraints:
+    """What is kept constrains no layout, but modules that a policy names have to be there."""
+    if policy is not None:
+        check_modules(policy, program)
+    return NONE
 
 
 def _refit(

@@ -43,11 +43,12 @@ COUNTED, MIDDLE = 600, 4000
 @attrs.frozen
 class Policy:
     """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
-    given who reads it in forward. `every`: so many stages are made again as one."""
+    given who reads it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
 
     name: str
     keeps: Keeps = attrs.field(repr=False)
     every: int = 1
+    globs: tuple[str, ...] = ()
 
 
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:

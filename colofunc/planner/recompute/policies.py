@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, near
 from colofunc.planner.plan import matches
 from colofunc.planner.recompute.fastest import Policy
-from colofunc.program.ir import Node
+from colofunc.program.ir import Node, Program
 
 PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped", "experts")
 
@@ -22,7 +22,25 @@ def save_only(*globs: str) -> Policy:
     """A policy for `checkpoint`: only what modules whose paths match return is kept for backward."""
     if not globs or not all(isinstance(g, str) for g in globs):
         raise PlanError(f"cf.save_only wants globs over module paths, not {globs!r}; write cf.save_only('*.attn')")
-    return Policy(f"save_only({', '.join(globs)})", partial(_returned, globs))
+    return Policy(f"save_only({', '.join(globs)})", partial(_returned, globs), globs=globs)
+
+
+def check_modules(policy: Policy, program: Program) -> None:
+    """Raises PlanError where a glob of the policy names no module of the step."""
+    paths = set(_paths(program))
+    for glob in policy.globs:
+        if not any(_inside(path, (glob,)) for path in paths):
+            modules = {path.rsplit(".", k)[0] for path in paths for k in range(path.count(".") + 1)}
+            anywhere = {f"*.{module.rpartition('.')[2]}" for module in modules if "." in module and "*" in glob}
+            raise PlanError(f"cf.save_only: no operator stands in a module {glob!r}{near(glob, modules | anywhere, 'modules')}")
+
+
+def _paths(program: Program) -> Iterator[str]:
+    for node in program.nodes:
+        if node.path:
+            yield node.path
+        if node.loop is not None:
+            yield from _paths(node.loop.body)
 
 
 def _returned(globs: tuple[str, ...], node: Node, readers: Sequence[Node]) -> bool:
