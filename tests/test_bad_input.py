@@ -1,6 +1,7 @@
 """Every mistake of a caller: an error that says what, on which value, and one thing to try; nothing half-updated."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,12 @@ def full(tree: Any) -> list[torch.Tensor]:
 def said(error: pytest.ExceptionInfo[BaseException]) -> str:
     """The message and the notes, as Python prints them."""
     return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+def line_before() -> str:
+    """The line before that of the call, as errors name it."""
+    frame = sys._getframe(1)
+    return f"test_bad_input.py:{frame.f_lineno - 1} in {frame.f_code.co_name}"
 
 
 def refuses(kind: Any, *parts: str, call: Callable[[], Any]) -> None:
@@ -189,9 +196,14 @@ def test_a_consumed_value_names_the_call() -> None:
     staged = cf.shard(step, MESH)
     first = staged.init(state_of(), batch_of())
     second, _ = staged(first, batch_of())
-    parts = ("was donated to step and its memory reused; use that call's output, or pass donate=() to keep inputs alive",)
+    call = line_before()
+    parts = f"was donated to step at {call} and its memory reused; it is read again at", ": use that call's output, or pass donate=()"
     refuses(cf.ConsumedError, "this DTensor (6, 4)", *parts, call=lambda: staged(first, batch_of()))
     refuses(cf.ConsumedError, *parts, call=lambda: first["params"]["w"] + 1)
+    with pytest.raises(cf.ConsumedError) as caught:
+        staged(first, batch_of())
+    again = line_before()
+    assert f"read again at {again}: use" in said(caught) and f"as argument 'state.params.w' of step at {again}" in said(caught)
     mixed = {"params": {"w": second["params"]["w"], "b": first["params"]["b"]}}
     refuses(cf.ConsumedError, "this DTensor (6,)", *parts, call=lambda: staged(mixed, batch_of()))
     staged(second, batch_of())  # not consumed by the call that failed

@@ -28,6 +28,7 @@ from colofunc.dtensor.spec import Spec, bind, spec_of
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
+from colofunc.program.tracing.meta import user_line
 
 SpecLike = str | Spec | Layout
 
@@ -89,9 +90,10 @@ class DTensor(torch.Tensor):
         origin = self._origin
         lost = self._held if self._held.shards is None else origin.root if origin is not None and origin.root.shards is None else None
         if lost is not None:
+            read = f"it is read again at {line}: " if (line := user_line()) else ""
             raise ConsumedError(
-                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory "
-                f"reused; use that call's output, or pass donate=() to keep inputs alive"
+                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory reused; "
+                f"{read}use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:
             raise ConsumedError(

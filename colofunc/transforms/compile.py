@@ -23,7 +23,7 @@ from colofunc import compat
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import ColofuncError
+from colofunc.errors import ColofuncError, ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.disk_tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
@@ -33,6 +33,7 @@ from colofunc.ops.seeds import draw_seed
 from colofunc.planner.plan_table import time_text
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
+from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.transforms.agree import equal_leaves, watch_of
 from colofunc.transforms.compare import Compared, compare
@@ -139,8 +140,8 @@ class StepCompiler:
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             while ready.after is not None:
                 ready = ready.after
-                leaves = moved(leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, name)
-            return run(ready, leaves, name)
+                leaves = moved(leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
+            return run(ready, leaves, _called(name))
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
         """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one standing."""
@@ -313,6 +314,12 @@ def _lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
     return all(not isinstance(leaf, DTensor) or leaf.sharding is layout for leaf, layout in pairs)
 
 
+def _called(name: str) -> str:
+    """The step and the user's line of this call, for the error on what it consumes."""
+    line = user_line()
+    return f"{name} at {line}" if line else name
+
+
 def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     """Run one call: place what is not placed, run, wrap what comes out, consume what was donated."""
     low = ready.low
@@ -321,7 +328,11 @@ def run(ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
     copied = [i in donated and not _is_owned(leaf) for i, leaf in enumerate(leaves)]
     shelves = Shelves(ready.disk, leaves, low.input_layouts, copied, low.mesh, ready.backend)
     for i, leaf in enumerate(leaves):
-        parts = place(leaf, low.input_layouts[i], low.mesh, ready.backend, copied[i], low.traced.names[i])
+        try:
+            parts = place(leaf, low.input_layouts[i], low.mesh, ready.backend, copied[i], low.traced.names[i])
+        except ConsumedError as error:
+            error.add_note(f"as argument {low.traced.names[i]!r} of {name}")
+            raise
         inputs.append(shelves.keep(parts, low.input_layouts[i]))
     shelves.commit()
     if low.traced.uses_seed:
