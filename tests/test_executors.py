@@ -1,5 +1,6 @@
 """Executors: the simulated mesh, writes in place to shared tensors, asynchronous pairs, faults, notes on errors."""
 
+import attrs
 import pytest
 import torch
 from einops import rearrange
@@ -294,3 +295,26 @@ def test_statistics_of_a_norm_that_are_a_view():
     got = fn(*parts[:2], [4], *parts[2:], w, w, [True] * 3)
     want = fn(*(t.contiguous() for t in parts[:2]), [4], *(t.contiguous() for t in parts[2:]), w, w, [True] * 3)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+def test_what_lanes_share_is_written_for_each_by_whatever_name_it_is_read_later(view):
+    """As where memory is copied to the host behind the last write to it, by the name of its first value."""
+    mesh, common = Mesh(dp=2), torch.randn(4, 3, dtype=torch.float64)
+    mine = [torch.randn(12, dtype=torch.float64) for _ in range(2)] if view else [torch.randn(4, 3, dtype=torch.float64) for _ in range(2)]
+    look = [("aten.view.default", (R(1), (12,)), (3,))] if view else []
+    into = R(3) if view else R(1)
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        *look,
+        ("aten.mul.out", (R(2), into), (4,)),
+        ("aten.neg.default", (R(1),), (5,)),
+    ]
+    shape = (12,) if view else (4, 3)
+    made = program([0, 2], nodes, [4, 5], [(4, 3), (4, 3), shape, (12,), shape, (4, 3)])
+    made = attrs.evolve(made, nodes=tuple(attrs.evolve(n, kwargs=(("out", into),)) if "out" in n.target else n for n in made.nodes))
+    got = run_simulated(made, mesh, [[common, common], mine])
+    for rank in range(2):
+        want = -common * mine[rank].view(4, 3)
+        torch.testing.assert_close(got[0][rank].view(4, 3), want, rtol=0, atol=0)
+        torch.testing.assert_close(got[1][rank], -want, rtol=0, atol=0)

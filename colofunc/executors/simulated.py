@@ -255,7 +255,7 @@ class SimulatedWires:
             self._moved(writer, node, kind, asynchronous, spoil=disk)
         elif kind == "put":
             into, x = node.refs
-            writer.separate((into,), list(zip(writer.where[into], writer.where[x], strict=True)))
+            writer.sharing.separate(node, (into,), list(zip(writer.where[into], writer.where[x], strict=True)))
             source, target = writer.where[x], writer.where[into]
             pairs = dict(zip(target, source, strict=True))
             spoil = writer.bind(spoiled, "spoiled")
@@ -287,7 +287,7 @@ class SimulatedWires:
         start, device = writer.bind(writer.start, "copy_start"), writer.bind(writer.device, "device")
         pool = writer.pooled(node.outs[0]) if node.outs else ""
         if kind == "put":
-            writer.separate(node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))
+            writer.sharing.separate(node, node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))
         operands = list(zip(*(writer.where[i] for i in node.refs), strict=True))
         writer.disk += 1
         moves = {names: f"d{writer.disk}_{k}" for k, names in enumerate(dict.fromkeys(operands))}

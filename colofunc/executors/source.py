@@ -28,10 +28,10 @@ from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.executors.pools import Pool, moves
+from colofunc.executors.sharing import Sharing
 from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
-from colofunc.program.passes.reuse import FUNCTIONAL, functional
 from colofunc.program.passing import CAST
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
@@ -85,7 +85,6 @@ class Writer:
         self.lanes = lanes
         self.device = device
         self.wires = wires
-        self.sparing = sparing
         self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane
         self.lines: list[str] = []
         self.origin: list[int] = []  # node index of each line
@@ -95,7 +94,7 @@ class Writer:
         self._keep: list[Any] = []  # what `_bound_names` knows by id must stay alive
         self._bound = dict(bound or {})
         self._node = -1
-        self._splits = count()
+        self.sharing = Sharing(self, sparing)
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
@@ -206,10 +205,7 @@ class Writer:
         changed = written(node)
         keys = self._keys(node)
         if changed and len(set(keys)) > 1:
-            if self.sparing and node.target in FUNCTIONAL and self._shared(changed, keys):
-                node = functional(node)  # one new tensor per lane costs less than a copy and a write
-            else:
-                self.separate(changed, keys)
+            node = self.sharing.before(node, changed, keys)
             keys = self._keys(node)
         bound = self._bound.get(node.target)
         name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
@@ -224,7 +220,7 @@ class Writer:
                 f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
             ]
             call = f"{name}({', '.join(words)})"
-            self.settle(self._on_host(node.refs, lane), self._on_host(changed, lane))
+            self.settle(self.on_host(node.refs, lane), self.on_host(changed, lane))
             targets = ["_" if o is None else f"{self.stem(o)}_{c}" if many else self.stem(o) for o in node.outs]
             self.line(self._assignment(targets, call, result))
         for o in node.outs:
@@ -258,17 +254,13 @@ class Writer:
             told = ", ".join(f"({', '.join(names)}{',' * bool(names)})" for names in (reads, writes))
             self.line(f"{self.bind(self._settle, 'settle')}({told})")
 
-    def _on_host(self, ids: Sequence[int], lane: int) -> list[str]:
+    def on_host(self, ids: Sequence[int], lane: int) -> list[str]:
         values = self.program.values
         return [] if self.device.type == "cpu" else [self.where[i][lane] for i in dict.fromkeys(ids) if values[i].tier != "device"]
 
     def _keys(self, node: Node) -> list[tuple[str, ...]]:
         """Per lane, the variables of the operands."""
         return list(zip(*(self.where[i] for i in node.refs), strict=True)) or [()] * self.lanes
-
-    def _shared(self, ids: Sequence[int], keys: Sequence[Hashable]) -> bool:
-        """Whether lanes with different operands hold one of these values in the same variable."""
-        return any(len(set(zip(self.where[i], keys, strict=True))) > len(set(self.where[i])) for i in ids)
 
     def _assignment(self, targets: list[str], call: str, result: str) -> str:
         if not targets or all(t == "_" for t in targets):
@@ -288,29 +280,12 @@ class Writer:
             return node.kwargs
         return tuple((given | {"device": torch.device("cpu") if host else self.device}).items())
 
-    def separate(self, changed: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Give lanes that share a tensor, but are about to write different things into it, tensors of their own."""
-        for id in changed:
-            names = list(self.where[id])
-            owner: dict[str, Hashable] = {}
-            copies: dict[tuple[str, Hashable], str] = {}
-            for lane, key in enumerate(keys):
-                name = names[lane]
-                if owner.setdefault(name, key) == key:
-                    continue
-                if (name, key) not in copies:
-                    copies[name, key] = f"{self.stem(id)}_s{next(self._splits)}"
-                    self.settle(self._on_host([id], lane), [])
-                    self.line(f"{copies[name, key]} = {name}.clone()")
-                names[lane] = copies[name, key]
-            self.where[id] = tuple(names)
-
     def rearrange(self, node: Node) -> None:
         ref, pattern, names, sizes = node.args
         steps = rearrange_steps(pattern, tuple(names), tuple(sizes), self.program.values[ref.id].shape)
         source = self.where[ref.id]
         for name, lane in self.assign(only(node), source):
-            self.settle(self._on_host([ref.id], lane), [])  # it may copy
+            self.settle(self.on_host([ref.id], lane), [])  # it may copy
             self.line(f"{name} = {rearrange_text(source[lane], steps)}")
 
     def debug(self, node: Node) -> None:
@@ -318,7 +293,7 @@ class Writer:
         values, text, key, ranks = node.args
         for lane, rank in enumerate(self.wires.ranks):
             if ranks or rank == 0:
-                self.settle(self._on_host(node.refs, lane), [])
+                self.settle(self.on_host(node.refs, lane), [])
                 self.line(f"{self.bind(show, 'show')}({self.literal(values, lane)}, {text!r}, {key!r}, {ranks}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
