@@ -7,7 +7,7 @@ step and what it is called with; the step is traced and planned here, on any lap
     def step(state, batch): ...                                          # or a staged one: cf.shard(step_fn, mesh, ...)
     def example(): return cf.train_state(...), {"ids": cf.abstract((8, 1024), torch.int64)}     # (state, batch)
 
-    $ colofunc plan script.py:step --device a100-40g --budget 40GiB --picture plan.png --trace plan.json
+    $ colofunc plan script.py:step --device a100-40g --budget 40GiB --picture plan.png --trace trace.json
     $ colofunc plan script.py:step --device a100-40g --host 64GiB --disk 2TB,7GB/s,5GB/s       # a drive that need not be here
 
 The name may also be a function without arguments that returns all three: `def plan_me(): return step, state, batch`.
@@ -19,17 +19,22 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 
+from colofunc import errors
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
@@ -42,6 +47,7 @@ from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged, fresh
 
 EXAMPLES = ("example", "inputs")
+_HERE, _TORCH = (str(Path(str(module.__file__)).parent) + os.sep for module in (errors, torch))
 MOVES: dict[str, Callable[[Any], Any]] = {"checkpoint": checkpoint, "offload": offload}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of training and inference steps, without the machine.")
@@ -66,14 +72,16 @@ def plan(
     """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
     try:
+        writable(picture=picture, trace=trace, save=save)
         step, args = found(target, example)
         wanted = [w for w in within.split(",") if w]
         staged = placed(step, axes_of(mesh), machine(device, topology, host, budget, disk), wanted, directory(disk))
-        low: Lowered = staged.lower(*args)
+        with errors_of(target, ours=True):
+            low: Lowered = staged.lower(*args)
         report(console, low, target, rows, bool(disk))
         written(console, low, target, picture, trace, save)
     except ColofuncError as error:
-        Console(stderr=True).print(f"colofunc: {error}", style="red", markup=False, highlight=False)
+        _complain("\n".join([f"colofunc: {error}", *getattr(error, "__notes__", ())]))
         raise typer.Exit(1) from error
 
 
@@ -101,7 +109,8 @@ def found(target: str, example: str = "") -> tuple[Any, tuple[Any, ...]]:
     if not callable(step):
         raise InputError(f"{target} is of type {type(step).__name__}; name a step function, or one that returns (step, state, batch)")
     if not isinstance(step, Staged) and not _needs(step):
-        made = step()
+        with errors_of(f"{target}()"):
+            made = step()
         if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
             raise InputError(f"{target} takes no arguments, so it has to return (step, state, batch); it returned {type(made).__name__}")
         return made[0], made[1:]
@@ -116,7 +125,8 @@ def _example(module: ModuleType, where: str, target: str, example: str) -> tuple
             f"{where} has {wanted} that returns what {target} is called with; add `def example(): return state, batch` "
             "(cf.abstract and lazy tensors will do), or name one with --example"
         )
-    made = getattr(module, name)()
+    with errors_of(f"{name}() of {where}"):
+        made = getattr(module, name)()
     if not isinstance(made, tuple):
         raise InputError(f"{name}() of {where} returned {type(made).__name__}; return the arguments of the step as a tuple: (state, batch)")
     return made
@@ -125,7 +135,8 @@ def _example(module: ModuleType, where: str, target: str, example: str) -> tuple
 def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
-            return importlib.import_module(where)
+            with errors_of(where, ModuleNotFoundError):
+                return importlib.import_module(where)
         except ModuleNotFoundError as error:
             raise InputError(f"there is no module {where!r} ({error}); write the path of a file, such as train.py:step") from error
     path = Path(where)
@@ -135,8 +146,45 @@ def _module(where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with errors_of(where):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def errors_of(what: str, *passing: type[Exception], ours: bool = False) -> Iterator[None]:
+    """An error of the script is printed as its own: its lines, not ours, and the command ends. `passing` are not looked at.
+
+    ours: the script is called by us, so errors that we raise, on purpose or as a defect, pass too.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except SystemExit as error:
+        says = "put what it does as a program under if __name__ == '__main__':"
+        raise InputError(f"{what} ended the program (exit {error.code}) while it was read; {says}") from error
+    except Exception as error:
+        said = traceback.TracebackException.from_exception(error)
+        innermost = said.stack[-1].filename if said.stack else ""
+        shown = _without_us(said)
+        if ours and (isinstance(error, ColofuncError) or innermost.startswith(_HERE) or not shown):
+            raise
+        _complain(f"colofunc: {what} failed, and nothing was planned\n" + "".join(said.format()).rstrip())
+        raise typer.Exit(1) from error
+
+
+def _without_us(said: traceback.TracebackException) -> int:
+    """Takes frames of colofunc, torch and the import system out of a traceback and its causes; how many of its own are left."""
+    for cause in (said.__cause__, said.__context__):
+        if cause is not None:
+            _without_us(cause)
+    said.stack = traceback.StackSummary.from_list([f for f in said.stack if not f.filename.startswith((_HERE, _TORCH, "<frozen "))])
+    return len(said.stack)
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _public(module: ModuleType) -> list[str]:
@@ -209,7 +257,10 @@ def directory(disk: str) -> str | bool | None:
     if not disk or (disk[0].isdigit() and not Path(disk).is_dir()):
         return bool(disk) or None
     if not Path(disk).is_dir():
-        raise InputError(f"--disk {disk!r} is neither a size nor a directory that is here; write --disk 2TB, or --disk 2TB,7GB/s,5GB/s")
+        raise InputError(
+            f"--disk {disk!r} is no directory that is here, and no size; make it, or write --disk 2TB or --disk 2TB,7GB/s,5GB/s "
+            "for a disk that need not be here"
+        )
     return disk
 
 
@@ -266,6 +317,26 @@ def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = 
     played = low.lanes()
     busy = ", ".join(f"{lane} {time_text(seconds)}" for lane, seconds in played.busy_s().items())
     console.print(f"a step takes {time_text(played.end_s)}: {busy}; {low.cost().flops:.3g} operations a rank", highlight=False)
+
+
+def writable(**paths: str) -> None:
+    """Raises InputError where a file that is asked for cannot be written: now, not when the plan is made."""
+    named: dict[str, str] = {}
+    for option, path in paths.items():
+        if not path:
+            continue
+        if named.setdefault(path, option) != option:
+            raise InputError(f"--{named[path]} and --{option} both name {path}; write two files")
+        if option == "picture":
+            importlib.import_module("colofunc.pictures").check_ending(path)  # with matplotlib, only where it is used
+        try:
+            there = os.path.lexists(path)
+            open(path, "ab").close()  # what was there stays
+            if not there:
+                os.unlink(path)
+        except OSError as error:
+            why = error.strerror or error
+            raise InputError(f"--{option} {path} cannot be written: {why}; name a file in a folder that is there") from error
 
 
 def written(console: Console, low: Lowered, target: str, picture: str, trace: str, save: str) -> None:

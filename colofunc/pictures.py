@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, log2
 from os import PathLike
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,14 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:
         raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as plan.png") from error
+
+
+def check_ending(path: str | PathLike[str]) -> None:
+    """Raises InputError for a file whose ending names no format of pictures."""
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        endings = ", ".join(known)
+        raise InputError(f"the picture cannot be written to {str(path)!r}: its ending is none of {endings}; name a file such as plan.png")
 
 
 def draw_memory(plot: Axes, report: MemoryReport, played: Lanes, tier: str, limit_bytes: int | None) -> None:

@@ -145,19 +145,76 @@ def test_a_mesh_has_as_many_devices(script):
         (["{}:step", "--device", "h100", "--topology", "8xh100"], "both name a machine; give one of them"),
         (["{}:step", "--mesh", "dp:2"], "'dp:2' is no axis with a size; write dp=2,tp=4"),
         (["{}:step", "--budget", "lots"], "--budget: 'lots' is no size"),
-        (["{}:step", "--disk", "/nowhere/at/all"], "--disk '/nowhere/at/all' is neither a size nor a directory that is here"),
+        (["{}:step", "--disk", "/nowhere/at/all"], "--disk '/nowhere/at/all' is no directory that is here, and no size; make it, or write"),
         (["{}:step", "--disk", "2TB,7GB/s"], "--disk '2TB,7GB/s': write a size, or a size and the rates to read and to write at"),
         (["{}:step", "--disk", "2TB,fast,slow"], "--disk: 'fast' is no size"),
         (["{}:step", "--disk", "2TB", "--within", "checkpoint"], "--disk is of use to offload only"),
         (["{}:step", "--device", "h100", "--within", "prayer"], "--within 'prayer'; transforms: 'checkpoint', 'offload'"),
         (["{}:step", "--device", "h100", "--budget", "1KiB"], "no plan found within 1,024 B a rank"),
-        (["{}:step", "--device", "h100", "--picture", "/nowhere/at/all.png"], "the picture cannot be written to '/nowhere/at/all.png'"),
-        (["{}:step", "--device", "h100", "--trace", "/nowhere/at/all.json"], "--trace: /nowhere/at/all.json cannot be written"),
     ],
 )
 def test_what_is_missing_is_said(script, words, says):
     code, said = run(*(word.format(script) for word in words))
     assert code == 1 and says.format(script).replace(" ", "") in said.replace(" ", "")  # long paths are broken over lines
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--picture", "/nowhere/at/all.png"], "--picture /nowhere/at/all.png cannot be written: No such file or directory; name"),
+        (["--trace", "/nowhere/at/all.json"], "--trace /nowhere/at/all.json cannot be written: No such file or directory; name"),
+        (["--save", "/nowhere/at/all.json"], "--save /nowhere/at/all.json cannot be written: No such file or directory; name"),
+        (["--save", "/"], "--save / cannot be written: Is a directory; name a file"),
+        (["--picture", "plan"], "the picture cannot be written to 'plan': its ending is none of"),
+        (["--trace", "one.json", "--save", "one.json"], "--trace and --save both name one.json; write two files"),
+    ],
+)
+def test_files_that_cannot_be_written_are_said_before_the_script_is_loaded(tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text("from pathlib import Path\nPath('loaded').touch()\n")
+    code, said = run("slow.py:step", *words)
+    assert code == 1 and says in said and not list(tmp_path.glob("[!s]*"))
+
+
+def test_what_was_in_a_file_stays_until_there_is_a_plan(script, tmp_path):
+    (tmp_path / "plan.json").write_text("before")
+    code, _ = run(f"{script}:stop", "--save", tmp_path / "plan.json", "--trace", tmp_path / "trace.json")
+    assert code == 1 and (tmp_path / "plan.json").read_text() == "before" and not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "says", "at"),
+    [
+        ("import torch\ntorch.ones(2, 3) @ torch.ones(2, 3)\n", "mat1 and mat2 shapes cannot be multiplied", 2),
+        ("import colofunc as cf\n\ncf.Mesh(dp=0)\n", "MeshError: axis 'dp' has size 0", 3),
+        ("import colofunc as cf\ncf.functional(3)\n", "Error: ", 2),
+        ("import nothing_of_the_kind\n", "ModuleNotFoundError: No module named 'nothing_of_the_kind'", 1),
+        ("def step(a, b)\n    return a\n", "SyntaxError: expected ':'", 1),
+        ("def step(a, b):\n    return a\ndef example():\n    return {}['x']\n", "KeyError: 'x'", 4),
+        ("def step():\n    return {}['x']\n", "KeyError: 'x'", 2),
+        ("def step(a, b):\n    return a @ b\n\nimport torch\ndef example():\n    return (torch.ones(2, 3),) * 2\n", "got [2, 3] X [2, 3]", 2),
+    ],
+)
+def test_an_error_of_the_script_is_its_own(tmp_path, lines, says, at):
+    (tmp_path / "broken_script.py").write_text(lines)
+    code, said = run(f"{tmp_path / 'broken_script.py'}:step")
+    assert code == 1 and "failed, and nothing was planned" in said
+    assert says in said
+    assert f'broken_script.py", line {at}' in said and said.count("File ") == 1
+
+
+def test_a_defect_of_ours_is_not_taken_for_the_scripts(script, monkeypatch):
+    inside = {}
+    exec(compile("def lower(*_):\n    raise ZeroDivisionError('ours')", cli.__file__, "exec"), inside)
+    monkeypatch.setattr(cli.Staged, "lower", inside["lower"])
+    done = CliRunner().invoke(cli.app, ["plan", f"{script}:step", "--device", "h100"])
+    assert isinstance(done.exception, ZeroDivisionError)
+
+
+def test_a_script_that_ends_the_program_is_told_why_nothing_came(tmp_path):
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
+    code, said = run(f"{tmp_path / 'ends.py'}:step")
+    assert code == 1 and "ended the program (exit 0) while it was read; put what it does as a program under if __name__" in said
 
 
 def test_a_script_without_an_example_is_told_how(tmp_path):
