@@ -41,6 +41,8 @@ FULL = 2
 """Of a large program so many splits are searched in full, those that look best in a sketch."""
 FINE = 1e-3
 """Where a disk adds less than such a part of the work, nothing else is looked for."""
+NEAR = 0.05
+"""So near to what a program takes is what its search says, which does not see all that is in the program."""
 LARGE = 4000
 """In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
 
@@ -116,30 +118,38 @@ def offload(
 
     before_s = played(program, mesh, node_s).end_s
 
-    def whole(one: _Found) -> tuple[int, tuple[int, bool, float], Offloaded]:
-        done = write(one.ground, one.on_host, one.items, one.trace, one.found)
-        host, exposed_s, lacks = memory(done).peak_bytes.get("host", 0), played(done, mesh, node_s).end_s - before_s, ""
-        held, words = host, tuple(_words(one, exposed_s))
+    def whole(one: _Found) -> tuple[int, float, _Ranked]:
+        """(bytes on the host, seconds beyond those without copies, both before the disk; the plan and its rank)"""
+        host, plain_s, found = written(one, True)
+        if most is not None and host > most and (found[0][1] or len(program.nodes) <= LARGE):
+            found = min(found, written(one, False)[2], key=itemgetter(0))
+        return host, plain_s, found
+
+    def written(one: _Found, late: bool) -> tuple[int, float, _Ranked]:
+        done = write(one.ground, one.on_host, one.items, one.trace, one.found, late=late)
+        host = held = memory(done).peak_bytes.get("host", 0)
+        plain_s = exposed_s = played(done, mesh, node_s).end_s - before_s
+        words, lacks = tuple(_words(one, exposed_s)), ""
         if "disk" in below.values() or (disk and most is not None and host > most):
             lower = on_disk(done, mesh, node_s, most, below, captured)
             done, words, lacks = lower.program, (*words, *lower.words), lower.short
             held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - before_s
         short = _host_short(held, most, disk, mesh.node_ranks) or lacks
-        return host, (one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint)
+        return host, plain_s, ((one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint))
 
-    def tried(one: _Found) -> tuple[tuple[int, bool, float], Offloaded]:
-        return whole(one)[1:]
-
-    host, rank, done = whole(best)
+    host, plain_s, found = whole(best)
     above = max(above, host - most) if disk and most is not None else above
     deep = above > 0 and (disk or "disk" in below.values())
-    if deep and rank > (best.over, False, _longer_s(ground, best) + FINE * _alone_s(ground)):  # else the disk is hidden
+    if deep and found[0] > (best.over, False, plain_s + FINE * _alone_s(ground)):  # else the disk is hidden
         like = None if len(program.nodes) <= LARGE else best.hint
         part = min(1.0, above / max(1, host))
         for one in (best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
-            if rank > (one.over, False, _longer_s(ground, one)):  # with its disk it is no faster
-                rank, done = min((rank, done), tried(one), key=itemgetter(0))
-    return done
+            if found[0] > (one.over, False, _longer_s(ground, one) - NEAR * _alone_s(ground)):  # else it is no faster with its disk
+                found = min(found, whole(one)[2], key=itemgetter(0))
+    return found[1]
+
+
+_Ranked = tuple[tuple[int, bool, float], Offloaded]  # (bytes over, is the host short, seconds), least first
 
 
 @attrs.frozen(eq=False)

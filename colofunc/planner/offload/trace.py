@@ -184,12 +184,16 @@ def write(
     found: Residency,
     stay: bool = False,
     leave: frozenset[int] = frozenset(),
+    late: bool = True,
 ) -> Program:
-    """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`."""
+    """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`.
+
+    late: what the host does comes where it has ended, so that nobody waits, and what it reads is held until then.
+    """
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
     tiered = Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay)
-    out = _Writer(ground, on_host, items, tiered, _ended(trace, found, ground.links))
+    out = _Writer(ground, on_host, items, tiered, _ended(trace, found, ground.links) if late else {})
     starts: dict[int, list[Move]] = {}
     waits: dict[int, list[Move]] = {}
     for move in found.moves:
