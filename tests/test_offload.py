@@ -64,9 +64,9 @@ def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) ->
     whole = peak(cf.shard(step, one()), *args)
     planned, write = [], offload.write
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **said: Any) -> Any:
         planned.append(args[-1].seconds)
-        return write(*args)
+        return write(*args, **said)
 
     monkeypatch.setattr(offload, "write", noted)
     for share in (0.8, 0.6, 0.5):

@@ -165,8 +165,8 @@ class SimulatedWires:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.ranks: Sequence[int] = range(mesh.size)
-        self._hidden: dict[int, tuple[str, ...]] = {}  # started value -> per lane, the variable that has the result
-        self._writing: dict[int, tuple[str, ...]] = {}  # the same of what is written to disk: what waits for it
+        self._hidden: dict[str, tuple[str, ...]] = {}  # what a started value is called -> per lane, the variable that has the result
+        self._writing: dict[str, tuple[str, ...]] = {}  # the same of what is written to disk: what waits for it
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind == "wait":
@@ -230,19 +230,20 @@ class SimulatedWires:
         blank = writer.bind(unfilled, "unfilled")
         for name, lane in writer.assign(out, results):
             writer.line(f"{name} = {blank}({results[lane]})")
-        self._hidden[out] = results
-        writer.extra[out] = tuple(dict.fromkeys(results))
+        self._hidden[writer.stem(out)] = results
+        writer.extra[writer.stem(out)] = tuple(dict.fromkeys(results))
 
     def _wait(self, writer: Writer, node: Node) -> None:
         (ref,) = node.args
-        if ref.id in self._writing:
-            ends = self._writing.pop(ref.id)
+        started = writer.stem(ref.id)
+        if started in self._writing:
+            ends = self._writing.pop(started)
             for name, lane in writer.assign(only(node), ends):
                 writer.line(f"{name} = {ends[lane]}")
             return
-        if ref.id not in self._hidden:
+        if started not in self._hidden:
             raise ProgramError(f"wait for value {ref.id} ({writer.program.values[ref.id].name}), which nothing has started")
-        hidden, source = self._hidden.pop(ref.id), writer.where[ref.id]
+        hidden, source = self._hidden.pop(started), writer.where[ref.id]
         for name, lane in writer.assign(only(node), source):
             writer.line(f"{name} = {source[lane]}.copy_({hidden[lane]})")
 
@@ -265,7 +266,7 @@ class SimulatedWires:
                 return
             for name, lane in writer.assign(only(node), target):
                 writer.line(f"{name} = {target[lane]}")  # a variable of its own: `into` may die before it or after it
-            self._hidden[only(node)] = source
+            self._hidden[writer.stem(only(node))] = source
         else:
             source, pool = writer.where[node.refs[0]], writer.pooled(only(node))
             copy = writer.bind(unfilled_copy if asynchronous else duplicate, f"{kind}_start" if asynchronous else kind)
@@ -277,7 +278,7 @@ class SimulatedWires:
                 else:
                     writer.line(f"{name} = {copy}({source[lane]})")
             if asynchronous:
-                self._hidden[only(node)] = source
+                self._hidden[writer.stem(only(node))] = source
 
     def _moved(self, writer: Writer, node: Node, kind: str, asynchronous: bool, spoil: bool) -> None:
         """Threads, or the engines of a GPU, move the bytes from the start on.
@@ -302,17 +303,17 @@ class SimulatedWires:
         if not asynchronous:
             writer.where[out] = mine
             return
-        writer.extra[out] = tuple(moves.values())
+        writer.extra[writer.stem(out)] = tuple(moves.values())
         ends = tuple(f"{move}.wait()" for move in mine)
         if not spoil or kind in ("put", "to_disk"):
-            self._writing[out] = ends
+            self._writing[writer.stem(out)] = ends
             for name, lane in writer.assign(out, mine):
                 writer.line(f"{name} = {mine[lane]}.result")
             return
         blank = writer.bind(unfilled_copy, f"{kind}_start")
         for name, lane in writer.assign(out, mine):
             writer.line(f"{name} = {blank}({operands[lane][0]})")
-        self._hidden[out] = ends
+        self._hidden[writer.stem(out)] = ends
 
     # ---- without communication ----
 

@@ -89,7 +89,7 @@ class Writer:
         self.lines: list[str] = []
         self.origin: list[int] = []  # node index of each line
         self.names: dict[str, Any] = {}
-        self.extra: dict[int, tuple[str, ...]] = {}  # value id -> hidden variables that die with it
+        self.extra: dict[str, tuple[str, ...]] = {}  # what a value is called -> hidden variables that die with it
         self._bound_names: dict[int, str] = {}
         self._keep: list[Any] = []  # what `_bound_names` knows by id must stay alive
         self._bound = dict(bound or {})
@@ -297,7 +297,7 @@ class Writer:
                 self.line(f"{self.bind(show, 'show')}({self.literal(values, lane)}, {text!r}, {key!r}, {ranks}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
-        gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(id, ())))]
+        gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(self.stem(id), ())))]
         if gone:
             self.line("del " + ", ".join(gone))
 
