@@ -1,5 +1,6 @@
 """cf.offload: the device's peak is within the budget at every moment, the numbers are the same, state lies where its spec says."""
 
+import re
 from typing import Any
 
 import attrs
@@ -111,6 +112,23 @@ def test_state_lies_on_the_host_from_init_on_and_every_function_finds_it_there()
     state, _ = staged(state, args[1])
     assert state["params"]["4.weight"].parts[0].data_ptr() == before  # updated where it lies, moved by nobody
     state, _ = staged(state, args[1])
+
+
+@pytest.mark.parametrize("both, mesh", [(False, one()), (True, one()), (False, cf.Mesh(dp=2, topology="2xa100-40g"))], ids=str)
+def test_the_least_that_an_error_names_can_be_given_and_on_one_device_not_a_byte_less(both: bool, mesh: cf.Mesh) -> None:
+    step, *args = training()
+    base = cf.shard(step, mesh)
+    base = cf.checkpoint(base) if both else base
+
+    def least(budget: int) -> int:
+        with pytest.raises(cf.PlanError, match="give at least that") as error:
+            cf.offload(base, budget=budget).lower(*args)
+        return int(re.search(r"the least found has a peak of ([\d,]+) B", str(error.value))[1].replace(",", ""))
+
+    named = least(1000)
+    held = cf.offload(base, budget=named).lower(*args).memory().peak_bytes["device"]
+    assert held == named or (held < named and mesh.size > 1)  # of shardings that nothing was planned for yet some may be leaner
+    assert mesh.size > 1 or least(named - 1) == named
 
 
 def test_policies_say_where_state_lies_and_where_it_is_updated() -> None:

@@ -78,7 +78,7 @@ def together(
     every: Every[P] = lambda price_s: (),
     most: int = LOOK,
     least: Callable[[], int] = lambda: 0,
-) -> tuple[Scored[P] | None, Fitted]:
+) -> tuple[Scored[P] | None, Scored[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
@@ -98,7 +98,7 @@ class _Together(Generic[P]):
 
     def run(
         self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
-    ) -> tuple[Scored[P] | None, Fitted]:
+    ) -> tuple[Scored[P] | None, Scored[P]]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first) and not (self.best is None and least() > FAR * self.aim):
             self.for_less(tries)
@@ -111,12 +111,12 @@ class _Together(Generic[P]):
                 self.all_of(every(self.price_s(self.best or first)), most)
         return self.best, self.leanest()
 
-    def leanest(self) -> Fitted:
-        return min((one.done for one in self.scored), key=lambda done: done.peak_bytes)
+    def leanest(self) -> Scored[P]:
+        return min(self.scored, key=lambda one: one.done.peak_bytes)
 
     def far(self) -> bool:
         """Whether all that was tried holds far too much."""
-        return self.best is None and self.leanest().peak_bytes > FAR * self.budget
+        return self.best is None and self.leanest().done.peak_bytes > FAR * self.budget
 
     def score(self, proposed: Proposed[P]) -> Scored[P] | None:
         """The plan finished, if it may be the best: it was not before, and is not slower without help than the best with it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import inf
+from math import ceil, inf
 from operator import itemgetter
 from typing import Protocol
 
@@ -43,6 +43,8 @@ SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
 SMALL, WORK = 100, 400
 """Of programs of at most so many nodes all shardings are looked at, where they are few; so many nodes are finished in all of them."""
+STANDS = 4
+"""So often the least possible is looked for within what it was before."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
@@ -208,14 +210,16 @@ def within(
         decided = make(budget_bytes=None)
         least = ending.finish(decided, budget_bytes)
         found = (decided, least) if least.fits(budget_bytes) else None
+        least = least if found else _stands(ending, decided, least)
     else:
         searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
         finish = partial(ending.finish, budget_bytes=budget_bytes)
         every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
         most = max(2, WORK // max(1, len(ending.program.nodes)))
         needs = partial(_needs, ending.program, candidates)
-        best, least = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
+        best, lean = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
         found = None if best is None else (best.proposed.plan, best.done)
+        least = lean.done if found else _stands(ending, lean.proposed.plan, lean.done)
     if found is not None:
         return _told(ending, *found)
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
@@ -226,8 +230,18 @@ def within(
     alone = f", and however it is sharded one operator makes {_gib(needs_bytes)}" if needs_bytes > budget_bytes else ""
     raise PlanError(
         f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}{alone}; "
-        f"use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
+        f"give at least that, or use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
     )
+
+
+def _stands(ending: Ending, decided: Decided, least: Fitted) -> Fitted:
+    """The leanest program as it is within its own peak: how much is sent at once, and what moves, goes by the budget."""
+    for _ in range(STANDS):
+        again = ending.finish(decided, least.peak_bytes)
+        if again.fits(least.peak_bytes):
+            break
+        least = again
+    return least
 
 
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
@@ -289,4 +303,5 @@ def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Prog
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes:,} B"
+    """Rounded up: whoever gives it as a budget has enough."""
+    return f"{ceil(nbytes / 2**30 * 100) / 100:.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes:,} B"
