@@ -114,16 +114,17 @@ def test_state_lies_on_the_host_from_init_on_and_every_function_finds_it_there()
     state, _ = staged(state, args[1])
 
 
-@pytest.mark.parametrize("both, mesh", [(False, one()), (True, one()), (False, cf.Mesh(dp=2, topology="2xa100-40g"))], ids=str)
-def test_the_least_that_an_error_names_can_be_given_and_on_one_device_not_a_byte_less(both: bool, mesh: cf.Mesh) -> None:
-    step, *args = training()
-    base = cf.shard(step, mesh)
-    base = cf.checkpoint(base) if both else base
+@pytest.mark.parametrize("mesh", [one(), cf.Mesh(dp=2, topology="2xa100-40g")], ids=["one", "two"])
+def test_the_least_that_an_error_names_can_be_given_and_on_one_device_not_a_byte_less(mesh: cf.Mesh) -> None:
+    step, *args = training(layers=1)
+    base = cf.shard(step, mesh, *([zero(3, "dp")] if mesh.size > 1 else []))
 
     def least(budget: int) -> int:
         with pytest.raises(cf.PlanError, match="give at least that") as error:
             cf.offload(base, budget=budget).lower(*args)
-        return int(re.search(r"the least found has a peak of ([\d,]+) B", str(error.value))[1].replace(",", ""))
+        found = re.search(r"the least found has a peak of ([\d,]+) B", str(error.value))
+        assert found is not None
+        return int(found[1].replace(",", ""))
 
     named = least(1000)
     held = cf.offload(base, budget=named).lower(*args).memory().peak_bytes["device"]
