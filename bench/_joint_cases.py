@@ -17,7 +17,8 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import Proposed, together
-from colofunc.planner.offload.fastest import Hint, offload
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import offload
 from colofunc.planner.recompute.fastest import fit
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import memory

@@ -23,7 +23,9 @@ import attrs
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, parse_room
-from colofunc.planner.offload import fastest as planner
+from colofunc.planner.offload import fastest
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload.trace import NodeS
 from colofunc.plugins import bringing, build_registry
@@ -142,9 +144,9 @@ def _move(
     captured = captured if disk else dict.fromkeys(captured, True)
 
     def move(
-        program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: planner.Hint | None = None
-    ) -> planner.Offloaded:
+        program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: Hint | None = None
+    ) -> Offloaded:
         room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
-        return planner.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like, captured)
+        return fastest.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like, captured)
 
     return move

@@ -21,7 +21,8 @@ from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.jointly import SEARCHES, Proposed, together
-from colofunc.planner.offload.fastest import Hint, Offloaded
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.assign import Assignment, others
 from colofunc.planner.sharding.constraints import Constraints

@@ -16,45 +16,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import inf
 from operator import itemgetter
 
 import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.choice import NO_HINT, Found, Hint, search
 from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
-from colofunc.planner.offload.host_operators import check_where, told, with_operators
+from colofunc.planner.offload.host_operators import check_where, told
 from colofunc.planner.offload.loops import opened
 from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, places
-from colofunc.planner.offload.residency import SKETCH, Point, Residency, Search, Trace, least_budget
-from colofunc.planner.offload.trace import Ground, NodeS, ground_of, trace_of, write
-from colofunc.planner.offload.updates import UPDATES, splits
+from colofunc.planner.offload.trace import Ground, NodeS, ground_of, write
+from colofunc.planner.offload.updates import UPDATES
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
-CLOSER = 3
-"""So often shares of the updates half way to the neighbours of the best are tried."""
-FULL = 2
-"""Of a large program so many splits are searched in full, those that look best in a sketch."""
 FINE = 1e-3
 """Where a disk adds less than such a part of the work, nothing else is looked for."""
 NEAR = 0.05
 """So near to what a program takes is what its search says, which does not see all that is in the program."""
 LARGE = 4000
 """In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
-
-
-@attrs.frozen
-class Hint:
-    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
-    is copied that it took to come from disk."""
-
-    share: float
-    point: Point | None
-    below: float = 0.0
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +52,7 @@ class Offloaded:
     words: tuple[str, ...] = ()
     short: str = ""  # what the host lacks
     over: int = 0
-    hint: Hint = Hint(0.0, None)
+    hint: Hint = NO_HINT
 
 
 def offload(
@@ -90,163 +75,92 @@ def offload(
     captured: position of an input that the step took from outside -> whether its owner has it in memory, so that it stays there.
     """
     check_where(policy.where, program)
-    ground = ground_of(program, mesh, node_s, given)
-    limit = budget_bytes if budget_bytes is not None else max(ground.held, default=0)
-    inside = opened(ground, mesh, node_s, _placed(ground, policy, budget_bytes, mesh), limit, policy)
-    grounds = [g for g in (ground, inside) if g is not None] if inside is None or "host" not in policy.where.values() else [inside]
-
-    def best_of(like: Hint | None, part: float = 0.0) -> _Found:
-        best: _Found | None = None
-        for each in grounds:
-            if best is None or best.over or best.found.moves:
-                far = attrs.evolve(each, links=as_disk(each.links, mesh, part)) if part else each
-                found = _search(far, policy, _placed(each, policy, budget_bytes, mesh), limit, like)
-                found = attrs.evolve(found, ground=each, found=timed(found.trace, found.found, each.links), below=part) if part else found
-                best = found if best is None else min(best, found, key=lambda f: f.rank)
-        assert best is not None, "the program as it is was tried"
-        return best
-
-    best = best_of(like, like.below if like is not None else 0.0)
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
-    below, most = _below(ground, policy, budget_bytes, mesh, given or {}, captured or {}), min(rooms, default=None)
-    above = 0 if most is None else max(0, _on_host(best) - most)
-    above = max(above, sum(program.values[program.inputs[k]].nbytes for k, tier in below.items() if tier == "disk"))
-    if like is not None:
-        short = "" if disk else _host_short(_on_host(best), most, disk, mesh.node_ranks)
-        least_s = least_disk_s(mesh, above) if disk else 0.0
-        return Offloaded(program, _longer_s(ground, best, least_s), (), short, best.over, best.hint)
-
-    before_s = played(program, mesh, node_s).end_s
-
-    def whole(one: _Found) -> tuple[int, float, _Ranked]:
-        """(bytes on the host, seconds beyond those without copies, both before the disk; the plan and its rank)"""
-        host, plain_s, found = written(one, True)
-        if most is not None and host > most and (found[0][1] or len(program.nodes) <= LARGE):
-            found = min(found, written(one, False)[2], key=itemgetter(0))
-        return host, plain_s, found
-
-    def written(one: _Found, late: bool) -> tuple[int, float, _Ranked]:
-        done = write(one.ground, one.on_host, one.items, one.trace, one.found, late=late)
-        host = held = memory(done).peak_bytes.get("host", 0)
-        plain_s = exposed_s = played(done, mesh, node_s).end_s - before_s
-        words, lacks = tuple(_words(one, exposed_s)), ""
-        if "disk" in below.values() or (disk and most is not None and host > most):
-            lower = on_disk(done, mesh, node_s, most, below, captured)
-            done, words, lacks = lower.program, (*words, *lower.words), lower.short
-            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - before_s
-        short = _host_short(held, most, disk, mesh.node_ranks) or lacks
-        return host, plain_s, ((one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint))
-
-    host, plain_s, found = whole(best)
-    above = max(above, host - most) if disk and most is not None else above
-    deep = above > 0 and (disk or "disk" in below.values())
-    if deep and found[0] > (best.over, False, plain_s + FINE * _alone_s(ground)):  # else the disk is hidden
-        like = None if len(program.nodes) <= LARGE else best.hint
-        part = min(1.0, above / max(1, host))
-        for one in (best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
-            if found[0] > (one.over, False, _longer_s(ground, one) - NEAR * _alone_s(ground)):  # else it is no faster with its disk
-                found = min(found, whole(one)[2], key=itemgetter(0))
-    return found[1]
+    ground = ground_of(program, mesh, node_s, given)
+    one = _Offloading(ground, mesh, node_s, budget_bytes, policy, given or {}, min(rooms, default=None), disk, captured or {})
+    return one.fastest() if like is None else one.estimate(like)
 
 
 _Ranked = tuple[tuple[int, bool, float], Offloaded]  # (bytes over, is the host short, seconds), least first
 
 
-@attrs.frozen(eq=False)
-class _Found:
-    """One candidate: `over`: bytes by which its peak exceeds the limit."""
+class _Offloading:
+    """`most`: bytes of host memory that a rank may take, where that is known. `below`: input -> host or disk, where that is said."""
 
-    over: int
-    ground: Ground
-    on_host: frozenset[int]
-    items: Sequence[int]
-    trace: Trace
-    found: Residency
-    share: float
-    point: Point | None
-    below: float = 0.0
-    least_bytes: int = 0  # nothing copies less, where that was asked for
-    gave_up: bool = False  # found without a linear program that took too long
+    def __init__(
+        self, ground: Ground, mesh: Mesh, node_s: NodeS, budget: int | None, policy: MemoryPolicy, given: Mapping[int, str],
+        most: int | None, disk: bool, captured: Mapping[int, bool],
+    ) -> None:  # fmt: skip
+        self.ground, self.program, self.mesh, self.node_s = ground, ground.program, mesh, node_s
+        self.budget, self.policy, self.most, self.disk, self.captured = budget, policy, most, disk, captured
+        self.limit = budget if budget is not None else max(ground.held, default=0)
+        inside = opened(ground, mesh, node_s, _placed(ground, policy, budget, mesh), self.limit, policy)
+        self.grounds = [g for g in (ground, inside) if g is not None]
+        if inside is not None and "host" in policy.where.values():
+            self.grounds = [inside]
+        self.below = _below(ground, policy, budget, mesh, given, captured)
+        self.said = sum(self.program.values[self.program.inputs[k]].nbytes for k, tier in self.below.items() if tier == "disk")
 
-    @property
-    def hint(self) -> Hint:
-        return Hint(self.share, self.point, self.below)
+    def estimate(self, like: Hint) -> Offloaded:
+        """What was best for another order of the same work, and nothing is written."""
+        best = self.best_of(like, like.below)
+        host = _on_host(best)
+        short = "" if self.disk else _host_short(host, self.most, self.disk, self.mesh.node_ranks)
+        least_s = least_disk_s(self.mesh, max(self.above(host), self.said)) if self.disk else 0.0
+        return Offloaded(self.program, _longer_s(self.ground, best, least_s), (), short, best.over, best.hint)
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        return self.over, self.found.seconds
+    def fastest(self) -> Offloaded:
+        """Without the disk in mind; and with it, where it shows."""
+        best, alone_s = self.best_of(None), _alone_s(self.ground)
+        self.before_s = played(self.program, self.mesh, self.node_s).end_s
+        host, plain_s, found = self.whole(best)
+        above = max(self.above(max(host, _on_host(best)) if self.disk else _on_host(best)), self.said)
+        deep = above > 0 and (self.disk or "disk" in self.below.values())
+        if deep and found[0] > (best.over, False, plain_s + FINE * alone_s):  # else the disk is hidden
+            like = None if len(self.program.nodes) <= LARGE else best.hint
+            part = min(1.0, above / max(1, host))
+            for one in (self.best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
+                if found[0] > (one.over, False, _longer_s(self.ground, one) - NEAR * alone_s):  # else it is no faster with its disk
+                    found = min(found, self.whole(one)[2], key=itemgetter(0))
+        return found[1]
 
+    def above(self, host: int) -> int:
+        """Bytes that the host has no room for."""
+        return 0 if self.most is None else max(0, host - self.most)
 
-@attrs.frozen(eq=False)
-class _Try:
-    """A split of the updates, and what was searched for it so far."""
+    def best_of(self, like: Hint | None, part: float = 0.0) -> Found:
+        """With and without loops opened. part: of what is copied so much comes from disk."""
+        best: Found | None = None
+        for each in self.grounds:
+            if best is None or best.over or best.found.moves:
+                far = attrs.evolve(each, links=as_disk(each.links, self.mesh, part)) if part else each
+                found = search(far, self.policy, _placed(each, self.policy, self.budget, self.mesh), self.limit, like)
+                found = attrs.evolve(found, ground=each, found=timed(found.trace, found.found, each.links), below=part) if part else found
+                best = found if best is None else min(best, found, key=lambda f: f.rank)
+        assert best is not None, "the program as it is was tried"
+        return best
 
-    over: int
-    on_host: frozenset[int]
-    items: Sequence[int]
-    share: float
-    search: Search
+    def whole(self, one: Found) -> tuple[int, float, _Ranked]:
+        """(bytes on the host, seconds beyond those without copies, both before the disk; the plan and its rank)"""
+        host, plain_s, found = self.written(one, True)
+        if self.above(host) and (found[0][1] or len(self.program.nodes) <= LARGE):
+            found = min(found, self.written(one, False)[2], key=itemgetter(0))
+        return host, plain_s, found
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        return self.over, self.search.fastest_s
-
-
-def _search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> _Found:
-    """The fastest of the splits of the updates."""
-    tries = list[_Try]()
-    points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
-    seen = set[frozenset[int]]()
-    share = like.share if like is not None else None
-    near = splits(ground, policy.update, placed, share, (), seen)
-    for _ in range(1 + CLOSER):
-        for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
-            items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
-            least = least_budget(trace)[0]
-            search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
-            if search.many and like is None:
-                search.run()
-            else:
-                search.sketch(points)
-            tries.append(_Try(max(0, least - limit), on_host, items, part, search))
-            if search.still is not None:
-                break
-        tries = _best_first(tries, policy.slack)
-        if like is not None or tries[0].search.still is not None:
-            break
-        near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
-    for one in tries[:FULL] if like is None else ():
-        if not one.search.many:
-            one.search.run()
-    slack = tries[0].search.slack
-    one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
-    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
-    found = one.search.within(most_s)
-    gave_up = any(each.search.gave_up for each in tries)
-    return _Found(
-        one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound, gave_up=gave_up
-    )
-
-
-def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
-    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind them."""
-    if slack is None:
-        return sorted(tries, key=lambda one: one.rank)
-    least, most_s = min(one.over for one in tries), _most_s(tries, slack)
-
-    def rank(one: _Try) -> tuple[bool, int, tuple[int, float]]:
-        late = one.over > least or one.search.fastest_s > most_s
-        return late, 0 if late else one.search.moved_bytes(most_s), one.rank
-
-    return sorted(tries, key=rank)
+    def written(self, one: Found, late: bool) -> tuple[int, float, _Ranked]:
+        done = write(one.ground, one.on_host, one.items, one.trace, one.found, late=late)
+        host = held = memory(done).peak_bytes.get("host", 0)
+        plain_s = exposed_s = played(done, self.mesh, self.node_s).end_s - self.before_s
+        words, lacks = tuple(_words(one, exposed_s)), ""
+        if "disk" in self.below.values() or (self.disk and self.above(host)):
+            lower = on_disk(done, self.mesh, self.node_s, self.most, self.below, self.captured)
+            done, words, lacks = lower.program, (*words, *lower.words), lower.short
+            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - self.before_s
+        short = _host_short(held, self.most, self.disk, self.mesh.node_ranks) or lacks
+        return host, plain_s, ((one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint))
 
 
-def _most_s(tries: Sequence[_Try], slack: float) -> float:
-    """Seconds of the fastest that fits, and so much longer."""
-    return inf if slack == inf else min(tries, key=lambda one: one.rank).search.fastest_s * (1 + slack)
-
-
-def _longer_s(ground: Ground, best: _Found, least_s: float = 0.0) -> float:
+def _longer_s(ground: Ground, best: Found, least_s: float = 0.0) -> float:
     """Seconds beyond those of the work alone, all of it on the device. least_s: what it takes in any case."""
     alone_s = _alone_s(ground)
     more_s = max(best.found.seconds, least_s) - alone_s
@@ -260,7 +174,7 @@ def _alone_s(ground: Ground) -> float:
     return alone_s
 
 
-def _on_host(best: _Found) -> int:
+def _on_host(best: Found) -> int:
     """About the bytes that the host holds: state that does not stay, and what is stored of the rest, or made there, until its last use."""
     trace, found = best.trace, best.found
     change = [0] * (len(trace.seconds) + 2)
@@ -332,7 +246,7 @@ def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
     )
 
 
-def _words(best: _Found, exposed_s: float) -> Iterator[str]:
+def _words(best: Found, exposed_s: float) -> Iterator[str]:
     """What was decided, for people."""
     found, ground = best.found, best.ground
     home = [k for k, item in enumerate(best.trace.items) if item.home and k not in found.residents]

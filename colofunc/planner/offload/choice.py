@@ -1,0 +1,130 @@
+"""One search: which updates run on the host, and for each such split what is copied when.
+
+    found = search(ground, policy, placed, limit, like)     # splits of the updates -> a sketch each -> the best in full
+    found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+
+import attrs
+
+from colofunc.planner.offload.host_operators import with_operators
+from colofunc.planner.offload.policies import MemoryPolicy
+from colofunc.planner.offload.residency import SKETCH, Point, Residency, Search, Trace, least_budget
+from colofunc.planner.offload.trace import Ground, trace_of
+from colofunc.planner.offload.updates import splits
+
+CLOSER = 3
+"""So often shares of the updates half way to the neighbours of the best are tried."""
+FULL = 2
+"""Of a large program so many splits are searched in full, those that look best in a sketch."""
+
+
+@attrs.frozen
+class Hint:
+    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
+    is copied that it took to come from disk."""
+
+    share: float
+    point: Point | None
+    below: float = 0.0
+
+
+NO_HINT = Hint(0.0, None)
+
+
+@attrs.frozen(eq=False)
+class Found:
+    """One candidate: `over`: bytes by which its peak exceeds the limit."""
+
+    over: int
+    ground: Ground
+    on_host: frozenset[int]
+    items: Sequence[int]
+    trace: Trace
+    found: Residency
+    share: float
+    point: Point | None
+    below: float = 0.0
+    least_bytes: int = 0  # nothing copies less, where that was asked for
+    gave_up: bool = False  # found without a linear program that took too long
+
+    @property
+    def hint(self) -> Hint:
+        return Hint(self.share, self.point, self.below)
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.found.seconds
+
+
+@attrs.frozen(eq=False)
+class _Try:
+    """A split of the updates, and what was searched for it so far."""
+
+    over: int
+    on_host: frozenset[int]
+    items: Sequence[int]
+    share: float
+    search: Search
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.search.fastest_s
+
+
+def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> Found:
+    """The fastest of the splits of the updates."""
+    tries = list[_Try]()
+    points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
+    seen = set[frozenset[int]]()
+    share = like.share if like is not None else None
+    near = splits(ground, policy.update, placed, share, (), seen)
+    for _ in range(1 + CLOSER):
+        for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
+            items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
+            least = least_budget(trace)[0]
+            search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
+            if search.many and like is None:
+                search.run()
+            else:
+                search.sketch(points)
+            tries.append(_Try(max(0, least - limit), on_host, items, part, search))
+            if search.still is not None:
+                break
+        tries = _best_first(tries, policy.slack)
+        if like is not None or tries[0].search.still is not None:
+            break
+        near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
+    for one in tries[:FULL] if like is None else ():
+        if not one.search.many:
+            one.search.run()
+    slack = tries[0].search.slack
+    one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
+    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
+    found = one.search.within(most_s)
+    gave_up = any(each.search.gave_up for each in tries)
+    return Found(
+        one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound, gave_up=gave_up
+    )
+
+
+def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
+    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind them."""
+    if slack is None:
+        return sorted(tries, key=lambda one: one.rank)
+    least, most_s = min(one.over for one in tries), _most_s(tries, slack)
+
+    def rank(one: _Try) -> tuple[bool, int, tuple[int, float]]:
+        late = one.over > least or one.search.fastest_s > most_s
+        return late, 0 if late else one.search.moved_bytes(most_s), one.rank
+
+    return sorted(tries, key=rank)
+
+
+def _most_s(tries: Sequence[_Try], slack: float) -> float:
+    """Seconds of the fastest that fits, and so much longer."""
+    return inf if slack == inf else min(tries, key=lambda one: one.rank).search.fastest_s * (1 + slack)
