@@ -202,12 +202,11 @@ def write(
             waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
     for k in range(len(trace.seconds) + 1):
-        for kind in ("store", "fetch"):
-            for move in waits.get(k, ()):
-                if move.kind == kind:
-                    out.wait(move)
-        for move in sorted(starts.get(k, ()), key=lambda m: m.kind == "fetch"):
-            out.start(move)
+        for kind in ("store", "fetch"):  # what is fetched lies where something was, and waits for nothing that was not begun
+            for moves, step in ((starts, out.start), (waits, out.wait)):
+                for move in moves.get(k, ()):
+                    if move.kind == kind:
+                        step(move)
         out.flush(k)
         if k < count:
             out.run(k)
