@@ -124,6 +124,7 @@ def test_of_traced_steps_the_joint_plan_is_no_slower_than_one_after_the_other(
     assert all(held) and sum(joint < INF for joint, _ in found) >= 2
 
 
+@pytest.mark.sweep
 def test_a_traced_step_is_planned_as_well_without_a_look_at_all_its_shardings(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a larger one would be: prices, and what they do not lead to."""
     step, *args = perceptron()
