@@ -188,7 +188,8 @@ def write(
 ) -> Program:
     """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`.
 
-    late: what the host does comes where it has ended, so that nobody waits, and what it reads is held until then.
+    late: what the host does comes where it has ended, and copies are begun before others are waited for, so that nobody waits, and
+    the host holds more meanwhile.
     """
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
@@ -202,11 +203,12 @@ def write(
             waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
     for k in range(len(trace.seconds) + 1):
-        for kind in ("store", "fetch"):  # what is fetched lies where something was, and waits for nothing that was not begun
-            for moves, step in ((starts, out.start), (waits, out.wait)):
-                for move in moves.get(k, ()):
-                    if move.kind == kind:
-                        step(move)
+        # What is fetched lies where something was, and waits for nothing that was not begun; but then both lie on the host as well.
+        due = ((starts, out.start, "store"), (waits, out.wait, "store"), (starts, out.start, "fetch"), (waits, out.wait, "fetch"))
+        for moves, step, kind in due if late else (due[1], due[3], due[0], due[2]):
+            for move in moves.get(k, ()):
+                if move.kind == kind:
+                    step(move)
         out.flush(k)
         if k < count:
             out.run(k)
