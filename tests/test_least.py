@@ -20,7 +20,7 @@ def asked(peak: int, least: int, searches: int = 6) -> int:
         return proposed[-1]
 
     best, leanest = together(propose, lambda plan: Fitted(NOTHING, peak, 0.0), 100, tries=1, searches=searches, least=lambda: least)
-    assert best is None and leanest.peak_bytes == peak
+    assert best is None and leanest.done.peak_bytes == peak
     return len(proposed)
 
 
