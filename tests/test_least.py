@@ -1,5 +1,8 @@
 """Budgets that are far too small are refused early, and the error says what no sharding goes below."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,3 +47,20 @@ def test_the_error_says_what_no_sharding_goes_below() -> None:
     base, *args = perceptron(cf.Mesh(dp=2, topology="8xa100-40g"))
     with pytest.raises(cf.PlanError, match="however it is sharded one operator makes 32,768 B"):
         cf.offload(base, budget=10_000).lower(*args)
+
+
+@pytest.mark.parametrize(
+    ("chain", "says"),
+    [
+        (lambda step: cf.offload(step, budget=10_000, policy="device"), "policy='auto' in cf.offload"),
+        (lambda step: cf.offload(cf.checkpoint(step, policy="dots"), budget=10_000), "policy='auto' in cf.checkpoint"),
+        (lambda step: cf.offload(step, budget=10_000, policy="bytes"), None),
+        (lambda step: cf.checkpoint(cf.offload(step, budget=10_000)), None),
+    ],
+    ids=["offload", "checkpoint", "bytes", "free"],
+)
+def test_the_error_names_a_policy_that_forbids_what_needs_less(chain: Callable[[Any], Any], says: str | None) -> None:
+    base, *args = perceptron(cf.Mesh(dp=2, topology="8xa100-40g"))
+    with pytest.raises(cf.PlanError, match="the least found has a peak of") as refused:
+        chain(base).lower(*args)
+    assert says in str(refused.value) if says else "policy=" not in str(refused.value)

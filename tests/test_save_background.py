@@ -18,6 +18,8 @@ from colofunc.errors import CheckpointError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import disk, files
 
+saves: Any = importlib.import_module("colofunc.functional.save")
+
 
 def test_a_background_save_holds_the_values_of_its_moment(tmp_path, monkeypatch) -> None:
     go = threading.Event()
@@ -32,6 +34,18 @@ def test_a_background_save_holds_the_values_of_its_moment(tmp_path, monkeypatch)
     saving.wait()
     got = cf.load(tmp_path / "c")
     assert saving.done and got["x"].sum() == 0 and got["y"].sum() == 0
+
+
+def test_a_save_says_that_it_waits_for_the_last_one(tmp_path, monkeypatch) -> None:
+    go = threading.Event()
+    write = disk.write_at
+    monkeypatch.setattr(disk, "write_at", lambda *args: go.wait(30) and write(*args))
+    monkeypatch.setattr(saves, "SAY_AFTER_S", 0.01)
+    saving = cf.save(tmp_path / "a", tensors(), wait=False)
+    threading.Timer(0.2, go.set).start()
+    with pytest.warns(UserWarning, match=r"waits for the save to '.*a' in the background") as said:
+        cf.save(tmp_path / "b", tensors())
+    assert saving.done and (tmp_path / "b").exists() and said[0].filename == __file__
 
 
 def test_what_goes_wrong_in_the_background_is_raised_by_wait_or_the_next_save(tmp_path, monkeypatch) -> None:

@@ -19,9 +19,11 @@ import json
 import os
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +33,7 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.executors.disk_held import Reader
+from colofunc.executors.disk_held import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
 from colofunc.functional.checkpoint.beside import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
@@ -383,6 +385,8 @@ class _Saver:
         last, self._last = self._last, None
         if last is None:
             return None
+        if wait_for([last._future], SAY_AFTER_S).not_done:
+            warnings.warn(f"cf.save waits for the save to {str(last.path)!r} in the background, which has not ended", stacklevel=3)
         failed = last.unreported if last.done else last._future.exception()
         if failed is not None:
             last._reported = True

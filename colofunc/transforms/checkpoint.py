@@ -48,7 +48,8 @@ def checkpoint(
     chosen = _policy(policy)
     limit, part = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
     options = {"budget_bytes": limit, "budget_part": part, "policy": chosen}
-    intent = Intent("checkpoint", options, refit=partial(_refit, chosen), constrain=partial(_check, chosen))
+    wider = "" if chosen is None else "policy='auto' in cf.checkpoint"
+    intent = Intent("checkpoint", options, refit=partial(_refit, chosen), constrain=partial(_check, chosen), wider=wider)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)

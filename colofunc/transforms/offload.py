@@ -75,7 +75,7 @@ def offload(
     if measure is None:
         measure = policy.measure if isinstance(policy, MemoryPolicy) else 0
     room = parse_room(host, "cf.offload(host=)")
-    directory = disk if disk is None or disk is True else os.fspath(disk)
+    directory = disk if disk is None or disk is True else os.path.expanduser(os.fspath(disk))
     chosen = _where({} if where is None else where)
     options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
     options["measure"] = measure
@@ -88,7 +88,9 @@ def offload(
 
 def _intent(options: dict[str, Any]) -> Intent:
     policy, where, host, disk = (options[word] for word in ("policy", "where", "host", "disk"))
-    return Intent("offload", options, move=partial(_move, policy, where, host, disk is not None))
+    free = policy in ("auto", AUTO, "bytes", BYTES)
+    wider = "" if free else "policy='auto' in cf.offload"
+    return Intent("offload", options, move=partial(_move, policy, where, host, disk is not None), wider=wider)
 
 
 def with_disk(step: Staged, disk: str | bool) -> Staged:

@@ -108,8 +108,8 @@ def prepare(
     plain = partial(offload, given=tiers, captured=dict.fromkeys(captured, True)) if tiers else None
     move = moves(registry.memory_policies, tiers, captured) if moves is not None else plain
     order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
-    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways)
-    ending = ending if measured is None else attrs.evolve(ending, timed=measured[1])
+    wider, timed = [i.wider for i in staged.intents if i.wider], None if measured is None else measured[1]
+    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways, timed, wider)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()

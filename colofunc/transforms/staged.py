@@ -38,6 +38,7 @@ class Intent:
     `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
     `move`: from the plugins' policies of memory, the tiers of inputs that lie somewhere, and positions of what the step captured -> whether
     somebody has it in memory, `within.Move`: copies between tiers.
+    `wider`: what to write instead where its policy forbids what would need less memory.
     `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
     """
 
@@ -52,6 +53,7 @@ class Intent:
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     refit: Callable[[Any, Any, Any, Any], Any] | None = None
     move: Callable[[Any, Any, Any], Any] | None = None
+    wider: str = ""
 
 
 class Compiler(Protocol):

@@ -70,7 +70,7 @@ class Ending:
     position -> elements of the chunks that it lies in. `temporaries`: whether they are written over. `count`: the accountant of the
     executor that will run it. `refit`: of `checkpoint`.
     `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
-    `timed`: how long operators take, where that was measured.
+    `timed`: how long operators take, where that was measured. `wider`: what to write where policies forbid what needs less memory.
     """
 
     program: Program
@@ -85,6 +85,7 @@ class Ending:
     order: Callable[[Program, float], Program] = lambda program, _: program
     ways: Sequence[Rewrite] = AS_IT_IS
     timed: Timed | None = None
+    wider: Sequence[str] = ()
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
@@ -224,7 +225,7 @@ def within(
     if found is not None:
         return _told(ending, *found)
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
-    less = ", ".join(["a smaller batch", *others])
+    less = ", ".join(["a smaller batch", *others, *ending.wider])
     if least.short and least.peak_bytes <= budget_bytes:
         raise CapacityError(least.short)
     needs_bytes = _needs(ending.program, candidates) // parts
