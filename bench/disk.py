@@ -25,7 +25,7 @@ import torch
 
 import colofunc as cf
 from bench import Row, Section, ratio
-from colofunc.executors.disk import DiskStore, aligned_empty
+from colofunc.executors.disk.store import DiskStore, aligned_empty
 
 CHUNK_BYTES, CHUNKS = 32 << 20, 8
 BLOCK_BYTES = 4 << 20

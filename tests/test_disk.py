@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk import DiskStore, aligned_empty
-from colofunc.executors.disk_layout import Layout, disk_bytes
+from colofunc.executors.disk.layout import Layout, disk_bytes
+from colofunc.executors.disk.store import DiskStore, aligned_empty
 
 PAGE = 4096
 EDGES = [0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 8192, 12289]
@@ -207,7 +207,7 @@ def test_a_durable_commit_flushes_data_before_the_index(tmp_path: Path, monkeypa
 
 KILLED = """
 import itertools, os, signal, sys, torch
-from colofunc.executors.disk import DiskStore
+from colofunc.executors.disk.store import DiskStore
 
 def train(directory, keep, said):
     store = DiskStore(directory, [100_000, 3, 70_000], block_bytes=4096, buffers_bytes=16384, keep=keep)

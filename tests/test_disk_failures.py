@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, strangers, write  # noqa: F401
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk import DiskStore
-from colofunc.executors.disk_layout import checksum
+from colofunc.executors.disk.layout import checksum
+from colofunc.executors.disk.store import DiskStore
 
 # ---- damage ----
 

@@ -15,8 +15,8 @@ import colofunc as cf
 from colofunc.dtensor.placed import SHELF
 from colofunc.errors import DiskError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.disk import DiskStore
-from colofunc.executors.disk_tensors import OnDisk
+from colofunc.executors.disk.store import DiskStore
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.measure import measure
 from colofunc.testing import check
 

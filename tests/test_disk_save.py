@@ -14,9 +14,9 @@ from test_offload import one, peak, training
 
 import colofunc as cf
 from colofunc.errors import CheckpointError, DiskError
-from colofunc.executors import disk_held
-from colofunc.executors.disk import DiskStore
-from colofunc.executors.disk_held import Held, Holds
+from colofunc.executors.disk import held as disk_held
+from colofunc.executors.disk.held import Held, Holds
+from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint.folder import Writing
 from colofunc.functional.checkpoint.parts import Ranks
 

@@ -14,7 +14,7 @@ from test_offload import agrees, one, peak, training
 import colofunc as cf
 from colofunc.errors import DiskError
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk_tensors import OnDisk
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.launch import launch
 from colofunc.program.facts import is_copy
 from colofunc.testing import check

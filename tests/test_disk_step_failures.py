@@ -13,7 +13,7 @@ from test_offload import one, training
 
 import colofunc as cf
 from colofunc.errors import DiskError
-from colofunc.executors.disk import DiskStore
+from colofunc.executors.disk.store import DiskStore
 
 
 def goes_on(staged: Any, state: Any, before: dict[str, torch.Tensor], args: Any, steps: int = 2) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk_tensors import Room, Scratch, Staging, reading, unread, writing
+from colofunc.executors.disk.tensors import Room, Scratch, Staging, reading, unread, writing
 from colofunc.planner.offload.residency import Item, Links, Move, Trace, simulate
 
 

@@ -14,8 +14,8 @@ import torch
 from test_disk import PAGE, content, disk_threads, folders, random_bytes, read, store, strangers, write  # noqa: F401
 
 from colofunc.errors import DiskError
-from colofunc.executors import disk_files
-from colofunc.executors.disk import DiskStore
+from colofunc.executors.disk import files as disk_files
+from colofunc.executors.disk.store import DiskStore
 
 # ---- threads, order, memory ----
 
@@ -116,7 +116,7 @@ def test_a_store_that_nobody_has_any_more_is_closed(tmp_path: Path) -> None:
 
 def test_the_end_of_the_process_cleans_up(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
     code = (
-        "import sys, os, torch; from colofunc.executors.disk import DiskStore\n"
+        "import sys, os, torch; from colofunc.executors.disk.store import DiskStore\n"
         "stores = [DiskStore(sys.argv[1], [3], keep=keep) for keep in (True, False)]\n"
         "stores[1].write(0, torch.zeros(3, dtype=torch.uint8))\n"
         "if os.fork() == 0: sys.exit()\n"  # ends as a process does, with what it has inherited

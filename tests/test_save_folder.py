@@ -14,7 +14,7 @@ from saved import MESH, bits, tensors
 
 import colofunc as cf
 from colofunc.dtensor.parts import parts
-from colofunc.executors import disk_files
+from colofunc.executors.disk import files as disk_files
 from colofunc.functional.checkpoint import disk, files, folder, regions
 from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.executors.disk_tensors import SCRATCH, Moving, OnDisk, reading, writing
+from colofunc.executors.disk.tensors import SCRATCH, Moving, OnDisk, reading, writing
 from colofunc.executors.pools import Pool
 from colofunc.ops.copies import duplicate
 

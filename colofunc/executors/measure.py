@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from colofunc.errors import CapacityError
-from colofunc.executors.disk_tensors import OnDisk
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
 from colofunc.executors.source import Writer
 from colofunc.mesh import Mesh

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from colofunc.errors import CapacityError
-from colofunc.executors.disk_tensors import OnDisk
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from colofunc.errors import InputError, ProgramError
-from colofunc.executors.disk_tensors import OnDisk
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
 from colofunc.executors.pools import accelerator, pool_of

@@ -33,7 +33,7 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.executors.disk_held import SAY_AFTER_S, Reader
+from colofunc.executors.disk.held import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
 from colofunc.functional.checkpoint.beside import Beside
 from colofunc.functional.checkpoint.dcp import METADATA

@@ -25,7 +25,7 @@ from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import ColofuncError, ConsumedError
 from colofunc.executors.backend import Backend, backend_for
-from colofunc.executors.disk_tensors import Scratch, Together
+from colofunc.executors.disk.tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.profile import Profile
 from colofunc.executors.watch import Watch

@@ -20,7 +20,7 @@ from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
-from colofunc.executors.disk_tensors import OnDisk, Room, in_memory
+from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.transforms.lowered import Lowered

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
-from colofunc.executors.disk_tensors import in_memory
+from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import accelerator, in_tier
 from colofunc.executors.profile import Clock
 from colofunc.executors.watch import Watch

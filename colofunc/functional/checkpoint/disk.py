@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from colofunc.executors.disk_files import set_direct
+from colofunc.executors.disk.files import set_direct
 
 BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
 BUFFERS, WRITERS = 4, 2

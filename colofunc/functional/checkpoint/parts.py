@@ -20,7 +20,7 @@ from colofunc.dtensor.lazy import make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.disk_tensors import in_memory
+from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
 from colofunc.functional.checkpoint.pages import copy

@@ -19,7 +19,7 @@ from colofunc.dtensor.spec import Spec, bind
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
 from colofunc.executors.backend import backend_for
-from colofunc.executors.disk_tensors import unread
+from colofunc.executors.disk.tensors import unread
 from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
 from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh

@@ -15,7 +15,7 @@ not count, and `commit` makes all writes since the last one count at once; every
         ahead.wait()
 
 Operations on one chunk happen in the order they were asked for, so a read sees the write before it. Blocks of different
-chunks are served first come, first served. `disk_files` says what lies on disk, `disk_queue` how work is spread.
+chunks are served first come, first served. `files` says what lies on disk, `queue` how work is spread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk_files import Files, create, disk_error, reopen
-from colofunc.executors.disk_held import Held, Holds, Reader
-from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
-from colofunc.executors.disk_queue import Move, Ticket, Work, Workers, aligned, whole_pages
+from colofunc.executors.disk.files import Files, create, disk_error, reopen
+from colofunc.executors.disk.held import Held, Holds, Reader
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
+from colofunc.executors.disk.queue import Move, Ticket, Work, Workers, aligned, whole_pages
 from colofunc.mesh.sizes import size_text
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -127,7 +127,7 @@ class Records:
 class DiskStore:
     """Chunks of fixed sizes on disk, in a folder of its own within `directory`; see the module's docstring.
 
-    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`disk_layout.disk_bytes`).
+    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`layout.disk_bytes`).
     threads: how many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
     versions: 1 for what is never committed, only sealed, which takes half the room.

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk_layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
+from colofunc.executors.disk.layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
 from colofunc.mesh.sizes import size_text
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing

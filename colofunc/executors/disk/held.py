@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk_queue import Ticket, aligned
+from colofunc.executors.disk.queue import Ticket, aligned
 
 SAY_AFTER_S = 5.0
 DEADLINE_S = 1800.0

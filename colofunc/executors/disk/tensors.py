@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.errors import DiskError
-from colofunc.executors.disk import DiskStore
-from colofunc.executors.disk_layout import BLOCK_BYTES, VERSIONS, padded
-from colofunc.executors.disk_queue import Ticket
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, padded
+from colofunc.executors.disk.queue import Ticket
+from colofunc.executors.disk.store import DiskStore
 
 aten = torch.ops.aten
 _LIKE = frozenset({aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk_layout import PAGE_BYTES, Buffer
+from colofunc.executors.disk.layout import PAGE_BYTES, Buffer
 
 Move = Callable[[int, Buffer], None]  # (block of the chunk, a buffer of the thread)
 
