@@ -60,13 +60,17 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+WARM = "colofunc colofunc_plugins transformers.trainer transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama"
+"""What real ranks use, by far the most of their start; a package that is not installed is passed over."""
+
+
 @pytest.fixture(autouse=True)
 def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks come from a server that has imported torch, three seconds of work less for each; and as users get them where just that
-    is tested, or what they print (a server has the files that were open at its start)."""
-    own = request.path.stem in ("test_distributed", "test_real_ranks") or "capfd" in request.fixturenames
+    """Ranks come from a server that has imported what they use, four seconds of work less for each; and as users get them where just
+    that is tested, or what they print (a server has the files that were open at its start)."""
+    own = request.path.stem == "test_distributed" or "capfd" in request.fixturenames
     if request.node.get_closest_marker("dist") and not own:
-        multiprocessing.set_forkserver_preload(["colofunc", "colofunc_plugins", "transformers"])
+        multiprocessing.set_forkserver_preload(["pytest", "torch.fx.experimental.proxy_tensor", *WARM.split()])
         monkeypatch.setattr("colofunc.executors.launch.START", "forkserver")
 
 
