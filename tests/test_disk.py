@@ -59,7 +59,6 @@ STRANGERS: set[threading.Thread] = set()  # of stores that tests before have lef
 
 @pytest.fixture(autouse=True)
 def strangers() -> None:
-    gc.collect()
     STRANGERS.clear()
     STRANGERS.update(threading.enumerate())
 

@@ -1,12 +1,23 @@
 """Tensors of a trace that a step keeps outside are errors at that trace, with the line that made them."""
 
+import gc
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from colofunc.errors import TraceError
 from colofunc.program.tracing.trace import trace
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """A global that keeps a tensor is found where the collector looks, as it does in any program (see conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
 
 KEPT = []
 
