@@ -1,7 +1,6 @@
 """The disk tier: what is read is what was written, and a failure or a kill leaves the last commit."""
 
 import errno
-import gc
 import json
 import os
 import subprocess
