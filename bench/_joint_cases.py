@@ -176,9 +176,9 @@ class Deciding:
         mesh, budget = machine(self.case), self.case.budget
         node_s = lambda node, values: seconds[node.path]  # noqa: E731
 
-        def counted(local: Program, like: Fitted | None = None, /) -> Fitted:
+        def counted(local: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
             done = in_place(local)
-            if not self.moves:
+            if not (self.moves and moves):
                 return Fitted(done, memory(done).peak_bytes["device"], 0.0)
             hint = like.hint if like is not None and isinstance(like.hint, Hint) else None
             moved = offload(done, mesh, node_s, budget, like=hint)

@@ -74,7 +74,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Program, NodeS
     return of
 
 
-def counted(program: Program, like: Fitted | None = None) -> Fitted:
+def counted(program: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
     done = in_place(program)
     return Fitted(done, memory(done).peak_bytes["device"], 0.0)
 

@@ -31,6 +31,7 @@ class Fitted:
 
 
 class Finish(Protocol):
-    """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate is enough."""
+    """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate is enough.
+    moves: whether copies may be placed."""
 
-    def __call__(self, program: Program, like: Fitted | None = None, /) -> Fitted: ...
+    def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted: ...

@@ -156,7 +156,7 @@ class Ending:
         local, apart = chunked(views_late(reduces_early(local)), chunks)
         return in_place(buckets(local, self.mesh, apart, bucket_bytes), self.temporaries)
 
-    def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None) -> Fitted:
+    def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and self.move is not None and budget_bytes is not None:
             done = self.order(self._completed(local, piece), piece)
@@ -164,7 +164,7 @@ class Ending:
             return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
         check_program(local, self.mesh)
         done = self._completed(local, piece)
-        if self.move is None:
+        if self.move is None or not moves:
             return Fitted(done, 0 if budget_bytes is None and self.refit is None else self._peak(done), 0.0)
         moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)

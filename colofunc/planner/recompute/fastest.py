@@ -13,6 +13,7 @@ stages), `late` (every set of values, for few values), `relaxed` (linear program
 from __future__ import annotations
 
 import importlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
@@ -74,19 +75,21 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak."""
     plain_s = _seconds(program, node_s)
 
-    def tried(one: Program, like: Fitted | None = None) -> Fitted:
-        return _with_again(one, finish, node_s, plain_s, like)
+    def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+        return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
-    whole = tried(program)
+    whole, again_s = tried(program), lambda one: _seconds(one, node_s) - plain_s
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
     orders = list(_proposals(program, node_s))
     if len(program.nodes) <= FEW:
-        found = _all([*orders, *late(program)], tried, lambda one: _seconds(one, node_s) - plain_s, whole, budget_bytes)
+        found = _all([*orders, *late(program)], tried, again_s, whole, budget_bytes)
     elif whole.hint is None:
         found = [*_bisect(orders, tried, budget_bytes), *_rounded(program, node_s, tried, budget_bytes)]
     else:
-        found = fastest(orders, lambda one: _seconds(one, node_s) - plain_s, tried, whole, budget_bytes, plain_s)
+        found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s)
+        best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=inf)
+        found += _unmoved(orders, program, node_s, again_s, tried, budget_bytes, best_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
@@ -102,6 +105,18 @@ def _all(
             found.append(tried(one))
             bound_s = min(bound_s, found[-1].more_s) if found[-1].fits(budget) else bound_s
     return found
+
+
+def _unmoved(
+    orders: Sequence[Callable[[], Program]], program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish,
+    budget: int, best_s: float,
+) -> list[Fitted]:  # fmt: skip
+    """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
+    still = lambda one: attrs.evolve(tried(one, moves=False), program=one)  # noqa: E731
+    faster = bisect_left(range(len(orders)), best_s, key=lambda k: again_s(orders[k]()))
+    found = [*_bisect(orders[:faster], still, budget), *_rounded(program, node_s, still, budget)] if best_s > 0 else []
+    best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)
+    return [] if best is None else [tried(best.program)]
 
 
 def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
