@@ -107,8 +107,9 @@ def compared(name: str, axes: dict[str, int], share: float) -> tuple[float, floa
     return joint, min(planned_s(chain, args, budget) for chain in apart)
 
 
-def test_of_a_traced_step_on_a_mesh_the_joint_plan_is_no_slower_than_one_after_the_other() -> None:
-    joint, apart = compared("mlp", {"dp": 2}, 0.6)
+def test_of_a_traced_step_the_joint_plan_is_no_slower_than_one_after_the_other() -> None:
+    """Here making again is what a linear program proposes, and without copies it is faster than any stages with them."""
+    joint, apart = compared("gpt2", {"dp": 1}, 0.85)
     assert joint < INF and joint <= apart * (1 + 1e-3)
 
 
