@@ -21,7 +21,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check sweep bench docs clean
+.PHONY: help setup demo test check sweep bench docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -55,6 +55,12 @@ bench: $(READY)  ## the benchmark table
 
 docs: $(DOCS_READY)  ## the documentation as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+wheel: $(READY)  ## a wheel of both packages in dist/
+	@rm -rf build
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@rm -rf build
+	@ls dist/*.whl
 
 clean:           ## remove .venv and everything built
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,6 +36,7 @@ from colofunc.errors import (
     TopologyError,
     TraceError,
 )
+from colofunc.executors.backend import join
 from colofunc.executors.launch import launch
 from colofunc.functional import Batches as Batches
 from colofunc.functional import Model as Model
@@ -50,6 +51,7 @@ from colofunc.functional import save as save
 from colofunc.functional import save_pretrained as save_pretrained
 from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
+from colofunc.mesh.profile import profile_mesh
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
@@ -76,8 +78,7 @@ from colofunc.transforms.offload import offload
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged
-
-__version__ = "0.1.0"
+from colofunc.version import __version__ as __version__
 
 __all__ = [
     "AttentionCall",
@@ -136,6 +137,7 @@ __all__ = [
     "from_local",
     "functional",
     "hookimpl",
+    "join",
     "launch",
     "lazy",
     "load",
@@ -150,6 +152,7 @@ __all__ = [
     "precision",
     "product_pairs",
     "products",
+    "profile_mesh",
     "random",
     "random_state",
     "reading",

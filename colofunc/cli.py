@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import os
+import platform
 import shutil
 import sys
 import traceback
@@ -34,23 +35,40 @@ import torch
 import typer
 from rich.console import Console
 
-from colofunc import errors
+from colofunc import errors, owned
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
+from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
-from colofunc.program.lanes import chrome_trace
+from colofunc.program.lanes import TRACE_MARK, chrome_trace
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.offload import offload, with_disk
 from colofunc.transforms.shard import shard
 from colofunc.transforms.staged import Staged, fresh
+from colofunc.version import __version__
 
 EXAMPLES = ("example", "inputs")
+MARKS = {"trace": TRACE_MARK, "save": PLAN_MARK}
 _HERE, _TORCH = (str(Path(str(module.__file__)).parent) + os.sep for module in (errors, torch))
 MOVES: dict[str, Callable[[Any], Any]] = {"checkpoint": checkpoint, "offload": offload}
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of training and inference steps, without the machine.")
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="the versions of colofunc, torch and Python")] = False,
+) -> None:
+    """Plans of training and inference steps, without the machine."""
+    if version:
+        typer.echo(f"colofunc {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -304,15 +322,15 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
 
 def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = False) -> None:
     """What was decided and why, what is held, and how long it takes."""
-    rooms = [(tier, low.mesh.capacity_bytes(tier)) for tier in ("device", "host", "disk") if disk or tier != "disk"]
+    rooms = [(tier, low.priced.capacity_bytes(tier)) for tier in ("device", "host", "disk") if disk or tier != "disk"]
     mesh = " ".join(f"{name}={n}" for name, n in low.plan.mesh) or "one device"
-    words = [f"{target} on {low.mesh.topology.name}, {mesh}"]
+    words = [f"{target} on {low.priced.topology.name}, {mesh}"]
     words += [f"{tier} {size_text(room)} a rank" for tier, room in rooms if room is not None]
     console.print(" · ".join(words), style="bold", highlight=False, soft_wrap=True)
-    for said in (*map(str, low.plan.axes), *low.plan.memory):
+    for said in (*map(str, low.plan.axes), *low.plan.memory, *low.plan.notes):
         console.print(f"  {said}", highlight=False, markup=False)
     if rows and low.mesh.size > 1:  # one device leaves nothing to decide but what lies where
-        console.print(low.plan.table(costly=rows))
+        console.print(low.plan.table(costly=rows), markup=False, highlight=False, soft_wrap=True)
     console.print(low.memory().table(), markup=False, highlight=False, soft_wrap=True)
     played = low.lanes()
     busy = ", ".join(f"{lane} {time_text(seconds)}" for lane, seconds in played.busy_s().items())
@@ -327,13 +345,18 @@ def writable(**paths: str) -> None:
             continue
         if named.setdefault(path, option) != option:
             raise InputError(f"--{named[path]} and --{option} both name {path}; write two files")
+        where = owned.given(path, f"--{option}", InputError, owned.A_FILE)
         if option == "picture":
-            importlib.import_module("colofunc.pictures").check_ending(path)  # with matplotlib, only where it is used
+            pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
+            pictures.check_ending(path)
+            pictures.check_replaceable(where)
+        else:
+            owned.check_own_kind(where, MARKS[option], f"--{option}", InputError)
         try:
-            there = os.path.lexists(path)
-            open(path, "ab").close()  # what was there stays
+            there = os.path.lexists(where)
+            open(where, "ab").close()  # what was there stays
             if not there:
-                os.unlink(path)
+                os.unlink(where)
         except OSError as error:
             why = error.strerror or error
             raise InputError(f"--{option} {path} cannot be written: {why}; name a file in a folder that is there") from error
@@ -343,14 +366,11 @@ def written(console: Console, low: Lowered, target: str, picture: str, trace: st
     """The files that were asked for."""
     if picture:
         pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
-        words = [f"{target} on {low.mesh.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
-        pictures.memory_picture(low, picture, low.mesh.capacity_bytes("device"), " · ".join(words))
+        words = [f"{target} on {low.priced.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
+        pictures.memory_picture(low, picture, low.priced.capacity_bytes("device"), " · ".join(words))
     if trace:
-        data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.mesh.topology.name}, as planned")
-        try:
-            Path(trace).write_text(json.dumps(data))
-        except OSError as error:
-            raise InputError(f"--trace: {trace} cannot be written: {error.strerror or error}") from error
+        data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.priced.topology.name}, as planned")
+        owned.write_text(trace, json.dumps(data), TRACE_MARK, "--trace", InputError)
     if save:
         low.plan.save(save)
     for path in (picture, trace, save):

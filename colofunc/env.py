@@ -3,7 +3,7 @@
 Problem: an environment variable is an interface nobody can see. Idea: everything read from outside the program is
 named here, in one table, and the rest of the code asks functions.
 
->>> switch("COLOFUNC_CHECK")        # not set
+>>> switch("COLOFUNC_QUIET")        # not set
 ''
 
 Variables set by `torchrun` (https://docs.pytorch.org/docs/stable/elastic/run.html): RANK, WORLD_SIZE, LOCAL_RANK,
@@ -14,6 +14,7 @@ LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Memory limits: cgroup v2 `memory.max
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +23,18 @@ import attrs
 from colofunc.errors import ColofuncError, near
 
 SWITCHES: dict[str, str] = {
-    "COLOFUNC_CHECK": "1: check the whole program after every pass, not only what changed",
     "COLOFUNC_CACHE": "folder of cached plans (default: ~/.cache/colofunc); 'off' keeps no plans on disk",
+    "COLOFUNC_CACHE_MIB": "most MiB of cached plans (default: 512); the ones that were not used for longest go first",
+    "COLOFUNC_MEASURE": "'off': on real ranks a mesh without a topology is planned for 'gloo-cpu' and not for the measured machine",
     "COLOFUNC_QUIET": "1: no live progress lines",
-    "COLOFUNC_TRACE": "1: log every operator that the simulated executor runs",
 }
 
 
+CACHE_MIB = 512
+
+
 class SwitchError(ColofuncError, KeyError):
-    """A debugging switch that is not documented in `SWITCHES`."""
+    """A variable that is not documented in `SWITCHES`, or has a value that it cannot have."""
 
 
 @attrs.frozen
@@ -72,12 +76,30 @@ def switched_on(name: str) -> bool:
     return switch(name).lower() not in ("", "0", "off", "false", "no")
 
 
+def measures() -> bool:
+    """Whether a machine that nobody described is measured."""
+    return switch("COLOFUNC_MEASURE").lower() not in ("off", "0", "no", "false")
+
+
+def machine() -> str:
+    """What tells this machine from others: its name, and how many processors this process may use."""
+    return f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+
+
 def plan_folder() -> Path | None:
     """Where plans are kept: COLOFUNC_CACHE, else `colofunc` in the user's cache folder; None where it is "off"."""
     asked = switch("COLOFUNC_CACHE")
     if asked.lower() in ("off", "0", "no", "false"):
         return None
     return Path(asked or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "colofunc")).expanduser()
+
+
+def cache_bytes() -> int:
+    """The most that the cache folder may hold. Raises SwitchError where the variable is no number."""
+    asked = switch("COLOFUNC_CACHE_MIB") or str(CACHE_MIB)
+    if not asked.isdecimal() or len(asked) > 12:
+        raise SwitchError(f"COLOFUNC_CACHE_MIB={asked!r:.80} is no number of MiB; write COLOFUNC_CACHE_MIB=512")
+    return int(asked) << 20
 
 
 def memory_limit_bytes() -> int | None:

@@ -7,7 +7,7 @@ works: the device, the links, the host.
     low = step.lower(state, batch)
     memory_picture(low, "plan.png", budget_bytes=40 * 2**30)
 
-Needs matplotlib: `pip install "colofunc[pictures]"`.
+Needs matplotlib: `pip install matplotlib`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from colofunc import owned
 from colofunc.errors import InputError
 from colofunc.mesh.sizes import size_text
 from colofunc.program.lanes import LANES, Busy, Lanes
@@ -30,7 +31,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError as error:
-    raise InputError('colofunc.pictures needs matplotlib, which is not installed. Try: pip install "colofunc[pictures]"') from error
+    raise InputError("colofunc.pictures needs matplotlib, which is not installed. Try: pip install matplotlib") from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +44,9 @@ PHASES = {"forward": "#58a55c", "backward": "#e08a3c", "update": "#7b5aa6"}
 _BUDGET = "#d62728"
 FAR = 4
 """A limit of more than so many times the peak is said and not drawn."""
+PICTURE_MARK = "colofunc_picture"
+MOST_PICTURE_BYTES = 1 << 26  # a PDF has its metadata at the end
+_MARKED_BY = {".png": "Software", ".svg": "Creator", ".pdf": "Creator", ".ps": "Creator", ".eps": "Creator"}
 _COLUMNS = 2400  # a lane is drawn with so many steps at most
 
 
@@ -62,8 +66,10 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
     plots[-1].set_xlim(0, played.end_s or 1)
     plots[-1].set_xlabel("seconds of one step, as planned")
     figure.suptitle(fill(title or str(low.plan), 150), fontsize=10)
+    where = owned.given(path, "the picture", InputError, "a file such as plan.png")
+    check_replaceable(where)
     try:
-        figure.savefig(path, dpi=140)
+        figure.savefig(where, dpi=140, metadata=_marked(where))
     except (OSError, ValueError) as error:
         raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as plan.png") from error
 
@@ -74,6 +80,16 @@ def check_ending(path: str | PathLike[str]) -> None:
     if Path(path).suffix.lower().removeprefix(".") not in known:
         endings = ", ".join(known)
         raise InputError(f"the picture cannot be written to {str(path)!r}: its ending is none of {endings}; name a file such as plan.png")
+
+
+def check_replaceable(where: Path) -> None:
+    """Raises InputError where there is a file that is no picture of ours; formats without metadata cannot say that they are."""
+    owned.check_own_kind(where, PICTURE_MARK, "the picture", InputError, MOST_PICTURE_BYTES)
+
+
+def _marked(where: Path) -> dict[str, str] | None:
+    key = _MARKED_BY.get(where.suffix.lower())
+    return None if key is None else {key: PICTURE_MARK}
 
 
 def draw_memory(plot: Axes, report: MemoryReport, played: Lanes, tier: str, limit_bytes: int | None) -> None:

@@ -195,7 +195,7 @@ def make_step(depth: int = 2, d: int = 32, c: int = 16, lr: float = 3e-3) -> tup
     def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, batch["pairs"])
 
-    return cf.train_step(model, opt, loss=loss, inputs=lambda batch: ((batch["letters"],), {}), clip=1.0)
+    return cf.train_step(model, opt, loss=loss, inputs=lambda batch: batch["letters"], clip=1.0)
 
 
 def main(argv: list[str] | None = None) -> list[float]:

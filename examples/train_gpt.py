@@ -24,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 import colofunc as cf
 
+PICTURES = ("loss.png", "memory.png")
 CONTEXT = 128
 
 
@@ -160,9 +161,9 @@ def pictures(losses, reference, low, budget: int, folder: pathlib.Path, console)
     ax.plot(losses, label="simulated mesh", lw=1.2, color="black")
     ax.set(xlabel="step", ylabel="loss (nats per byte)", title="The same curve")
     ax.legend()
-    fig.savefig(folder / "loss.png", dpi=130, bbox_inches="tight")
-    memory_picture(low, folder / "memory.png", budget, "One rank's memory over one step, under its budget")
-    console.print(f"  {folder / 'loss.png'}, {folder / 'memory.png'}")
+    fig.savefig(folder / PICTURES[0], dpi=130, bbox_inches="tight")
+    memory_picture(low, folder / PICTURES[1], budget, "One rank's memory over one step, under its budget")
+    console.print(f"  {folder / PICTURES[0]}, {folder / PICTURES[1]}")
 
 
 def parse() -> argparse.Namespace:
@@ -175,7 +176,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo_out"))
     parser.add_argument("--quick", action="store_true", help="skip OPT-30B and the text")
-    return parser.parse_args()
+    args = parser.parse_args()
+    others = [path.name for path in args.out.iterdir() if path.name not in PICTURES] if args.out.is_dir() else []
+    if others:
+        parser.error(f"--out {args.out} holds {others[0]!r}; name a new folder, since {' and '.join(PICTURES)} are replaced there")
+    return args
 
 
 def main() -> None:
@@ -206,7 +211,7 @@ def main() -> None:
     step = cf.shard(step_fn, mesh)
     low = step.lower(state, batch_at(data, 0, args.batch))
     console.print(f"  the plan: [bold]{low.plan}[/bold]")
-    console.print(low.plan.table(costly=8))
+    console.print(low.plan.table(costly=8), markup=False, highlight=False, soft_wrap=True)
 
     head("3. train, beside the single device")
     reference = {k: dict(v) for k, v in state.items()}

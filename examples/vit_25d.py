@@ -26,7 +26,7 @@ def make_step(depth: int = 2, width: int = 32, size: int = 16, classes: int = 4)
     options = dict(img_size=size, patch_size=4, embed_dim=width, depth=depth, num_heads=4, num_classes=classes)
     model = cf.functional(timm.create_model("vit_tiny_patch16_224", **options))
     opt = cf.adapt(torch.optim.AdamW, lr=5e-3)
-    return cf.train_step(model, opt, loss=lambda out, batch: F.cross_entropy(out, batch["y"]), inputs=lambda batch: ((batch["x"],), {}))
+    return cf.train_step(model, opt, loss=lambda out, batch: F.cross_entropy(out, batch["y"]), inputs=lambda batch: batch["x"])
 
 
 def colours(rows: int, size: int, seed: int) -> dict[str, torch.Tensor]:

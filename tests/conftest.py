@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("COLOFUNC_CACHE", "off")  # a test plans anew
+os.environ.setdefault("COLOFUNC_MEASURE", "off")  # and for the same figures on every machine
 
 # Ranks are simulated in one process and test processes run side by side.
 torch.set_num_threads(1)

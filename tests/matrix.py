@@ -196,7 +196,7 @@ class Cell:
 
 
 @functools.cache
-def _module(kind: str, dtype: torch.dtype, layers: int = LAYERS) -> Any:
+def module_of(kind: str, dtype: torch.dtype, layers: int = LAYERS) -> Any:
     """The model, once: cells do not change it."""
     torch.manual_seed(0)
     size = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=HEADS,
@@ -211,7 +211,7 @@ def _module(kind: str, dtype: torch.dtype, layers: int = LAYERS) -> Any:
 def step_of(kind: str, extra: str = "", precision: str = "float64", layers: int = LAYERS) -> tuple[Any, Any, Any]:
     """(step, state, batch) of a cell, before any transform."""
     wide = precision == "float64"
-    model = cf.functional(_module(kind, torch.float64 if wide else torch.float32, layers))
+    model = cf.functional(module_of(kind, torch.float64 if wide else torch.float32, layers))
     torch.manual_seed(1)  # after the module: whether it was made before must not change what is drawn next
     if extra == "lora":
         model = cf.lora(model, where="*.q_proj", rank=4)
@@ -223,11 +223,14 @@ def step_of(kind: str, extra: str = "", precision: str = "float64", layers: int 
     return step, state, {"input_ids": ids, "labels": labels}
 
 
+def mesh_of(cell: Cell) -> cf.Mesh:
+    return cf.Mesh(**(cell.sizes or {}), topology="16xa100-80g")
+
+
 def staged(cell: Cell, step: Any) -> Any:
     """The step with everything that the cell names."""
     plans = [mode.plan() for mode in cell.modes if mode.plan is not None]
-    mesh = cf.Mesh(**(cell.sizes or {}), topology="16xa100-80g")
-    step = cf.shard(step, mesh, *plans, plugins=[colofunc_plugins])
+    step = cf.shard(step, mesh_of(cell), *plans, plugins=[colofunc_plugins])
     step = cf.accumulate(step, microbatches=2) if cell.extra == "accumulate" else step
     return cf.precision(step, "bf16") if cell.precision == "bf16" else step
 

@@ -308,6 +308,8 @@ def check_call(
     if rule is None:
         return []
     rule.check(call)
+    if rule.undecided():
+        raise RuleBroken(f"{call.target}: {rule.text()} says nothing of {rule.undecided()}, which are on no result")
     whole = run(call.target, call.args, call.kwargs, tensors)
     done = []
     stable = deterministic(call, tensors, whole)

@@ -163,8 +163,8 @@ def test_a_state_on_another_mesh() -> None:
     state = cf.shard(step, MESH).init(state_of(), batch_of())
     refuses(
         cf.InputError,
-        "argument 'state.params.w' lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4); "
-        "bring it over with cf.distribute(x.full(), spec, mesh)",
+        "argument 'state.params.w' lies on Mesh(dp=2, tp=2), the step runs on Mesh(dp=4). "
+        "Try: step.init(state, ...), which places all of a state anew, or cf.load(path, mesh=...)",
         call=lambda: cf.shard(step, cf.Mesh(dp=4))(state, batch_of()),
     )
 

@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loaded import MESH, equal, full, samples
+from colofunc_plugins import zero
+from loaded import MESH, equal, full, numbers, samples, script, squares
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 from transformers import BatchEncoding
 
 import colofunc as cf
-from colofunc.errors import InputError, SpecError
+from colofunc.errors import InputError, PlanError, SpecError
 from colofunc.functional.reading import RowSampler
-
-
-def numbers(n=10):
-    return [(torch.tensor([float(i), 1.0]), torch.tensor(float(i))) for i in range(n)]
-
 
 # ---- the same batches as one device ----
 
@@ -51,6 +47,43 @@ def test_samplers(sampler):
     want = [list(b) for b in loader()]
     torch.manual_seed(0)
     equal([full(b) for b in cf.batches(loader(), MESH, short="keep")], want)
+
+
+# ---- the same script on every mesh ----
+
+
+AXES = [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"fsdp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"a": 2, "b": 3}, {"dp": 2, "b": 2}]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_the_same_script_on_every_mesh(axes):
+    torch.testing.assert_close(script(cf.Mesh(**axes)), script(cf.Mesh()), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "plans", "options", "lies"),
+    [
+        ({"fsdp": 2}, [zero(3, "fsdp")], {}, "(fsdp a) b"),
+        ({"dp": 2, "fsdp": 2}, [zero(3, ("dp", "fsdp"))], {}, "(dp fsdp) a"),
+        ({"dp": 2, "fsdp": 2}, [zero(1, "fsdp")], {}, "(fsdp dp) a"),
+        ({"dp": 2}, [{"batch.0": "b (dp s)"}], {}, "a dp"),
+        ({"dp": 2}, [], {"in_specs": {"batch": ("b (dp s)", None, None)}}, "a dp"),
+        ({"dp": 2}, [], {}, "(dp a) b"),
+    ],
+)
+def test_rows_lie_as_the_step_wants_them(axes, plans, options, lies):
+    mesh = cf.Mesh(**axes)
+    assert script(mesh, *plans, **options) == pytest.approx(script(cf.Mesh()), rel=1e-10)
+    data = cf.batches([(torch.ones(4, 2).double(), torch.ones(4).double(), torch.ones(4).double())], mesh)
+    low = cf.shard(squares, mesh, *plans, **options).lower({"w": torch.ones(2, dtype=torch.float64)}, data.peek())
+    assert next(leaf.spec for leaf in low.plan.inputs if leaf.name == "batch.0") == lies
+
+
+def test_rows_that_were_placed_on_purpose_stay():
+    mesh = cf.Mesh(dp=2)
+    (batch,) = cf.batches([(torch.ones(4, 2), torch.ones(4), torch.ones(4))], mesh, "(dp b) ...")
+    with pytest.raises(PlanError, match="already lies as"):
+        cf.shard(squares, mesh, {"batch.0": "b (dp s)"}).lower({"w": torch.ones(2)}, batch)
 
 
 def test_striped_rows_and_split_sequences():
@@ -133,6 +166,18 @@ def test_added_rows_that_nothing_tells_apart_are_refused_at_once():
         list(cf.batches([{"x": torch.ones(3, 2), "labels": torch.ones(3)}], MESH))
     x, y = list(cf.batches(DataLoader([(torch.ones(2), i) for i in range(7)], 4), MESH, fill={"1": -100}))[1]
     assert y.full().tolist() == [4, 5, 6, -100] and x.shape == (4, 2)
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"fsdp": 2}])
+def test_a_short_batch_stays_short_where_no_axis_splits_rows_and_nothing_would_mark_them(axes):
+    """One device loops over such a loader; so does every mesh whose ranks have all rows."""
+    assert [len(x) for x, _ in cf.batches(DataLoader(numbers(7), 4), cf.Mesh(**axes))] == [4, 3]
+    assert [len(b["labels"]) for b in cf.batches(DataLoader(samples(7), 4), cf.Mesh(**axes))] == [4, 4]
+
+
+def test_what_is_to_be_filled_is_a_leaf_of_the_batch():
+    with pytest.raises(InputError, match=r"fill=\{'y': -100\} if these are labels"):
+        list(cf.batches([{"y": torch.ones(3, dtype=torch.int64), "x": torch.ones(3, 2)}], MESH))
 
 
 def test_keep_and_drop():

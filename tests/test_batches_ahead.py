@@ -7,7 +7,8 @@ import traceback
 
 import pytest
 import torch
-from loaded import MESH, equal, samples
+from colofunc_plugins import zero
+from loaded import MESH, equal, samples, script
 from torch.utils.data import DataLoader, DistributedSampler
 
 import colofunc as cf
@@ -132,12 +133,13 @@ def read_on_ranks():
         cf.shard(lambda x: x * 2, mesh)(torch.full((2,), float(mesh.rank)))
 
     errors = [attempt(f) for f in (early, broken, other_rows, sharded, plain, other_rows_later)]
-    return got, data.read, same, errors, own
+    losses = script(cf.Mesh(fsdp=2), zero(3, "fsdp"))
+    return got, data.read, same, errors, own, losses
 
 
 @pytest.mark.dist
 def test_two_ranks_read_rows_of_their_own():
-    (got, read0, same0, errors0, own), (got1, read1, same1, errors1, _) = cf.launch(read_on_ranks, 2, timeout_s=200)
+    (got, read0, same0, errors0, own, losses), (got1, read1, same1, errors1, *_) = cf.launch(read_on_ranks, 2, timeout_s=200)
     torch.manual_seed(7)
     loader = DataLoader(Reads(), 4, shuffle=True, collate_fn=collate)
     want = [*loader, *loader]
@@ -158,6 +160,7 @@ def test_two_ranks_read_rows_of_their_own():
     assert "let cf.batches(loader, mesh, spec) read each rank's rows, or enter them with cf.from_local" in errors0[4]
     assert "of batch 1 of epoch 0 must be equal on all ranks" in errors0[5] == errors1[5]
     equal(own, [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])
+    assert losses == pytest.approx(script(cf.Mesh()), rel=1e-10)
 
 
 class LateReader:

@@ -70,8 +70,22 @@ def test_tensor_parallelism_splits_the_work_of_attention() -> None:
     assert {row.mesh: round(row.share, 1) for row in table.equal} == {"tp=1": 1.0, "tp=2": 0.5, "tp=4": 0.3, "rows=2 tp=2": 0.3}
 
 
+@attrs.frozen
+class Idle:
+    """Everything whole on its axis."""
+
+    axes: tuple[str, ...] = ("tp",)
+    name: str = "idle"
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+        leaves = [program.values[i] for i in program.inputs if program.values[i].role in ("param", "state", "batch")]
+        return [cf.Wish(leaf.name, "...", self.axes, (leaf.role,), self.name) for leaf in leaves]
+
+
 def test_what_does_next_to_nothing_for_a_step_is_said() -> None:
-    with pytest.raises(cf.CheckError, match=r"tensor\(1d, tp\): conv_net on tp=2: a rank does 1.00 of all work, at most 0.75"):
+    with pytest.raises(cf.CheckError, match=r"idle: conv_net on tp=2: a rank does 1.00 of all work, at most 0.75"):
+        check_plan(Idle(), TP2, steps=["conv_net"])
+    with pytest.raises(cf.CheckError, match=r"tensor\(1d, tp\) splits 0 % of the work with weights; these stay whole: aten.convolution"):
         check_plan(tensor("1d", "tp"), TP2, steps=["conv_net"])
 
 

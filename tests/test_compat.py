@@ -30,7 +30,14 @@ TESTED = {
     "_StridedShard": "test_strided_shard",
     "_cdata": "test_storage_key",
     "_init_group": "test_init_optimizer_group",
+    "_backward_hooks": "test_gradient_hooks",
+    "_base": "test_view_base",
+    "_forward_pre_hooks": "test_module_hooks",
+    "_forward_hooks": "test_module_hooks",
+    "_backward_pre_hooks": "test_module_hooks",
+    "_post_accumulate_grad_hooks": "test_gradient_hooks",
     "_version": "test_version",
+    "_modules": "test_children",
     "_destroy": "test_undefine",
     "_C": None,  # the module of the names above
     "_autograd": None,  # likewise
@@ -173,6 +180,13 @@ def test_wrapper_subclass() -> None:
     y = x * 2
     assert isinstance(y, Wrapper) and y.shape == (2, 3) and y.inner.equal(torch.arange(6.0).reshape(2, 3) * 2)
     assert y.grad_fn is not None
+
+
+def test_wrapper() -> None:
+    slow = compat.wrapper_subclass(Wrapper, (2, 3), dtype=torch.float64, device="cpu", requires_grad=False)
+    quick = compat.wrapper(Wrapper, (2, 3), torch.float64, torch.device("cpu"))
+    assert (quick.shape, quick.stride(), quick.dtype, quick.device) == (slow.shape, slow.stride(), slow.dtype, slow.device)
+    assert not quick.requires_grad and quick.is_contiguous()
 
 
 # ---- autograd ----
@@ -325,6 +339,46 @@ def test_version() -> None:
     assert compat.version(object()) == 0  # type: ignore[arg-type]
     with torch.inference_mode():
         assert compat.version(torch.zeros(3)) == 0
+
+
+def test_gradient_hooks() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    assert compat.gradient_hooks(x) == compat.all_gradient_hooks([x]) == {} and compat.accumulation_hooks(x) == []
+    handle = x.register_hook(abs)
+    x.register_post_accumulate_grad_hook(print)
+    assert compat.gradient_hooks(x) == {handle.id: abs} and compat.accumulation_hooks(x) == [print]
+    assert compat.all_gradient_hooks([torch.zeros(3), x]) == {1: (abs,)}
+    assert compat.gradient_hooks(object()) == compat.all_gradient_hooks([object()]) == {}  # type: ignore[arg-type, list-item]
+
+
+def test_module_hooks() -> None:
+    module = torch.nn.Identity()
+    assert compat.module_hooks(module) == compat.module_hooks(object()) == ()  # type: ignore[arg-type]
+    handle = module.register_forward_hook(print)
+    module.register_full_backward_hook(abs)
+    assert compat.module_hooks(module) == ((1, print), (3, abs))
+    handle.remove()
+    assert compat.module_hooks(module) == ((3, abs),)
+
+
+def test_view_base() -> None:
+    x = torch.zeros(3)
+    assert compat.view_base(x[1:]) is x and compat.view_base(x) is None
+    assert compat.view_base(object()) is None  # type: ignore[arg-type]
+
+
+def test_versions() -> None:
+    x, y = torch.zeros(3), torch.zeros(3)
+    y.add_(1)
+    assert compat.versions([x, y]) == [compat.version(x), compat.version(y)] == [0, 1]
+    with torch.inference_mode():
+        assert compat.versions([y, torch.zeros(3)]) == [1, 0]
+
+
+def test_children() -> None:
+    inner = torch.nn.Tanh()
+    outer = torch.nn.Sequential(inner, inner)
+    assert compat.children(outer) == (inner, inner) and compat.children(inner) == ()
 
 
 def test_no_torch_function() -> None:

@@ -1,6 +1,7 @@
 """Chains from YAML, JSON and dicts: what they build, and that every mistake has its line."""
 
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -196,6 +197,76 @@ def test_transforms_of_plugins_take_their_options(plugin: Any) -> None:
     assert calls == []
 
 
+def kept(share: float = 0.5, role: Literal["state", "param"] = "state") -> cf.MemoryPolicy:
+    if not 0 <= share <= 1:
+        raise ValueError(f"kept: share={share} is no part. Try: 0.5")
+    return cf.MemoryPolicy(f"kept {role} {share}")
+
+
+@pytest.fixture
+def policies() -> Any:
+    module = types.ModuleType("policies_plugin")
+    made = {"kept": kept, "fixed": cf.MemoryPolicy("fixed")}
+    module.colofunc_memory_policies = cf.hookimpl(specname="colofunc_memory_policies")(lambda: made)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ("kept", "kept"),
+        ({"kept": {"share": 0.25}}, "kept state 0.25"),
+        ({"kept": [0.5, "param"]}, "kept param 0.5"),
+        ({"kept": 1}, "kept state 1"),
+        ({"name": "own", "update": "host"}, "own"),
+    ],
+)
+def test_policies_of_memory_take_their_options(policies: Any, policy: Any, name: str) -> None:
+    chain = cf.configure({"offload": {"budget": "1GiB", "policy": policy}}, plugins=[policies])
+    found = chain.apply(step_fn).intent("offload").options["policy"]
+    assert (found if isinstance(found, str) else found.name) == name
+    state, batch = example()
+    assert chain.apply(step_fn).lower(state, batch).plan.peak_bytes < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ("dots", "dots"),
+        ({"every": 2}, "every(2)"),
+        ({"every": {"n": 3}}, "every(3)"),
+        ({"save_only": "fc"}, "save_only(fc)"),
+        ({"save_only": ["fc", "*.fc"]}, "save_only(fc, *.fc)"),
+    ],
+)
+def test_policies_of_recomputation_take_their_options(policy: Any, name: str) -> None:
+    chain = cf.configure({"checkpoint": {"policy": policy}})
+    assert chain.apply(step_fn).intent("checkpoint").options["policy"].name == name
+
+
+@pytest.mark.parametrize("policy", [{"every": 0}, {"every": "two"}, {"save_only": 3}, {"evry": 2}])
+def test_wrong_policies_of_recomputation_are_refused(policy: Any) -> None:
+    with pytest.raises(cf.ConfigError, match=r"config: checkpoint\.policy\.\w+: .*(0|two|3|evry)"):
+        cf.configure({"checkpoint": {"policy": policy}})
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("{kept: {shar: 1}}", "run.yaml:3: kept has no option 'shar'; did you mean 'share'?"),
+        ("{kept: {share: 3}}", "run.yaml:3: kept: kept: share=3 is no part. Try: 0.5"),
+        ("{kept: {role: grad}}", "run.yaml:3: kept: role is 'grad'; allowed: 'state', 'param'"),
+        ("{fixed: {share: 1}}", "run.yaml:3: policy 'fixed' takes no options; write policy: fixed"),
+        ("{kepd: {share: 1}}", "run.yaml:3: offload: policy has no option 'kepd'"),
+    ],
+)
+def test_wrong_options_of_policies_have_their_line(tmp_path: Path, policies: Any, policy: str, says: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"offload:\n  budget: 1GiB\n  policy: {policy}\n")
+    with pytest.raises(cf.ConfigError, match=re.escape(says)):
+        cf.configure(path, plugins=[policies])
+
+
 def test_clip_is_done_or_refused() -> None:
     torch.manual_seed(0)
     chain = cf.configure({"mesh": {"dp": 2}, "gradient_clipping": 1e-3})
@@ -292,7 +363,7 @@ def test_json_needs_no_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tex
 def test_yaml_without_pyyaml_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "clip: 1")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(cf.ConfigError, match=r"pip install \"colofunc\[yaml\]\", or write JSON"):
+    with pytest.raises(cf.ConfigError, match=r"pip install pyyaml, or write JSON"):
         cf.configure(path)
 
 
@@ -394,7 +465,7 @@ class Mlp(torch.nn.Module):
 
 def test_the_pages_file_trains(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "configuration.md").read_text()
-    text, printed = page.split("```yaml\n")[1].split("```")[0], page.split("```text\n")[1].split("```")[0]
+    text, printed = page.split("```yaml\n")[1].split("```")[0], page.split("```console\n")[1].split("```")[0]
     chain = cf.configure(written(tmp_path, text))
     assert str(chain) == printed.strip()
     model, opt, batch = cf.functional(Mlp()), cf.adapt(torch.optim.AdamW, lr=1e-2), torch.randn(8, 16)

@@ -6,6 +6,8 @@ sample of executions.
 
 import itertools
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle_convert import Oracle, State, mask_of
 
+from colofunc.dtensor import convert_search
 from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
 from colofunc.dtensor.convert_run import run_moves
 from colofunc.dtensor.layout import Layout, make_layout, replicated
@@ -226,6 +229,41 @@ def test_all_major_only_pairs_run() -> None:
     layouts = major_only(CUBE, (8, 8, 8))
     for src, dst in itertools.product(layouts, layouts):
         check_run(src, dst, CUBE)
+
+
+LARGE = Mesh(dp=16, tp=8, topology="128xh100-80g")
+ON_TWO_LARGE_AXES = (
+    "(dp tp a) b", "(tp dp a) b", "(dp a) (tp b)", "(tp a) (dp b)", "a (dp tp b)", "a (tp dp b)", "(a dp) (tp b)", "(a tp) (dp b)",
+    "(dp a) b", "(tp a) b", "(dp a) b +tp", "(tp a) b +dp", "a (dp b) +tp", "a b",
+)  # fmt: skip
+
+
+TRADES = [("(a dp) (tp b)", "(a tp) (dp b)"), ("(dp tp a) b", "(tp dp a) b"), ("a (tp dp b)", "a (dp tp b)")]
+
+
+@pytest.mark.parametrize(("src", "dst"), TRADES + random.Random(3).sample([*itertools.permutations(ON_TWO_LARGE_AXES, 2)], 12))
+def test_conversions_between_large_axes_run_and_are_found_soon(src: str, dst: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axes of 16 and 8 ranks are up to seven pieces of two; the moves that the search tries are counted."""
+    tried = 0
+    real = convert_search._moves
+
+    def counted(*args: Any) -> Iterator[Any]:
+        nonlocal tried
+        for move in real(*args):
+            tried += 1
+            yield move
+
+    monkeypatch.setattr(convert_search, "_moves", counted)
+    convert_search.answer.cache_clear()
+    check_run(*(Spec(text).bind(LARGE, (128, 128)) for text in (src, dst)), LARGE)
+    assert tried <= 5_000
+
+
+@pytest.mark.parametrize("mesh", [LARGE, Mesh(dp=32, tp=8, topology="ideal"), Mesh(dp=64, tp=16, topology="gloo-cpu")], ids=repr)
+def test_large_axes_trade_places_in_one_permutation(mesh: Mesh) -> None:
+    src, dst = (Spec(text).bind(mesh, (1024, 8)) for text in ("(dp tp a) b", "(tp dp a) b"))
+    assert collectives(conversion(src, dst, mesh, 4).moves) == ["permute"]
+    assert conversion_bytes(src, dst, mesh, 4) == 4 * src.local_numel
 
 
 @given(problems())

@@ -251,7 +251,7 @@ def test_a_killed_process_leaves_its_last_commit(tmp_path: Path, subprocess_env:
 
 
 def test_half_made_and_foreign_folders_are_not_taken_for_dead_stores(tmp_path: Path) -> None:
-    bare, unsigned, elsewhere, other = (tmp_path / f"colofunc-disk-rank00000-{k}" for k in "abcd")
+    bare, unsigned, elsewhere, other = (tmp_path / f"colofunc-disk-rank00000-{k * 12}" for k in "abcd")
     for path in (bare, unsigned, elsewhere, other):
         path.mkdir()
     (unsigned / "lock").touch()

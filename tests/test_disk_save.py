@@ -100,7 +100,7 @@ def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match="failed: no answer"):
         saving.wait(60)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="File exists"):  # before anything is read
+    with pytest.raises(CheckpointError, match="cannot be used: Not a directory"):  # before anything is read
         cf.save(tmp_path / "file" / "s", state, wait=False)
     for _ in range(3):
         state, _ = staged(state, args[1])
@@ -200,7 +200,7 @@ def test_a_rank_that_writes_nothing_from_disk_does_not_wait_for_those_that_do(tm
     first, second = jobs
     second.writing, first.writing = Writing(path), Writing(path)
     first.writing.begin()
-    second.writing.rename(first.writing.token)
+    second.writing.join(str(first.writing.folder))
     thread = threading.Thread(target=second.run)
     thread.start()
     assert first.beside.holds and not second.beside.holds and second.items

@@ -533,3 +533,13 @@ def test_gradients_through_one_of_several_pieces() -> None:
     w.chunk(2, 0)[0].sum().backward()
     expected = torch.cat([torch.ones(2, 8), torch.zeros(2, 8)])
     torch.testing.assert_close(w.grad.full(), expected)
+
+
+def test_a_number_is_read_without_the_dispatcher_and_errors_are_torch_s() -> None:
+    mesh = cf.Mesh(dp=2)
+    x = cf.distribute(torch.tensor([2.5]), "a", mesh).requires_grad_()
+    assert (float(x), int(x), bool(x), x.item(), f"{x[0]:.1f}") == (2.5, 2, True, 2.5, "2.5")
+    assert float(cf.distribute(torch.arange(4.0), "(dp a)", mesh).sum()) == 6.0
+    for read in (float, int, bool, torch.Tensor.item):
+        with pytest.raises(RuntimeError, match=r"ambiguous|cannot be converted"):
+            read(cf.distribute(torch.ones(2), "a", mesh))

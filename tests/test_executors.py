@@ -1,12 +1,16 @@
 """Executors: the simulated mesh, writes in place to shared tensors, asynchronous pairs, faults, notes on errors."""
 
+import random
+
 import attrs
 import pytest
 import torch
 from einops import rearrange
 
 from colofunc.dtensor.layout import replicated
+from colofunc.errors import ProgramError
 from colofunc.executors.compiled import compile_segments
+from colofunc.executors.distributed import overlapped
 from colofunc.executors.faults import FaultError, fail
 from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
@@ -133,6 +137,56 @@ def test_overlap_keeps_numbers_and_order():
     assert targets.index("all_reduce_start") < targets.index("aten.add.Tensor") < len(targets) - 2
     xs, ys = per_rank(3), per_rank(2)
     for a, b in zip(run_simulated(p, MESH, [xs, ys]), run_simulated(split, MESH, [xs, ys])):
+        for s, t in zip(a, b):
+            torch.testing.assert_close(s, t, rtol=0, atol=0)
+
+
+def test_a_gather_of_what_the_first_node_packs_keeps_its_pack():
+    pack = ("colofunc.pack", ((R(0), R(1)), 0, torch.float64), (2,))
+    p = program([0, 1], [pack, ("colofunc.all_gather", (R(2), ("dp",), 2), (3,))], [3], [(3,), (2,), (5,), (2, 5)])
+    assert [node.target for node in overlap(p).nodes] == ["colofunc.pack", "colofunc.all_gather_start", "colofunc.wait"]
+
+
+def test_a_pass_that_moves_a_node_before_its_operand_is_an_error():
+    p = program([0], [("aten.neg.default", (R(0),), (1,)), ("aten.abs.default", (R(1),), (2,))], [2], [(3,)] * 3)
+    with pytest.raises(ProgramError, match=r"node 0, aten.abs.default at step.py:1, was moved before what makes its %1"):
+        p.reordered(p.nodes[::-1])
+    with pytest.raises(ProgramError, match="has lost what makes the output %2"):
+        p.reordered(p.nodes[:1])
+
+
+def random_program(draw):
+    """Packs, gathers, sums and arithmetic over a few vectors in any order; any of them may be the first."""
+    shapes, nodes = [(3,)] * 3, []
+    for _ in range(draw.randint(2, 10)):
+        refs = [R(draw.choice([i for i, s in enumerate(shapes) if s == (3,)])) for _ in range(2)]
+        kind = draw.choice(["pack", "gather", "all_reduce", "add", "relu"])
+        out = len(shapes)
+        if kind == "pack":
+            nodes.append(("colofunc.pack", (tuple(refs), 0, torch.float64), (out,)))
+            nodes.append(("colofunc.all_gather", (R(out), ("dp",), 2), (out + 1,)))
+            nodes.append(("aten.select.int", (R(out + 1), 0, 1), (out + 2,)))
+            nodes.append(("aten.slice.Tensor", (R(out + 2), 0, 1, 4), (out + 3,)))
+            shapes += [(6,), (2, 6), (6,), (3,)]
+        elif kind == "gather":
+            nodes.append(("colofunc.all_gather", (refs[0], ("tp",), 2), (out,)))
+            nodes.append(("aten.select.int", (R(out), 0, 0), (out + 1,)))
+            shapes += [(2, 3), (3,)]
+        elif kind == "all_reduce":
+            nodes.append(("colofunc.all_reduce", (refs[0], ("dp",), 2, "sum"), (out,)))
+            shapes.append((3,))
+        else:
+            args, target = (refs, "aten.add.Tensor") if kind == "add" else (refs[:1], "aten.relu.default")
+            nodes.append((target, args, (out,)))
+            shapes.append((3,))
+    return program([0, 1, 2], nodes, draw.sample(range(3, len(shapes)), 2), shapes)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_real_ranks_run_gives_what_stands_in_the_program(seed):
+    p = random_program(random.Random(seed))
+    given = [per_rank(3) for _ in p.inputs]
+    for a, b in zip(run_simulated(p, MESH, given), run_simulated(overlapped(p), MESH, given)):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t, rtol=0, atol=0)
 

@@ -210,17 +210,37 @@ def test_gpt2_trains_as_in_torch() -> None:
     same(state["params"], dict(ref.named_parameters()), tol=1e-5)
 
 
-def test_a_loss_that_sees_the_batch() -> None:
+FORMS_OF_INPUTS = {
+    "arguments of both kinds": lambda b: ((b["x"],), {}),
+    "only keywords": lambda b: {"input": b["x"]},
+    "a tuple": lambda b: (b["x"],),
+    "a list": lambda b: [b["x"]],
+    "the one argument": lambda b: b["x"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_INPUTS)
+def test_a_loss_that_sees_the_batch(form: str) -> None:
     net = bias_free_net()
     batch = {"x": torch.randn(5, 3, dtype=D), "y": torch.randint(0, 2, (5,))}
     step, state = train_step(
-        functional(net),
-        adapt(O.SGD, lr=0.1),
-        loss=lambda out, b: nn.functional.cross_entropy(out, b["y"]),
-        inputs=lambda b: ((b["x"],), {}),
+        functional(net), adapt(O.SGD, lr=0.1), loss=lambda out, b: nn.functional.cross_entropy(out, b["y"]), inputs=FORMS_OF_INPUTS[form]
     )
     want = nn.functional.cross_entropy(net(batch["x"]), batch["y"]).detach()
     torch.testing.assert_close(step(state, batch)[1]["loss"], want)
+
+
+def test_a_loss_is_called_as_its_signature_says() -> None:
+    """`inputs` decides nothing about the loss, nor does an argument that may be left out."""
+    net, x = bias_free_net(), torch.randn(5, 3, dtype=D)
+    want = net(x).square().mean().detach()
+
+    def with_an_option(out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return scale * out.square().mean()
+
+    for loss in (with_an_option, lambda out: out.square().mean(), lambda out, batch: out.square().mean() + 0 * batch["x"].sum()):
+        step, state = train_step(functional(net), adapt(O.SGD, lr=0.1), loss=loss, inputs=lambda b: b["x"])
+        torch.testing.assert_close(step(state, {"x": x})[1]["loss"], want)
 
 
 def test_a_model_without_a_loss() -> None:
@@ -244,6 +264,13 @@ MODEL, SGD = cf.functional(nn.Linear(3, 3)), cf.adapt(torch.optim.SGD, lr=0.1)
         (lambda: cf.train_step(MODEL, torch.optim.SGD([torch.ones(1)])), "given a SGD. Try: cf.adapt"),
         (lambda: cf.train_step(cf.functional(nn.Linear(3, 3).requires_grad_(False)), SGD), "every parameter of the model is frozen"),
         (lambda: cf.train_step(MODEL, SGD, clip=0.0), "clip=0.0 would leave nothing"),
+        (lambda: cf.train_step(MODEL, SGD, clip="1.0"), "clip='1.0' is no number. Try: clip=1.0"),
+        (lambda: cf.train_step(MODEL, SGD, loss="mse"), "loss='mse' cannot be called. Try: loss=lambda out, batch:"),
+        (lambda: cf.train_step(MODEL, SGD, loss=None), "loss=None cannot be called"),
+        (lambda: cf.train_step(MODEL, SGD, inputs="x"), "inputs='x' cannot be called. Try: inputs=lambda batch:"),
+        (lambda: cf.train_step(MODEL, SGD, inputs=["x"]), r"inputs=\['x'\] cannot be called"),
+        (lambda: cf.train_step(MODEL, SGD, loss=lambda: 0), r"loss\(out\) or loss\(out, batch\), and this one takes \(\)"),
+        (lambda: cf.train_step(MODEL, SGD, loss=lambda out, batch, step: out), r"this one takes \(out, batch, step\)"),
         (lambda: cf.clip_by_global_norm(MODEL.params, -1.0), "turn the gradients around"),
         (lambda: MODEL.apply(MODEL.params, torch.ones(3)), "the buffers are a Tensor"),
         (lambda: cf.lora(nn.Linear(3, 3), "*"), r"lora was given a Linear. Try: cf.lora\(cf.functional"),

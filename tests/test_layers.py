@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. A module is where its own name stands, else where its nearest package does (`p.*`: only below p).
 LAYERS: list[tuple[str, list[str]]] = [
-    ("errors", ["colofunc.errors"]),
+    ("errors", ["colofunc.errors", "colofunc.version"]),
     ("compat", ["colofunc.compat"]),
-    ("env", ["colofunc.env"]),
+    ("env", ["colofunc.env", "colofunc.cache", "colofunc.owned", "colofunc.untrusted"]),
     ("mesh", ["colofunc.mesh"]),
     ("ops", ["colofunc.ops"]),
     ("specs", ["colofunc.dtensor.*"]),  # spec, layout, convert*, rules/, strategies: all but the DTensor itself
@@ -39,8 +39,9 @@ LAYERS: list[tuple[str, list[str]]] = [
 
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
-    "agree", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "lowered", "observe",
-    "measured", "plan_cache", "prepare", "profile", "reads", "staged", "wanted", "within",
+    "agree", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "guard",
+    "kept", "lowered", "machine", "measured", "observe", "plan_cache", "prepare", "profile", "reads", "ready", "retraces",
+    "staged", "surroundings", "wanted", "within",
 )  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.

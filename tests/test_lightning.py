@@ -369,6 +369,20 @@ def test_refused(make: Any, options: Any, error: type[Exception], says: str, tmp
     assert "Try: " in str(caught.value) or error is cf.TraceError
 
 
+def test_lightning_knows_the_strategy_by_name(tmp_path: Path) -> None:
+    module = Tiny()
+    trainer = fit(module, "colofunc", tmp_path, max_epochs=1)
+    assert type(trainer.strategy) is ColofuncStrategy and trainer.strategy.mesh.axes == (("dp", 1),)
+    assert module.seen and "colofunc" in pl.strategies.StrategyRegistry.available_strategies()
+
+
+def test_by_name_all_launched_ranks_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    strategy = pl.strategies.StrategyRegistry.get("colofunc")
+    assert strategy.mesh.axis_names == ("dp",) and strategy.mesh.size == 4
+
+
 def test_arguments_are_told_at_once() -> None:
     with pytest.raises(cf.InputError, match=r"wants mesh=cf\.Mesh"):
         ColofuncStrategy()

@@ -133,11 +133,13 @@ def test_models_of_peft_train_with_their_base_sharded(kind: str, targets: list[s
     assert sum(v.nbytes for v in frozen) < 0.3 * sum(t.numel() * t.itemsize for t in model.frozen.values())
 
 
-def test_a_weight_that_is_tied_to_another_place_is_refused() -> None:
+@pytest.mark.parametrize("order", [("table", "head"), ("head", "table")])
+def test_a_weight_that_is_tied_to_another_place_is_refused(order: tuple[str, str]) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            for name in order:
+                self.add_module(name, nn.Embedding(5, 4) if name == "table" else nn.Linear(4, 5, bias=False))
             self.head.weight = self.table.weight
 
     with pytest.raises(cf.InputError, match=r"'head' shares its weight with 'table.weight', and merging.*globs that leave it out"):

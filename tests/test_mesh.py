@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from itertools import permutations
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -177,12 +179,19 @@ def test_launch_record(bare: pytest.MonkeyPatch) -> None:
 
 
 def test_switches_are_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLOFUNC_CHECK", "1")
-    assert env.switched_on("COLOFUNC_CHECK")
-    monkeypatch.setenv("COLOFUNC_CHECK", "off")
-    assert not env.switched_on("COLOFUNC_CHECK")
-    with pytest.raises(ColofuncError, match="did you mean 'COLOFUNC_CHECK'"):
-        env.switch("COLOFUNC_CHEKC")
+    monkeypatch.setenv("COLOFUNC_QUIET", "1")
+    assert env.switched_on("COLOFUNC_QUIET")
+    monkeypatch.setenv("COLOFUNC_QUIET", "off")
+    assert not env.switched_on("COLOFUNC_QUIET")
+    with pytest.raises(ColofuncError, match="did you mean 'COLOFUNC_QUIET'"):
+        env.switch("COLOFUNC_QUITE")
+
+
+def test_every_documented_switch_is_read() -> None:
+    package = Path(env.__file__).parent
+    sources = [path.read_text() for path in package.rglob("*.py")]
+    asked = {name for source in sources for name in re.findall(r'\b(?:switch|switched_on)\("(\w+)"\)', re.sub(r">>>.*", "", source))}
+    assert asked == set(env.SWITCHES)
 
 
 # --- mistakes

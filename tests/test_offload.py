@@ -22,9 +22,11 @@ from colofunc.program.serialize import from_dict, to_dict
 from colofunc.testing import check
 
 
-def training(layers: int = 4, d: int = 32, rows: int = 64, tied: bool = False) -> Any:
+def training(layers: int = 4, d: int = 32, rows: int = 64, tied: bool = False, pairs: bool = False) -> Any:
+    """pairs: with a second matrix in each block, as tensor parallelism wants them."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d), nn.GELU()) for _ in range(layers)]
+    more = [nn.Linear(d, d)] if pairs else []
+    blocks = [nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d), nn.GELU(), *more) for _ in range(layers)]
     net = nn.Sequential(*blocks, *([blocks[0]] if tied else []), nn.Linear(d, d)).double()
     batch = {k: torch.randn(rows, d, dtype=torch.float64) for k in "xy"}
     fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
@@ -164,7 +166,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_beside_other_modes_the_budget_holds_and_the_numbers_are_equal(name: str) -> None:
-    step, *args = training()
+    step, *args = training(pairs=True)
     mesh, plans, share = CHAINS[name]
     budget = int(peak(cf.shard(step, mesh, *plans), *args) * share)
     staged = cf.offload(cf.shard(step, mesh, *plans), budget=budget)

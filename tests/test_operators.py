@@ -102,6 +102,18 @@ def test_a_given_backward_is_the_gradient() -> None:
     torch.testing.assert_close(dw.full(), 3 * x.sum(0))
 
 
+def test_a_rule_that_forgets_a_factor_is_reported_and_refused_by_the_kit() -> None:
+    @cf.operator("opstest.forgetful", rule="b d -> b")
+    def forgetful(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1)
+
+    low = cf.shard(forgetful, MESH, in_specs="(dp b) d").lower(randn(8, 4))
+    assert low.coverage().undecided == ("opstest.forgetful: d",) and low.coverage().fallbacks == ()
+    with pytest.raises(cf.CheckError, match=r"opstest.forgetful: the rule b d -> b says nothing of d, .*reduce=\{'d': 'sum'\}, or \[d\]"):
+        check_strategies(None, forgetful, sample(randn(12, 12)))
+    assert cf.shard(best, MESH, in_specs="(dp b) d").lower(randn(8, 4)).coverage().undecided == ()
+
+
 def test_without_a_rule_it_is_replicated_and_reported() -> None:
     x, bias = randn(8, 4), randn(4)
     step = cf.shard(lambda x, bias: bare(x) + bare(x, bias), MESH, in_specs=("(dp b) (tp d)", None))

@@ -59,8 +59,10 @@ def test_func_grad_goes_through_apply() -> None:
 
 
 def test_linear_refuses_other_sizes_when_traced() -> None:
-    with pytest.raises(RuleError, match=r"x \(3, 4\) and w \(5, 3\) differ in the last dim"):
+    with pytest.raises(RuleError, match=r"x \(3, 4\) ends in 4, and w \(5, 3\), \(out, in\), takes 3\. Try: x of shape \(3, 3\)"):
         make_fx(lambda x, w: linear(x, w, None), tracing_mode="fake")(rand(3, 4), rand(5, 3))
+    with pytest.raises(RuleError, match=r"Try: w\.t\(\)"):
+        make_fx(lambda x, w: linear(x, w, None), tracing_mode="fake")(rand(3, 4), rand(4, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,16 +1,25 @@
-"""Both packages are found: in place without an install, and in a built wheel."""
+"""Both packages are found: in place without an install, and installed from a wheel into a fresh environment."""
 
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import colofunc as cf
+
 ROOT = Path(__file__).resolve().parents[1]
 INIT = "__init__.py"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+needs_setuptools = pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="needs setuptools")
+needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 
 
 def test_plugins_are_imported_from_their_folder(subprocess_env: dict[str, str], tmp_path: Path) -> None:
@@ -22,21 +31,89 @@ def test_plugins_are_imported_from_their_folder(subprocess_env: dict[str, str], 
     assert done.stdout.split() == [str(ROOT / "plugins" / INIT), "colofunc_plugins"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="needs setuptools")
-def test_wheel_holds_both_packages(tmp_path: Path) -> None:
-    """Built from a copy, so that nothing is left in the tree; no build isolation, so no network."""
-    tree = tmp_path / "tree"
-    for folder in ("colofunc", "plugins"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that nothing is left in the tree; no build isolation, so no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
+    for name in ("colofunc", "plugins"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, tree)
+        shutil.copy(ROOT / name, tree)
     command = "import setuptools.build_meta as b; print(b.build_wheel('..'))"
     done = subprocess.run([sys.executable, "-c", command], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    names = set(zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).namelist())
+    return folder / done.stdout.split()[-1]
+
+
+@needs_setuptools
+def test_wheel_holds_both_packages(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
     folders = {"colofunc": "colofunc", "plugins": "colofunc_plugins"}
     packages = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob(INIT)]
     wanted = {Path(folders[path.parts[0]], *path.parts[1:]).as_posix() for path in packages}
     assert wanted | {"colofunc/py.typed"} <= names
     assert not [name for name in names if name.startswith(("plugins/", "tests/", "tools/"))]
+    assert wheel.name.split("-")[1] == cf.__version__
+
+
+TRIED = """
+import torch, colofunc as cf
+from colofunc_plugins import zero
+step = cf.shard(lambda x: (x * x).sum(), cf.Mesh(dp=2), zero(3, "dp"))
+print(cf.__file__, float(step(torch.ones(4, 2))))
+"""
+
+
+@needs_setuptools
+@needs_pip
+def test_the_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """Its own environment, without this tree; what the wheel depends on is read from the environment of the tests."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python, command = environment / "bin" / "python", environment / "bin" / "colofunc"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
+    behind = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    Path(site, "dependencies.pth").write_text("\n".join(behind) + "\n")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(python), "-c", TRIED], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    place, value = done.stdout.split()
+    assert place.startswith(str(environment)) and float(value) == 8.0
+    said = subprocess.run([str(command), "--version"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert said.stdout.startswith(f"colofunc {cf.__version__}, torch "), said.stderr[-2000:]
+
+
+def install_lines() -> list[tuple[str, str]]:
+    """What every page, message and docstring tells a reader to install: (file, what stands behind `pip install`)."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    files += [*(ROOT / "colofunc").rglob("*.py"), *(ROOT / "plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    found = []
+    for file in files:
+        for text in re.findall(r"pip install ([^`\n,;)]+)", file.read_text()):
+            found.append((str(file.relative_to(ROOT)), re.split(r"  +#|\"\) |\"$", text)[0].strip()))
+    return found
+
+
+def works_today(word: str) -> bool:
+    """A folder of this checkout with extras that it has, the wheel that `make wheel` builds, or a package the project depends on."""
+    path, _, extras = word.strip("\"'").partition("[")
+    offered = PROJECT["optional-dependencies"]
+    if any(extra not in offered for extra in extras.rstrip("]").split(",") if extra):
+        return False
+    if path.startswith(("-", "dist/colofunc-")):
+        return True
+    if (ROOT / path / "pyproject.toml").exists():
+        return True
+    needed = [*PROJECT["dependencies"], *(need for needs in offered.values() for need in needs)]
+    return path.lower() in {re.split(r"[><=~]", need)[0].lower() for need in needed}
+
+
+def test_every_install_line_works_today() -> None:
+    lines = install_lines()
+    wrong = [(file, line) for file, line in lines if not all(works_today(word) for word in line.split())]
+    assert not wrong
+    assert "README.md" in {file for file, _ in lines} and len(lines) > 8
+    assert not works_today('"colofunc[hf]"') and not works_today("colofunc") and not works_today(".[nothing]")

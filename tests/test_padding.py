@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from colofunc_plugins import zero
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -77,13 +78,59 @@ def test_a_short_padded_batch_in_a_sharded_step(name):
     assert abs(got - want) <= 1e-10 * max(1.0, abs(want))
 
 
+
+@pytest.mark.parametrize(("stage", "rows", "microbatches"), [(1, 3, 4), (3, 5, 2), (3, 7, 3)])
+def test_padded_rows_divide_into_microbatches_and_change_no_mean(stage, rows, microbatches):
+    mesh, module = cf.Mesh(dp=2), make("gpt2")
+    step_fn, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.SGD, lr=0.1))
+    ids = torch.randint(1, 50, (rows, 6), generator=torch.Generator().manual_seed(rows))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+    with cf.testing.float64():
+        (after, metrics), step = step_fn(state, batch), cf.accumulate(cf.shard(step_fn, mesh, zero(stage, "dp")), microbatches)
+        with pytest.raises(cf.PlanError, match=r"cf.pad\(batch, multiple=1, rows="):
+            step.lower(state, batch)
+        padded = cf.pad(batch, 1, rows=2 * microbatches)
+        placed, got = step(step.init(state, padded), padded)
+    torch.testing.assert_close(float(got["loss"]), float(metrics["loss"]), atol=1e-10, rtol=0)
+    torch.testing.assert_close({k: v.full() for k, v in placed["params"].items()}, after["params"], atol=1e-10, rtol=0)
+
+
+def test_rows_that_nothing_switches_off_are_not_added():
+    batch = {"x": torch.randn(6, 3), "y": torch.randn(6)}
+    with pytest.raises(InputError, match=r"rows=4 adds 2 rows to the 6 of this batch, and none of x, y tells a loss to leave them out"):
+        cf.pad(batch, 1, rows=4)
+    padded = cf.pad(batch, 1, rows=4, fill={"y": -1})
+    assert padded["x"].shape == (8, 3) and padded["y"][6:].tolist() == [-1, -1]
+    assert cf.pad(batch, 1, rows=3)["x"].shape == (6, 3)
+    with pytest.raises(InputError, match="multiple=1, rows=0; give 1 or more"):
+        cf.pad(batch, 1, rows=0)
+
+
 def test_lengths_that_change_are_traced_once_per_padded_length(capfd):
     step = cf.shard(lambda b: b["labels"].sum() + b["input_ids"].sum(), cf.Mesh(dp=2))
     for length in (5, 9, 16, 17, 30, 3):
         ids = torch.ones(2, length, dtype=torch.int64)
         step(cf.pad({"input_ids": ids, "labels": ids}, 16))
     said = [line for line in capfd.readouterr().err.splitlines() if "traced again" in line]
-    assert len(said) == 1 and "argument 0.input_ids: (2, 16) -> (2, 32)" in said[0]
+    assert len(said) == 1 and "traced again for b.input_ids: (2, 16) -> (2, 32) (and 2 more). Every new shape" in said[0]
+
+
+def test_lengths_of_all_kinds_are_told_once_in_the_names_of_the_plan(capfd):
+    step = cf.shard(lambda state, batch: (state, (batch["x"] * state["w"]).sum()), cf.Mesh(dp=2))
+    for length in range(2, 8):
+        step({"w": torch.ones(())}, {"x": torch.ones(2, length)})
+    said = [line for line in capfd.readouterr().err.splitlines() if "traced again" in line]
+    assert len(said) == 1 and "for batch.x: (2, 2) -> (2, 3)." in said[0] and "cf.batches(..., multiple=64)" in said[0]
+    low = step.lower({"w": torch.ones(())}, {"x": torch.ones(2, 3)})
+    assert "batch.x" in {leaf.name for leaf in low.plan.inputs}
+
+
+def test_one_rank_tells_of_a_retrace(capfd, monkeypatch):
+    step = cf.shard(lambda x: x * 2, cf.Mesh(dp=2))
+    monkeypatch.setattr(cf.Mesh, "is_main", property(lambda mesh: False))
+    for length in (2, 4):
+        step(torch.ones(length))
+    assert "traced again" not in capfd.readouterr().err
 
 
 def test_a_retrace_says_what_differs(capfd):
@@ -95,9 +142,9 @@ def test_a_retrace_says_what_differs(capfd):
         step({"n": n})
     said = [line.partition("traced again for ")[2] for line in capfd.readouterr().err.splitlines() if "traced again" in line]
     assert said == [
-        "argument 0.x: float32 -> float64",
-        "its arguments' structure: '0.n' is new",
-        "its arguments' structure: '0.x' is gone",
+        "b.x: float32 -> float64",
+        "its arguments' structure: 'b.n' is new",
+        "its arguments' structure: 'b.x' is gone",
         "the default dtype: float32 -> float64",
     ]
 

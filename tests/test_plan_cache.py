@@ -1,12 +1,15 @@
 """Plans on disk: found again by everything that decides them, rebuilt without a search, never trusted blindly."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 import colofunc as cf
+from colofunc.cache import Cache
 from colofunc.testing import programs
 from colofunc.transforms import plan_cache, within
 from colofunc.transforms.plan_cache import local_hash
@@ -61,13 +64,14 @@ def test_a_damaged_file_is_ignored_with_a_line(damage, folder, searches, capsys)
     path.write_text(path.read_text()[:500] if damage is None else damage)
     again = lowered()
     assert searches == [1, 1] and local_hash(again.program) == local_hash(first.program)
-    assert f"the kept plan {path} is ignored" in capsys.readouterr().err
+    assert f"the kept plan {path} is dropped" in capsys.readouterr().err
 
 
 def test_a_plan_that_gives_another_program_is_not_used(folder, searches, capsys):
     first = lowered()
     (path,) = folder.iterdir()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lowered": "another"}))
+    entry = json.loads(path.read_text())["entry"]
+    Cache(folder).write(path.stem, entry | {"lowered": "another"})
     assert local_hash(lowered().program) == local_hash(first.program) and searches == [1, 1]
     assert "no longer gives the program that it gave" in capsys.readouterr().err
 
@@ -103,3 +107,57 @@ def test_another_process_finds_it(folder, searches, subprocess_env):
     done = subprocess.run([sys.executable, "-c", ANOTHER], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"0 {local_hash(first.program)}"
+
+
+# ---- the folder ----
+
+
+KEYS = [f"{k:040x}" for k in range(6)]
+
+
+def used(cache, key, at):
+    cache.write(key, {"n": [0] * 300})
+    os.utime(cache.path(key), (at, at))
+
+
+def test_the_entries_that_were_not_used_for_longest_go_first(tmp_path):
+    cache = Cache(tmp_path, most_bytes=3000)
+    others = {"notes.txt": "mine" * 1000, f"{9:040x}.json": "no entry of ours" * 1000}
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+    for k in range(3):
+        used(cache, KEYS[k], 1000 + k)
+    assert cache.read(KEYS[0]) == {"n": [0] * 300}  # used now
+    cache.write(KEYS[3], {"n": [0] * 300})
+    assert sorted(p.stem for p in tmp_path.iterdir() if p.name not in others) == [KEYS[0], KEYS[2], KEYS[3]]
+    assert all((tmp_path / name).read_text() == text for name, text in others.items())
+
+
+def test_what_killed_writers_left_goes(tmp_path):
+    for name, age in (("colofunc-abc.part", 7200), ("colofunc-def.part", 0), ("mine.part", 7200)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    Cache(tmp_path).write(KEYS[0], {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{KEYS[0]}.json", "colofunc-def.part", "mine.part"]
+
+
+@pytest.mark.parametrize("how", ["link", "folder", "link to a folder"])
+def test_what_has_the_name_of_an_entry_and_is_none_stays(tmp_path, how, folder, searches, capsys):
+    first = lowered()
+    (path,) = folder.iterdir()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    else:
+        (tmp_path / "mine").write_text("mine")
+        path.symlink_to(tmp_path / "mine" if how == "link" else tmp_path)
+    again = lowered()
+    assert searches == [1, 1] and local_hash(again.program) == local_hash(first.program)
+    assert "is dropped, planning anew: it is no file, but a link or a folder" in capsys.readouterr().err
+    assert path.is_dir() if how == "folder" else path.is_symlink()
+
+
+def test_a_size_that_is_none_is_named(folder, monkeypatch):
+    monkeypatch.setenv("COLOFUNC_CACHE_MIB", "many")
+    with pytest.raises(cf.ColofuncError, match="COLOFUNC_CACHE_MIB='many' is no number of MiB"):
+        lowered()

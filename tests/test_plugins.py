@@ -13,10 +13,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
+from colofunc_plugins import ring, tensor
 
 import colofunc as cf
+from colofunc.planner.wishes import follow
+from colofunc.planner.wishes.wish import wishes_of
 from colofunc.plugins import build_registry
 from colofunc.plugins.hookspecs import HOOKS
+from colofunc.program.tracing.trace import trace
 from colofunc.testing import check_strategies, sample
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "scan_plugin"
@@ -95,6 +100,30 @@ def test_the_example_is_proven(scan: Any) -> None:
     check_strategies(scan, torch.ops.aten.cumsum.default, sample(torch.randn(2, 12, 5), 1))
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The example's module, on the path with an entry point as pip writes it."""
+    shutil.copy(EXAMPLE / "colofunc_scan.py", tmp_path)
+    about = tmp_path / "colofunc_scan-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: colofunc-scan\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[colofunc]\nscan = colofunc_scan\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    build_registry.cache_clear()
+    assert "scan" in build_registry().plugins
+    yield sys.modules["colofunc_scan"]
+    build_registry.cache_clear()
+    del sys.modules["colofunc_scan"]
+
+
+def test_an_installed_plugin_is_proven_as_one_by_hand(installed: Any) -> None:
+    proved = check_strategies(installed, "aten.cumsum.default")
+    assert {p.strategy for p in proved} == {"{a: scan}", "{b: scan}"}
+    idle = plugin("other", colofunc_strategies=lambda: {"aten.cumsum.default": lambda call, mesh: ()})
+    with pytest.raises(cf.CheckError, match="other gives no strategy of aten"):
+        check_strategies(idle, "aten.cumsum.default")
+
+
 def test_a_broken_strategy_is_caught(scan: Any) -> None:
     def forgets(call: Any, mesh: cf.Mesh) -> Any:
         for right in scan.scan(call, mesh):
@@ -135,6 +164,44 @@ def test_a_rule_for_an_operator_of_ones_own() -> None:
     assert sum(low.cost().calls.values()) == 0
     assert torch.equal(given(x).full(), fn(x))
     assert torch.equal(without(x).full(), fn(x))
+
+
+@torch.library.custom_op("testplugin::bend", mutates_args=())
+def bend(x: torch.Tensor) -> torch.Tensor:
+    return x.relu()
+
+
+@bend.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_named_plans_see_the_rules_of_plugins_by_hand() -> None:
+    def step(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return F.linear(bend(F.linear(x, p["a"])), p["b"])
+
+    rules = plugin("bends", colofunc_rules=lambda: {"testplugin.bend": cf.pattern("b d -> b d")})
+    params, x = {"a": torch.randn(8, 4), "b": torch.randn(4, 8)}, torch.randn(4, 4)
+    specs = {}
+    for given in ((), (rules,)):
+        staged = cf.shard(step, cf.Mesh(tp=2), tensor("1d", "tp"), plugins=given)
+        specs[given] = [staged.lower(params, x).plan.leaf(f"p.{name}").spec for name in "ab"]
+        torch.testing.assert_close(staged(params, x).full(), step(params, x))
+    assert specs[rules,] == ["(tp a) b", "a (tp b)"]  # a column and row pair
+    assert specs[()] != specs[rules,]  # what nobody knows ends a pair
+
+
+ASKING = [tensor("1d", "tp"), tensor("2d", ("dp", "tp")), tensor("auto", "tp"), ring("tp")]
+
+
+@pytest.mark.parametrize("plan", ASKING, ids=lambda plan: plan.name)
+def test_named_plans_ask_the_rules_that_they_are_given(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = cf.Mesh(dp=2, tp=2)
+    step = cf.testing.programs.attention_block(batch=4)
+    program = trace(step[0], step[1:]).program
+    rules = cf.Rules(program, mesh)
+    monkeypatch.setattr(follow, "build_registry", lambda plugins: pytest.fail("a plan made rules of its own"))
+    assert wishes_of(plan, program, mesh=mesh, rules=rules)
 
 
 def test_every_hook_is_merged() -> None:

@@ -160,7 +160,9 @@ def test_files_of_others_stay_and_old_shards_go(tmp_path) -> None:
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     assert len(glob.glob(f"{tmp_path}/a/model-*")) > 1
     cf.save_pretrained(model, None, tmp_path / "a")
-    assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "a")) == [
+        "colofunc.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"
+    ]  # fmt: skip
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -261,7 +263,7 @@ def test_a_full_disk_leaves_the_weights_that_were_there(tmp_path, monkeypatch, h
     assert all((x == 1).all() for x in cf.load(tmp_path / "m").values())
     monkeypatch.undo()
     cf.save_pretrained(model, {name: x * 2 for name, x in ones.items()}, tmp_path / "m")
-    assert sorted(os.listdir(tmp_path / "m")) == ["model.safetensors", "tokenizer.json"] and os.listdir(tmp_path) == ["m"]
+    assert sorted(os.listdir(tmp_path / "m")) == ["colofunc.json", "model.safetensors", "tokenizer.json"] and os.listdir(tmp_path) == ["m"]
     assert all((x == 2).all() for x in cf.load(tmp_path / "m").values())
 
 
@@ -271,3 +273,22 @@ def test_into_the_working_directory(tmp_path, monkeypatch) -> None:
     for k in range(2):
         cf.save_pretrained(model, {name: torch.full_like(x, k) for name, x in model.params.items()}, ".", shard_bytes=16)
     assert all((x == 1).all() for x in cf.load(".").values()) and os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 2_000])
+@torch.no_grad()
+def test_modules_of_diffusers_are_read_back_by_diffusers(tmp_path, shard_bytes) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    blocks = dict(down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"), block_out_channels=(4, 8))
+    module = diffusers.UNet2DModel(sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=2, **blocks)
+    model = cf.functional(module)
+    values = {name: x + 0.1 for name, x in model.params.items()}
+    cf.save_pretrained(model, values, tmp_path / "a", shard_bytes=shard_bytes)
+    module.save_pretrained(tmp_path / "b")
+    assert json.loads((tmp_path / "a/config.json").read_text()) == json.loads((tmp_path / "b/config.json").read_text())
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "a")
+    assert all(torch.equal(x, values[name]) for name, x in again.named_parameters())
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(again.eval()(x, 3).sample, model.eval().apply(values, model.buffers, x, 3)[0].sample)
+    loaded = cf.load(tmp_path / "a", model=cf.functional(module))
+    assert all(torch.equal(x, values[name]) for name, x in loaded.params.items())

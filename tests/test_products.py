@@ -73,6 +73,19 @@ def test_products_with_weights_and_what_they_weigh() -> None:
     assert all(p.spec(summed="i", kept="(tp o)") == "(tp o) i" and PROGRAM.values[p.bias].shape == (o,) for p, (o, _) in zip(found, shapes))
 
 
+def test_a_table_that_is_multiplied_with_a_weight_is_not_taken_for_it() -> None:
+    w = {"table": r(8, 16), "weight": r(4, 16), "experts": r(4, 16, 6)}
+
+    def loss(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        chosen = w["experts"][x.argmax(-1)]
+        return (torch.nn.functional.linear(w["table"], w["weight"]) @ x.t()).sum() + torch.bmm(r(8, 1, 16), chosen).sum()
+
+    program = cf.shard(lambda w, x: cf.value_and_grad(loss)(w, x), MESH, auto=False).lower(w, r(8, 4)).global_program
+    products = cf.products.weighted(program, cf.Rules(program, MESH))
+    found = {program.values[p.leaf].name: (p.summed, p.kept, p.spec("i", "o")) for p in products}
+    assert found == {"w.weight": (1, 0, "o i"), "w.experts": (1, 2, "_ i o")}
+
+
 def test_how_a_dim_of_a_weight_is_written() -> None:
     assert [cf.products.dim("x z", "i"), cf.products.dim("tp", "o", stripes=3)] == ["(x z i)", "(3 tp o)"]
 

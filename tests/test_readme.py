@@ -1,7 +1,11 @@
 """The README is run as it is printed: its Python blocks in order in one module, its commands as the Makefile's."""
 
+import contextlib
 import inspect
+import io
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,7 +14,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.plugins import hookspecs
-from tools.docs import errors_page, hooks_page
+from tools.docs import READ, environment_page, errors_page, hooks_page, members, public_names, reference_page
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,15 +25,39 @@ def blocks(text: str, language: str) -> list[str]:
     return [code for kind, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M) if kind == language]
 
 
+def not_printed(shown: str, printed: str) -> list[str]:
+    """The lines of a block that what was printed does not have in this order.
+
+    `...` stands for anything; line breaks and runs of spaces do not count, for a terminal wraps lines at its own width.
+    """
+    rest = " ".join(printed.split())
+    missing = []
+    for line in shown.splitlines():
+        parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+        match = re.search(" ?.*? ?".join(parts), rest)
+        if match is None:
+            missing.append(line)
+        else:
+            rest = rest[match.end() :]
+    return missing
+
+
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
-    """All Python blocks of a page as one module."""
+    """All Python blocks of a page as one module; a `text` block is what the Python block above it prints."""
     module = types.ModuleType(f"blocks_of_{path.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     text = path.read_text()
-    for block in blocks(text, "python"):
+    printed = io.StringIO()
+    for kind, block in re.findall(r"^```(python|text)\n(.*?)^```$", text, re.S | re.M):
+        if kind == "text":  # what the code above it prints
+            assert not not_printed(block, printed.getvalue()), printed.getvalue()
+            continue
         above = text[: text.index(block)].count("\n")
-        exec(compile("\n" * above + block, str(path), "exec"), module.__dict__)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * above + block, str(path), "exec"), module.__dict__)
+        print(printed.getvalue())
     return module
 
 
@@ -42,6 +70,28 @@ def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     step, low, plan = module.step, module.low, cf.Plan.load(tmp_path / "plan.json")
     assert plan == low.plan
     assert step.fn is module.step_fn
+
+
+def test_a_line_that_is_not_printed_is_found() -> None:
+    printed = "first 1.0 ms\nsecond\nthird\n"
+    assert not not_printed("first ... ms\nthird", printed)
+    assert not_printed("first 2.0 ms\nsecond", printed) == ["first 2.0 ms"]
+    assert not_printed("third\nsecond", printed) == ["second"]  # in this order
+
+
+@pytest.mark.sweep
+def test_the_demo_prints_what_the_readme_shows(subprocess_env: dict[str, str], tmp_path: Path) -> None:
+    wide = {**os.environ, **subprocess_env, "COLUMNS": "250", "COLOFUNC_CACHE": "off"}
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, env=wide, capture_output=True, text=True, check=True)
+    assert not not_printed(blocks(README, "console")[0], done.stdout)
+
+
+def test_figures_of_the_readme_are_recorded() -> None:
+    results = (ROOT / "bench" / "RESULTS.md").read_text()
+    assert "357 of 357 combinations" in README and "357 tried, 357 equal" in results
+    times = re.search(r"(\d\.\d\d) times as fast as FSDP2", README)[1]
+    assert f"| tokens/s, ours / better FSDP2 | {times} " in results
 
 
 def test_the_example_has_twenty_lines() -> None:
@@ -93,13 +143,36 @@ def test_the_rebuild_uses_nothing_of_colofunc_and_stays_short() -> None:
     assert not any(re.search(r"^\s*(import|from) colofunc", block, re.M) for block in blocks(text, "python"))
 
 
+def test_the_manual_says_which_hooks_are_read() -> None:
+    """A hook is read where code asks a registry for its table."""
+    sources = [path.read_text() for path in (ROOT / "colofunc").rglob("*.py")]
+    asked = {f"colofunc_{name}" for source in sources for name in re.findall(r"registry(?:\(.*\))?\.([a-z_]+)\b", source)}
+    assert asked & set(hookspecs.HOOKS) == READ
+
+
 def test_generated_pages_are_up_to_date() -> None:
     """`python tools/docs.py` writes them."""
     assert (ROOT / "docs" / "plugins.md").read_text() == hooks_page()
     assert (ROOT / "docs" / "errors.md").read_text() == errors_page()
+    assert (ROOT / "docs" / "reference.md").read_text() == reference_page()
+    assert (ROOT / "docs" / "environment.md").read_text() == environment_page()
     for hook in hookspecs.HOOKS:
         assert inspect.getdoc(getattr(hookspecs, hook)) in hooks_page().replace("\n    ", "\n")
     for name in dir(cf):
         thing = getattr(cf, name)
         if isinstance(thing, type) and issubclass(thing, cf.ColofuncError):
             assert f"## {name}\n" in errors_page()
+
+
+def test_every_public_name_is_in_the_reference_and_has_a_docstring() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    for name in cf.__all__:
+        thing = getattr(cf, name)
+        assert f"### cf.{name}\n" in page or f"- `cf.{name}`: " in page, name
+        assert inspect.getdoc(thing), f"cf.{name} has no docstring"
+        if inspect.isclass(thing):
+            assert not [what for what, member in members(thing).items() if not inspect.getdoc(member)], name
+        if inspect.ismodule(thing):
+            inner = [what for what in public_names(thing) if callable(getattr(thing, what))]
+            assert inner and not [what for what in inner if not inspect.getdoc(getattr(thing, what))], name
+            assert not [what for what in inner if f"- `cf.{name}.{what}" not in page], name

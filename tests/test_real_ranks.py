@@ -154,7 +154,7 @@ def full_on_rank_0_only():
     mesh, _, x = step_of_two()
     y = cf.distribute(x, "(dp a) b", mesh)
     y.full()
-    backend_for(mesh).watch.deadline_s = 2.0
+    cf.join(mesh, limit_s=2.0)
     if mesh.rank == 0:
         y.full()
     time.sleep(40)  # ended by the watch

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import colofunc as cf
-from colofunc.functional.checkpoint import folder
+from colofunc.functional.checkpoint import index
 
 STEPS = 14
 SCRIPT = """
@@ -82,18 +82,18 @@ def test_the_hash_sees_random_numbers_and_data(tmp_path) -> None:
     train(str(tmp_path / "part"), "dp", steps=4)
     for forgotten in ("random", "batches"):
         found = shutil.copytree(tmp_path / "part", tmp_path / forgotten)
-        content = folder.read_index(found / "step-4")
-        content[forgotten] = folder.read_index(found / "step-3")[forgotten]
+        content = index.read_index(found / "step-4")
+        content[forgotten] = index.read_index(found / "step-3")[forgotten]
         for name in list(content["tensors"]):
             if name.startswith(f"~{forgotten}"):
-                content["tensors"][name] = folder.read_index(found / "step-3")["tensors"][name]
+                content["tensors"][name] = index.read_index(found / "step-3")["tensors"][name]
         for path in (found / "step-3").glob("*.safetensors"):
             shutil.copy(path, found / "step-4" / "old.safetensors")
         for name, tensor in content["tensors"].items():
             if name.startswith(f"~{forgotten}"):
                 for piece in tensor["pieces"]:
                     piece[0] = "old.safetensors"
-        folder.write_index(found / "step-4", content)
+        index.write_index(found / "step-4", content)
         assert train(str(found), "dp") != whole
 
 

@@ -37,6 +37,7 @@ def check(call: Call, tensors: list[torch.Tensor]) -> set[str]:
     rule = rule_for(call)
     assert rule is not None, f"{call.target} has no rule"
     rule.check(call)
+    assert rule.undecided() == ()
     whole = run(call.target, call.args, call.kwargs, tensors)
     done = set()
     for strategy, mesh, (factor, _, kind) in cases(rule, call):

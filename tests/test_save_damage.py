@@ -9,7 +9,7 @@ from saved import state
 
 import colofunc as cf
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import folder
+from colofunc.functional.checkpoint import index
 
 # ---- changed files ----
 
@@ -55,7 +55,7 @@ def test_files_that_were_exchanged(tmp_path) -> None:
 @pytest.mark.parametrize("at", [3, 60, 100, -5])
 def test_a_changed_index(tmp_path, at) -> None:
     cf.save(tmp_path / "c", {"w": torch.zeros(5), "n": 7})
-    flip(tmp_path / "c" / folder.INDEX, at)
+    flip(tmp_path / "c" / index.INDEX, at)
     with pytest.raises(CheckpointError, match=r"colofunc.json is not what was saved \(checksum\)"):
         cf.load(tmp_path / "c")
 
@@ -79,9 +79,9 @@ def test_foreign_folders(tmp_path, make, says) -> None:
 
 def test_elements_that_are_in_no_file(tmp_path) -> None:
     cf.save(tmp_path / "c", {"w": cf.distribute(torch.ones(4), "(dp a)", cf.Mesh(dp=2))}, random=False)
-    content = folder.read_index(tmp_path / "c")
+    content = index.read_index(tmp_path / "c")
     content["tensors"]["w"]["pieces"].pop()
-    folder.write_index(tmp_path / "c", content)
+    index.write_index(tmp_path / "c", content)
     with pytest.raises(CheckpointError, match=r"'w': 2 of 4 elements \[0:4\] are in no file"):
         cf.load(tmp_path / "c")
 
@@ -126,8 +126,8 @@ def test_changed_dcp_folders(tmp_path) -> None:
 
 def test_an_index_that_leads_out_of_its_folder(tmp_path) -> None:
     cf.save(tmp_path / "c", {"x": torch.ones(1)})
-    content = folder.read_index(tmp_path / "c")
+    content = index.read_index(tmp_path / "c")
     content["tensors"]["x"]["pieces"][0][0] = "../secret"
-    folder.write_index(tmp_path / "c", content)
+    index.write_index(tmp_path / "c", content)
     with pytest.raises(CheckpointError, match=r"'\.\./secret', which is not one of its folder"):
         cf.load(tmp_path / "c")

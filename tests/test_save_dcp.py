@@ -1,6 +1,8 @@
 """Folders of torch.distributed.checkpoint: written for torch, read from torch, nothing in them is run."""
 
 import os
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +49,6 @@ class Harmful:
 
 
 def test_a_dcp_metadata_that_asks_for_anything_else(tmp_path) -> None:
-    import pickle
-
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.system, which is none of torch's checkpoint records"):
@@ -56,6 +56,59 @@ def test_a_dcp_metadata_that_asks_for_anything_else(tmp_path) -> None:
     (tmp_path / "c" / ".metadata").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"is no metadata of torch\.distributed\.checkpoint"):
         cf.load(tmp_path / "c")
+
+
+ATTACKS: dict[str, bytes] = {
+    "a class's attribute": b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n(N}S'__init__'\nN\x86b.",
+    "a class's dict": b"ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x08\0\0\0__init__Nsb.",
+    "a function": b"ctorch.serialization\n_get_layout\n}X\x06\0\0\0harmedNsb.",
+    "a dtype": b"ctorch\nfloat32\n}X\x06\0\0\0harmedNsb.",
+    "a path": b"cpathlib\nPosixPath\n(N}X\x06\0\0\0harmedNs\x86b.",
+    "a memo of 64 GiB": b"Nr\xff\xff\xff\xff.",
+    "a string of 8 EiB": b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    "an extension": b"\x82\x01.",
+    "an instance": b"(ios\nsystem\n.",
+}
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_a_dcp_metadata_changes_nothing_that_is_torchs(tmp_path, what) -> None:
+    from torch.distributed.checkpoint import metadata
+
+    before = {name: dict(vars(kind)) for name, kind in vars(metadata).items() if isinstance(kind, type)}
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_bytes(ATTACKS[what])
+    with pytest.raises(CheckpointError):
+        cf.load(tmp_path / "c")
+    assert before == {name: dict(vars(kind)) for name, kind in vars(metadata).items() if isinstance(kind, type)}
+    assert not hasattr(torch.serialization._get_layout, "harmed") and not hasattr(Path, "harmed")
+
+
+@pytest.mark.parametrize("size", [(1 << 40, 1 << 20), (1 << 62, 1 << 62), (9, 6)])
+def test_sizes_are_bounded_by_the_bytes_that_are_there(tmp_path, size, monkeypatch) -> None:
+    """Of a tensor that no memory could hold, asked for before anything is read."""
+    from torch.distributed import checkpoint
+
+    checkpoint.save({"w": torch.ones(8, 6)}, checkpoint_id=tmp_path / "c")
+    path = tmp_path / "c" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    found.state_dict_metadata["w"].size = torch.Size(size)
+    found.state_dict_metadata["w"].chunks[0].sizes = torch.Size(size)
+    path.write_bytes(pickle.dumps(found))
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(CheckpointError, match="'w'"):
+        cf.load(tmp_path / "c")
+
+
+def test_a_storage_that_claims_more_than_its_record(tmp_path) -> None:
+    from torch.distributed import checkpoint
+
+    checkpoint.save({"w": torch.ones(7)}, checkpoint_id=tmp_path / "c")
+    path = tmp_path / "c" / "__0_0.distcp"
+    claims = path.read_bytes().replace(b"cpuq\x04K\x07t", b"cpuq\x04K\xfft")
+    path.write_bytes(claims)
+    with pytest.raises(CheckpointError, match="claims 255 elements of a record of 28 bytes"):
+        cf.load(tmp_path / "c", verify=False)
 
 
 def test_an_object_in_a_dcp_folder_that_is_no_plain_data(tmp_path) -> None:

@@ -15,7 +15,7 @@ from saved import MESH, bits, tensors
 import colofunc as cf
 from colofunc.dtensor.parts import parts
 from colofunc.executors.disk import files as disk_files
-from colofunc.functional.checkpoint import disk, files, folder, regions
+from colofunc.functional.checkpoint import disk, files, index, regions
 from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
 
@@ -28,7 +28,7 @@ def test_it_is_ordinary_safetensors_without_pickle(tmp_path) -> None:
     got = load_file(path)
     assert torch.equal(got["w"], torch.ones(2, 3)) and got["h"].dtype == torch.bfloat16
     assert sorted(p.suffix for p in (tmp_path / "c").iterdir()) == [".json", ".safetensors"]
-    content = json.loads((tmp_path / "c" / folder.INDEX).read_text())["checkpoint"]
+    content = json.loads((tmp_path / "c" / index.INDEX).read_text())["checkpoint"]
     assert content["tensors"]["w"]["shape"] == [2, 3] and content["tensors"]["z"]["dtype"] == "complex128"
 
 
@@ -59,7 +59,7 @@ def test_only_the_blocks_that_a_part_needs_are_read(tmp_path, monkeypatch) -> No
     (entry,) = cf.load(tmp_path / "c", mesh=cf.Mesh(a=4), specs="(a x) ...").values()
     assert torch.equal(entry.full(), x) and sum(read) == x.nbytes
     read.clear()
-    piece = files.Piece.from_json(folder.read_index(tmp_path / "c")["tensors"]["x"]["pieces"][0])
+    piece = files.Piece.from_json(index.read_index(tmp_path / "c")["tensors"]["x"]["pieces"][0])
     picks = (slice(8, 16, 1), slice(4, 8, 1), slice(0, 4, 1))
     assert torch.equal(files.read_piece(tmp_path / "c", "x", torch.int32, piece, picks), x[8:16, 4:8])
     assert sum(read) == x[8:16, 4:8].numel() * 4

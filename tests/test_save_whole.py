@@ -27,7 +27,7 @@ def test_where_the_system_cannot_swap_it_renames_twice(tmp_path, monkeypatch) ->
     cf.save(tmp_path / "c", tensors(0))
     cf.save(tmp_path / "c", tensors(1))
     assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"]) and os.listdir(tmp_path) == ["c"]
-    os.rename(tmp_path / "c", tmp_path / "c.old-123")  # killed between the two
+    os.rename(tmp_path / "c", tmp_path / "c.old-0123456789ab")  # killed between the two
     assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"])
     cf.save(tmp_path / "c", tensors(2))
     assert os.listdir(tmp_path) == ["c"]
@@ -141,10 +141,16 @@ def test_two_processes_that_save_to_one_folder_all_the_time(tmp_path, subprocess
     assert torch.equal(got["w"], torch.full((5000,), float(got["won"])))
 
 
+def killed_at(path: Any) -> folder.Writing:
+    """A save whose process has ended in the middle."""
+    writing = folder.Writing(path)
+    writing.begin()
+    os.close(writing._lock._fd)  # as the end of its process does
+    return writing
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path) -> None:
-    (tmp_path / "c.tmp-12ab").mkdir()
-    (tmp_path / "c.tmp-12ab" / "rank-00000-00000.safetensors").write_bytes(b"half")
-    (tmp_path / "c.lock").write_text("process 1 on host gone")  # nobody holds it
+    (killed_at(tmp_path / "c").folder / "rank-00000-00000.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         cf.load(tmp_path / "c")
     cf.save(tmp_path / "c", tensors())
@@ -177,27 +183,25 @@ def test_keep_removes_what_killed_saves_left_under_other_names(tmp_path) -> None
     cf.save(tmp_path / "step-1", state())
     held = folder.Writing(tmp_path / "step-2")
     held.begin()
-    killed = folder.Writing(tmp_path / "step-3")
-    killed.begin()
-    os.close(killed._lock._fd)  # as the end of its process does
+    killed_at(tmp_path / "step-3")
     cf.save(tmp_path / "step-4", state())
-    (tmp_path / "step-4" / "colofunc.json").unlink()  # killed while it was being removed
+    (tmp_path / "step-4").rename(tmp_path / "step-4.gone-0123456789ab")  # killed while it was being removed
     cf.save(tmp_path / "step-5", state(), keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2.lock", held.folder.name, "step-5"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2.colofunc-lock", held.folder.name, "step-5"]
     held.abandon()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-5"]
 
 
 def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch) -> None:
     cf.save(tmp_path / "step-1", {"x": torch.ones(1)})
-    real = shutil.rmtree
+    real = os.rename
 
-    def refuse(path: Any, **options: Any) -> None:
+    def refuse(path: Any, target: Any) -> None:
         if str(path).endswith("step-1"):
             raise PermissionError(errno.EACCES, "no", str(path))
-        real(path, **options)
+        real(path, target)
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(CheckpointError, match=r"step-2' is saved, but an older one could not be removed"):
         cf.save(tmp_path / "step-2", {"x": torch.ones(1)}, keep=1)
     assert int(cf.load(tmp_path / "step-*")["x"]) == 1

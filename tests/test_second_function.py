@@ -210,12 +210,21 @@ def test_the_mode_of_a_model_that_a_script_holds_in_a_global(monkeypatch: pytest
     assert losses[0] == losses[2] != losses[1]
 
 
-def test_a_state_of_another_mesh_is_refused() -> None:
-    _, state, evaluate, _ = steps(MESHES[0])
-    _, _, other, _ = steps(MESHES[1])
-    with pytest.raises(cf.ColofuncError, match=r"mesh|lies on"):
-        other(state, tokens())
-    assert float(evaluate(state, tokens())) > 0
+ELSEWHERE = [cf.Mesh(dp=4), cf.Mesh(tp=2), cf.Mesh(b=2), cf.Mesh(), cf.Mesh(dp=2), *MESHES[1:]]
+
+
+@pytest.mark.parametrize("mesh", ELSEWHERE, ids=repr)
+def test_a_state_of_another_mesh_is_refused_by_whoever_reads_it_and_placed_anew_by_init(mesh: cf.Mesh) -> None:
+    _, state, evaluate, (train_fn, _, _) = steps(MESHES[0])
+    other = cf.shard(train_fn, mesh)
+    for read in (other, other.lower, other.compare):
+        with pytest.raises(cf.InputError, match=r"argument 'state\..*' lies on .*, the step runs on .* Try: step.init\(state"):
+            read(state, tokens())
+    assert float(evaluate(state, tokens())) > 0  # nothing was consumed
+    placed = other.init(state, tokens())
+    assert all(leaf.mesh == mesh and torch.equal(leaf.full(), state["params"][name].full()) for name, leaf in placed["params"].items())
+    moved = cf.distribute(state["params"]["position"], "_ _", mesh)
+    assert moved.mesh == mesh and torch.equal(moved.full(), state["params"]["position"].full())
 
 
 # ---- eager ----
@@ -279,3 +288,56 @@ def test_real_ranks() -> None:
     losses, eager = on_two_ranks()
     torch.testing.assert_close(one[0], losses, rtol=0, atol=1e-10)
     assert abs(one[1] - eager) < 1e-10
+
+
+# ---- one step's tiers and another's ----
+
+
+def with_frozen() -> tuple[Any, Any, Any]:
+    """(model, training step, state) of a model of which little is trained."""
+    model = cf.functional(models.Language().double(), trainable="*.qkv.*")
+    made = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=next_token, inputs=lambda batch: ((batch,), {}))
+    return model, *made
+
+
+def tiers(step: Any, state: Any) -> dict[str, str]:
+    low = step.lower(state, tokens())
+    names = [low.program.values[i].name for i in low.program.inputs]
+    return {name: layout.tier for name, layout in zip(names, low.input_layouts, strict=True)}
+
+
+OTHERS: dict[str, Any] = {
+    "shard": lambda fn: cf.shard(fn, MESHES[0]),
+    "accumulate": lambda fn: cf.accumulate(cf.shard(fn, MESHES[0]), microbatches=2),
+    "checkpoint": lambda fn: cf.checkpoint(cf.shard(fn, MESHES[0]), policy="nothing"),
+    "precision": lambda fn: cf.precision(cf.shard(fn, MESHES[0]), "bf16"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_offloaded_step_decides_no_tier_of_another(other: str) -> None:
+    _, train_fn, state = with_frozen()
+    offloaded = cf.offload(cf.shard(train_fn, MESHES[0]), policy="host")
+    placed, _ = offloaded(offloaded.init(state, tokens()), tokens())
+    assert "host" in tiers(offloaded, placed).values()
+    step = OTHERS[other](train_fn)
+    assert set(tiers(step, state).values()) == {"device"}
+    assert set(tiers(offloaded, placed).values()) == {"host", "device"}  # where it was
+    step(step.init(state, tokens()), tokens())
+
+
+def test_an_evaluation_of_offloaded_state_takes_it_where_it_lies() -> None:
+    model, train_fn, state = with_frozen()
+    offloaded = cf.offload(cf.shard(train_fn, MESHES[0]), policy="host")
+    placed, _ = offloaded(offloaded.init(state, tokens()), tokens())
+    evaluate = cf.shard(lambda state, batch: next_token(model.apply(state["params"], {}, batch)[0], batch), MESHES[0])
+    lies, before = tiers(evaluate, placed), tiers(offloaded, placed)
+    assert all(lies[name] == before[name] for name in lies if name.startswith(("state.", "frozen.")))
+    assert "host" in lies.values()
+
+
+def test_what_one_leaf_is_told_moves_no_other() -> None:
+    _, train_fn, state = with_frozen()
+    specs = {"params": {"block.qkv.weight": "a b @host", "block.qkv.bias": None}, "buffers": None, "opt": None}
+    found = tiers(cf.shard(train_fn, MESHES[0], in_specs=(specs, None)), state)
+    assert [name for name, tier in found.items() if tier != "device"] == ["state.params.block.qkv.weight"]

@@ -220,10 +220,9 @@ def test_a_plan_answers() -> None:
     assert str(plan).startswith("dp: ")
     assert "colofunc.linear" in plan.why("fc1") and "[forward]" in plan.why("fc1")
     assert "fc1 colofunc.linear" in plan.why_not("{}", "fc1")
-    with pytest.raises(cf.PlanError, match=r"matches no operator of the plan; did you mean 'fc1'"):
+    with pytest.raises(cf.PlanError, match=r"matches no operator, module or leaf of the plan; did you mean 'fc1'"):
         plan.why("fc11")
-    titles = [str(c.header) for c in plan.table().columns]
-    assert titles[0] and plan.table(costly=3).row_count < plan.table().row_count
+    assert len(plan.table(costly=3).splitlines()) < len(plan.table(costly=None).splitlines())
 
 
 def test_lower_needs_no_data() -> None:

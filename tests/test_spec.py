@@ -102,7 +102,7 @@ WRONG = [
     ("b s d", (4, 4), "spec has 3 dims, the tensor has 2"),
     ("... b s d", (4, 4), "spec has 3 dims besides '...', the tensor has 2"),
     ("(tp b)", (4,), "splits a dim of size 4 by 3, which does not divide it; pad with 'b~'"),
-    ("dp", (4,), "dp multiplies to 2 but the dim has size 4; add a local factor such as '(dp b)'"),
+    ("dp", (4,), "dp multiplies to 2 but the dim has size 4; add a local factor such as '(dp _)'"),
     ("(dp 4)", (4,), "(dp 4) multiplies to 8, more than the dim's 4"),
     ("b +tq", (4,), "'+tq' names no mesh axis; did you mean 'tp'?"),
 ]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_check_names_the_leaf_that_differs() -> None:
     x = torch.ones(4, 4, dtype=torch.float64)
     staged.lower(x)
     scale[0] = 3.0  # the recorded program cannot know
-    with pytest.raises(cf.CheckError, match=r"\['bad'\].*differs by 0\.333") as caught:
+    with pytest.raises(cf.CheckError, match=r"step 0: out\.bad .*differs by 0\.333") as caught:
         testing.check(staged, x)
     assert "['good']" not in str(caught.value)
 
@@ -257,6 +259,51 @@ def test_float64_reaches_casts_factories_and_arrays() -> None:
         assert {t.dtype for t in made} == {torch.float64}
         assert torch.ones(2).half().dtype is torch.float16
     assert torch.ones(2).dtype is torch.float32
+
+
+class Scaled(torch.nn.Module):
+    """A frozen layer, a buffer of float32 that is multiplied by, and a constant beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = models.Mlp(16, 32)
+        self.register_buffer("mix", torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
+        self.table, self.turn = torch.linspace(0, 1, 8), torch.linspace(-1, 1, 64).view(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.mlp(x) @ self.mix @ self.turn + self.table).softmax(-1, dtype=torch.float32)
+
+
+def loss_and_gradients(model: cf.Model) -> Any:
+    def step(params: Any, x: torch.Tensor) -> Any:
+        return cf.value_and_grad(lambda p: model.apply(p, model.buffers, x)[0].square().sum())(params)
+
+    return step
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+def test_float64_doubles_frozen_weights_and_buffers(axes) -> None:
+    module = Scaled()
+    x = torch.randn(4, 16, dtype=torch.float64)
+    narrow = cf.lora(cf.functional(module), where="*fc1", rank=2)
+    params = {name: torch.randn(p.shape, dtype=torch.float64) for name, p in narrow.params.items()}
+    wide = copy.deepcopy(module).double()
+    wide.table, wide.turn = wide.table.double(), wide.turn.double()
+    double = cf.lora(cf.functional(wide), where="*fc1", rank=2)
+    with testing.float64():
+        want = loss_and_gradients(double)(params, x)
+        step = cf.shard(loss_and_gradients(narrow), cf.Mesh(**axes))
+        testing.compare(step(params, x), want, tolerance=1e-10)
+        testing.compare(loss_and_gradients(narrow)(params, x), want, tolerance=1e-10)
+        testing.check(step, narrow.params, x)
+    assert narrow.frozen["mlp.fc1.weight"].dtype is torch.float32
+
+
+def test_float64_gives_buffers_back_as_they_came() -> None:
+    model = cf.functional(torch.nn.BatchNorm1d(3))
+    with testing.float64():
+        _, buffers = model.apply({n: p.double() for n, p in model.params.items()}, model.buffers, torch.randn(4, 3))
+    assert buffers["running_mean"].dtype is torch.float32 and buffers["running_mean"].abs().sum() > 0
 
 
 def test_the_float64_fixture(float64) -> None:

@@ -37,7 +37,7 @@ def written(state: Any, batch: Any) -> Any:
 def test_leaves_as_long_as_attention_are_split() -> None:
     program = program_of(leaves, {"x": torch.randn(2, 6, 8), "other": torch.randn(2, 8), "row": torch.randn(2)})
     (wish,) = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine")
-    assert (wish.match, wish.want, wish.axes, wish.source) == ("batch.x", "b (cp s) ...", ("cp",), "mine")
+    assert (wish.match, wish.want, wish.axes, wish.source) == ("batch.x", "_ (cp s) ...", ("cp",), "mine")
     assert wish.along and wish.across == cf.AttentionCall.TARGETS and not wish.gathers
     (call,) = cf.tokens.attention(program, "mine")
     assert call.sizes == {"b": 2, "g": 2, "r": 1, "s": 6, "t": 6}

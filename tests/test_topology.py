@@ -39,7 +39,7 @@ def test_presets_are_whole(name: str) -> None:
         assert capacities == [None] * 3
     else:
         device, host, disk = (capacity or 0 for capacity in capacities)
-        assert 6 * 10**9 <= device <= 141 * 10**9 and device < host < disk
+        assert 6 * 10**9 <= device <= 192 * 10**9 and device < host < disk
         inner = [level.bandwidth_bytes_per_s for level in topology.levels]
         assert inner == sorted(inner, reverse=True) and topology.device.memory_bytes_per_s > inner[0]
 
@@ -48,8 +48,11 @@ def test_published_figures() -> None:
     known = {
         "8xa100-80g": (312e12, 2039e9, 80), "8xa100-40g": (312e12, 1555e9, 40), "8xh100": (989.5e12, 3350e9, 80),
         "8xh200": (989.5e12, 4800e9, 141), "8xv100": (125e12, 900e9, 32), "8xv100-16g": (125e12, 900e9, 16),
-        "rtx3090": (71e12, 936.2e9, 24), "rtx2060": (25.8e12, 336e9, 6),
-    }
+        "8xb200": (2250e12, 8000e9, 180), "4xgb200": (2500e12, 8000e9, 186), "8xl40s": (362.05e12, 864e9, 48),
+        "8xmi300x": (1307.4e12, 5300e9, 192), "rtx5090": (209.6e12, 1792e9, 32), "rtx4090": (165.2e12, 1008e9, 24),
+        "rtx3090": (71e12, 936.2e9, 24), "rtx3080": (59.6e12, 760.3e9, 10), "rtx3060": (25.4e12, 360e9, 12),
+        "rtx3050": (18.2e12, 224e9, 8), "rtx2070": (29.9e12, 448e9, 8), "rtx2060": (25.8e12, 336e9, 6),
+    }  # fmt: skip
     for name, (half, memory, gigabytes) in known.items():
         device = PRESETS[name].device
         assert {rate.dtype: rate.flops_per_s for rate in device.rates}["float16"] == half
@@ -61,6 +64,22 @@ def test_a_node_of_any_size() -> None:
     assert (four.node_devices, four.levels[0].size, four.levels[1].size) == (4, 4, None)
     assert attrs.evolve(resolve_topology("8xv100-32g"), name="8xv100") == PRESETS["8xv100"]
     assert resolve_topology("a100-40g").levels[0].name == "infiniband"
+
+
+@pytest.mark.parametrize("card", ["2060", "2070", "3050", "3060", "3080", "3090", "4090", "5090"])
+def test_cards_go_by_their_numbers(card: str) -> None:
+    for name in (card, f"rtx-{card}"):
+        assert resolve_topology(name).device is PRESETS[f"rtx{card}"].device
+    assert resolve_topology(f"2x{card}").node_devices == 2
+
+
+def test_trays_of_a_rack_are_one_domain() -> None:
+    """72 devices share links, 4 of them a host."""
+    rack = PRESETS["4xgb200"]
+    assert (rack.node_devices, rack.levels[0].size, rack.levels[1].size) == (4, 72, None)
+    rank_bytes, ranks = 1e9 / 72, 72
+    seconds = Mesh(dp=ranks, topology=rack).collective_s("all_gather", 1e9, ("dp",))
+    assert seconds == pytest.approx((ranks - 1) * (rank_bytes / 900e9 + 3e-6), rel=1e-6)
 
 
 def test_ideal_is_free_but_computing_is_not() -> None:
@@ -127,7 +146,7 @@ def broken(tmp_path: Path, *where: str | int, value: object) -> Path:
         (("device", "rates", 0, "flops_per_s"), "fast", r"device.rates\[0\].flops_per_s is 'fast'"),
         (("levels", 0, "size"), 8.5, r"levels\[0\].size is 8.5; it must be of type int"),
         (("levels", 0, "latency_s"), -1, "Level.latency_s is -1.0; give a finite number, 0 or more"),
-        (("levels", 0, "sharing"), "devices", "Level.sharing is 'devices'; did you mean 'device'"),
+        (("levels", 0, "sharing"), "devices", r"levels\[0\].sharing is 'devices'; did you mean 'device'"),
         (("tiers", 0, "name"), "vram", "Tier.name is 'vram'"),
         (("tiers",), [], "has tiers \\[\\]; give exactly device, host, disk"),
         (("links", 0, "shared"), 1, r"links\[0\].shared is 1; it must be of type bool"),

@@ -39,6 +39,16 @@ _BART = dict(
     encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32,
 )
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+_GPT_OSS = dict(
+    _LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=4, pad_token_id=0, attn_implementation="eager",
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+)
+_DEEPSEEK = dict(
+    _ENCODER, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, head_dim=8, num_key_value_heads=4,
+    index_topk=8, index_head_dim=16, index_n_heads=4, pad_token_id=0, experts_implementation="batched_mm",
+    mlp_layer_types=["dense", "sparse"], layer_types=["indexed_attention"] * 2,
+)
 _SPECIAL = dict(pad_token_id=1, bos_token_id=2, eos_token_id=3)
 
 
@@ -146,7 +156,7 @@ VISUAL = {
 
 # ---- further architectures ----
 
-MORE = {
+MORE_CAUSAL = {
     "gpt_neo": _hf("GPTNeoForCausalLM", "GPTNeoConfig", dict(hidden_size=32, num_layers=2, num_heads=4, vocab_size=VOCAB, max_position_embeddings=32, attention_types=[[["global", "local"], 1]], window_size=4), lm),
     "gpt_bigcode": _hf("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT, lm),
     "codegen": _hf("CodeGenForCausalLM", "CodeGenConfig", dict(_GPT, rotary_dim=4), lm),
@@ -167,6 +177,14 @@ MORE = {
     "falcon_alibi": _hf("FalconForCausalLM", "FalconConfig", dict(_HIDDEN, ffn_hidden_size=64, alibi=True, multi_query=False), lm),
     "biogpt": _hf("BioGptForCausalLM", "BioGptConfig", _ENCODER, lm),
     "xglm": _hf("XGLMForCausalLM", "XGLMConfig", dict(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=64, max_position_embeddings=32), lm),
+    "mixtral_dense": _hf("MixtralForCausalLM", "MixtralConfig", dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"), lm),
+    "gpt_oss": _hf("GptOssForCausalLM", "GptOssConfig", dict(_GPT_OSS, experts_implementation="batched_mm"), lm),
+    "gpt_oss_grouped": _hf("GptOssForCausalLM", "GptOssConfig", dict(_GPT_OSS, experts_implementation="grouped_mm"), lm),
+    "deepseek_v32": _hf("DeepseekV32ForCausalLM", "DeepseekV32Config", _DEEPSEEK, lm),
+    "mamba": _hf("MambaForCausalLM", "MambaConfig", dict(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1, use_mambapy=False), lm),
+}  # fmt: skip
+MORE = {
+    **MORE_CAUSAL,
     "deberta": _hf("DebertaForMaskedLM", "DebertaConfig", dict(_ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=8), masked_lm),
     "modernbert": _hf("ModernBertForMaskedLM", "ModernBertConfig", dict(_ENCODER, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, local_attention=4, reference_compile=False), masked_lm),
     "mpnet": _hf("MPNetForMaskedLM", "MPNetConfig", dict(_ENCODER), masked_lm),
@@ -201,8 +219,6 @@ MORE = {
     "focalnet_hf": _hf("FocalNetForImageClassification", "FocalNetConfig", dict(image_size=32, embed_dim=8, hidden_sizes=[8, 16], depths=[1, 1], focal_levels=[2, 2], focal_windows=[3, 3], num_labels=CLASSES), pixels),
     "levit_hf": _hf("LevitForImageClassification", "LevitConfig", dict(image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[2, 4, 6], depths=[1, 1, 1], key_dim=[8, 8, 8], num_labels=CLASSES), lambda: pixels(64)),
     "hubert": _hf("HubertForSequenceClassification", "HubertConfig", _WAVE, _waves),
-    "mixtral_dense": _hf("MixtralForCausalLM", "MixtralConfig", dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"), lm),
-    "mamba": _hf("MambaForCausalLM", "MambaConfig", dict(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1, use_mambapy=False), lm),
 }  # fmt: skip
 
 

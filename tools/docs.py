@@ -9,20 +9,26 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+import colofunc_plugins  # noqa: E402
+
 import colofunc as cf  # noqa: E402
-from colofunc import errors  # noqa: E402
+from colofunc import cache, env, errors  # noqa: E402
 from colofunc.planner.wishes import product_pairs  # noqa: E402
 from colofunc.plugins import hookspecs, operators  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
 READ = frozenset(
-    {"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes", "colofunc_topologies", "colofunc_transforms"}
-)
+    {
+        "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_memory_policies", "colofunc_passes", "colofunc_topologies",
+        "colofunc_transforms",
+    }
+)  # fmt: skip
 EXAMPLE = ROOT / "examples" / "scan_plugin"
 
 
@@ -95,14 +101,25 @@ def _pieces(title: str, module: object, place: str) -> list[str]:
 
 
 def _line(thing: object) -> str:
-    return " ".join((inspect.getdoc(thing) or "").split())
+    """A docstring in one line; what would be a link in Markdown is none."""
+    return " ".join((inspect.getdoc(thing) or "").split()).replace("](", "] (")
 
 
 def _signature(fn: object) -> str:
     """The arguments of a function, without the types that its documentation says."""
-    given = inspect.signature(fn).parameters.values()  # type: ignore[arg-type]
-    words = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    words = []
+    for given in inspect.signature(fn).parameters.values():  # type: ignore[arg-type]
+        name = stars.get(given.kind, "") + given.name
+        words.append(name if given.default is given.empty else f"{name}={_default(given.default)}")
     return f"({', '.join(words)})"
+
+
+def _default(value: object) -> str:
+    """A default as one writes it; a function by its name."""
+    if not inspect.isfunction(value):
+        return repr(value)
+    return "..." if value.__name__ == "<lambda>" else value.__name__
 
 
 def errors_page() -> str:
@@ -119,7 +136,124 @@ def errors_page() -> str:
     return "\n".join(parts)
 
 
+# What people look for, in the order in which they meet it. Names that stand nowhere here are for authors of plugins.
+SECTIONS = {
+    "Meshes and tensors": ("Mesh", "Topology", "DTensor", "Spec", "Layout", "distribute", "from_local", "launch"),
+    "Models, optimizers, gradients": (
+        "functional", "Model", "lazy", "abstract", "lora", "adapt", "Optimizer", "schedule", "train_step", "value_and_grad",
+        "clip_by_global_norm",
+    ),
+    "Transforms": (
+        "shard", "offload", "checkpoint", "precision", "Policy", "accumulate", "local_stats", "expert_capacity", "every", "save_only",
+        "MemoryPolicy", "Room", "State", "Staged", "configure",
+    ),
+    "Plans": ("Plan",),
+    "Data, saving, randomness": (
+        "batches", "Batches", "pad", "save", "load", "save_pretrained", "random", "random_state", "set_random_state",
+    ),
+    "Inside a step": ("collectives", "moe", "debug"),
+    "Testing": ("testing",),
+}  # fmt: skip
+
+
+def reference_page() -> str:
+    """docs/reference.md: every public name with its signature and its docstring."""
+    parts = [
+        NOTE.format("the docstrings of all public names") + "# Reference\n",
+        "`import colofunc as cf`. Named plans (`zero`, `tensor`, ...) are in `colofunc_plugins`; errors have "
+        "[a page of their own](errors.md), and hooks of plugins [another](plugins.md).\n",
+    ]
+    listed = {name for names in SECTIONS.values() for name in names}
+    errors_too = [name for name in cf.__all__ if _is_error(getattr(cf, name))]
+    rest = tuple(name for name in cf.__all__ if name not in listed and name not in errors_too)
+    for title, names in {**SECTIONS, "For authors of plugins": rest}.items():
+        parts.append(f"## {title}\n")
+        for name in names:
+            parts += _entry(f"cf.{name}", getattr(cf, name))
+    parts.append("## Errors\n")
+    parts += [f"- `cf.{name}`: {_line(getattr(cf, name)).split('. ')[0].rstrip('.')}" for name in errors_too]
+    parts.append("\n## Named plans: `colofunc_plugins`\n")
+    for name in public_names(colofunc_plugins):
+        parts += _entry(f"colofunc_plugins.{name}", getattr(colofunc_plugins, name))
+    return "\n".join(parts)
+
+
+def _is_error(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, errors.ColofuncError)
+
+
+def public_names(module: Any) -> list[str]:
+    """What a module offers: its `__all__`, else the functions and classes that it defines."""
+    said = getattr(module, "__all__", None)
+    if said is not None:
+        return list(said)
+    made_here = (
+        name
+        for name, thing in vars(module).items()
+        if callable(thing) and getattr(thing, "__module__", "").startswith(module.__name__) and not name.startswith("_")
+    )
+    return sorted(made_here)
+
+
+def members(cls: type) -> dict[str, Any]:
+    """Name -> function of the public methods and properties that a class defines itself."""
+    found: dict[str, Any] = {}
+    for name, member in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            found[name] = member.fget
+        elif isinstance(member, classmethod | staticmethod):
+            found[name] = member.__func__
+        elif inspect.isfunction(member):
+            found[name] = member
+    return found
+
+
+def _entry(name: str, thing: Any) -> list[str]:
+    """One public name: signature, docstring, and what is in it."""
+    words = _code(inspect.getdoc(thing) or "") + "\n"
+    if inspect.ismodule(thing):
+        inner = [f"- `{name}.{what}{_call(getattr(thing, what))}`: {_line(getattr(thing, what))}" for what in public_names(thing)]
+        return [f"### {name}\n", words, *inner, ""]
+    lines = [f"### {name}\n", f"`{name}{_call(thing)}`\n", words]
+    if inspect.isclass(thing):
+        for what, member in members(thing).items():
+            is_property = isinstance(vars(thing)[what], property)
+            given = "" if is_property else _signature(member).replace("(self, ", "(").replace("(self)", "()").replace("(cls, ", "(")
+            lines.append(f"- `.{what}{given}`: {_line(member)}")
+    return [*lines, ""]
+
+
+def _call(thing: Any) -> str:
+    """The signature of what can be called, "" for other values."""
+    if not callable(thing):
+        return ""
+    try:
+        return _signature(thing)
+    except ValueError:
+        return "(...)"
+
+
+def environment_page() -> str:
+    """docs/environment.md"""
+    rows = [f"| `{name}` | {words} |" for name, words in env.SWITCHES.items()]
+    return "\n".join([
+        NOTE.format("colofunc/env.py") + "# Environment variables and the cache folder\n",
+        "Nothing else is read from the environment: `colofunc/env.py` is the only module that looks.\n",
+        "| variable | what it does |", "|---|---|", *rows, "",
+        "Set by a launcher, such as `torchrun`: `RANK` and `WORLD_SIZE` (a process of several if both are there), `LOCAL_RANK`, "
+        "`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`.\n",
+        "## The cache folder\n",
+        _code(inspect.getdoc(cache) or "") + "\n",
+        "It is `~/.cache/colofunc`, or `colofunc` in `XDG_CACHE_HOME`, or what `COLOFUNC_CACHE` names; `COLOFUNC_CACHE=off` keeps nothing. "
+        f"Its entries take at most {env.CACHE_MIB} MiB, or `COLOFUNC_CACHE_MIB`. It may be deleted at any time.\n",
+    ])  # fmt: skip
+
+
 def main() -> None:
+    (ROOT / "docs" / "environment.md").write_text(environment_page())
+    (ROOT / "docs" / "reference.md").write_text(reference_page())
     (ROOT / "docs" / "plugins.md").write_text(hooks_page())
     (ROOT / "docs" / "errors.md").write_text(errors_page())
 

@@ -24,6 +24,7 @@ from colofunc.config import parallel
 from colofunc.config.options import bind, parameters
 from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans
 from colofunc.config.part import Part
+from colofunc.config.policies import with_policies
 from colofunc.config.source import Node, read
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
@@ -112,7 +113,8 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
         if key in OWN_KEYS or node.value is False:
             continue
         if key in known:
-            args, options = bind(node, key, parameters(known[key], skip=1))
+            allowed = parameters(known[key], skip=1)
+            args, options = bind(with_policies(node, allowed, registry), key, allowed)
             transforms.append(Part(key, known[key], args, options, node))
         elif plan_name(key, node, registry) is not None:
             wanted.append(read_plan(key, node, registry))

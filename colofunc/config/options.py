@@ -58,7 +58,8 @@ def bind(node: Node, name: str, allowed: Mapping[str, inspect.Parameter]) -> Bou
             named[key] = convert(child, parameter.annotation, f"{name}: {key}")
         args: tuple[Any, ...] = ()
     else:
-        args, named = _positional(node, name, by_position), {}
+        more = next((p for p in allowed.values() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        args, named = _positional(node, name, by_position, more), {}
     missing = [p.name for p in by_position[len(args) :] if p.default is p.empty and p.name not in named]
     if missing:
         raise node.error(f"{name} needs {missing[0]!r}; write `{name}: {{{missing[0]}: ...}}`")
@@ -80,13 +81,18 @@ def _is_record(
     return record is not None and any(key in parameters(record) for key in value)
 
 
-def _positional(node: Node, name: str, by_position: list[inspect.Parameter]) -> tuple[Any, ...]:
+def _positional(
+    node: Node, name: str, by_position: list[inspect.Parameter], more: inspect.Parameter | None = None
+) -> tuple[Any, ...]:
+    """Options by position; those behind the named ones are `more`, where a function takes any number."""
     # The value is the first option itself where that one takes such a value: a switch, a list.
     first = bool(by_position) and _fits(node.plain(), by_position[0].annotation, strict=True)
     if node.value is None or (node.value is True and not first):
         return ()
     one = isinstance(node.value, list) and first
     given = node.items if isinstance(node.value, list) and not one else [node]
+    if more is not None:
+        by_position = by_position + [more] * (len(given) - len(by_position))
     if len(given) > len(by_position):
         names = ", ".join(p.name for p in by_position)
         most = f"{len(by_position)} options by position ({names})" if names else "no options"
@@ -106,7 +112,7 @@ def convert(node: Node, hint: Any, what: str) -> Any:
     value = node.plain()
     if not _fits(value, hint):
         raise node.error(f"{what} is {value!r}; allowed: {describe(hint)}")
-    meant = next((h for h in _alternatives(hint) if _fits_one(value, h, False)), hint)
+    meant = next((h for h in alternatives(hint) if _fits_one(value, h, False)), hint)
     return tuple(value) if isinstance(value, list) and _origin(meant) is tuple else value
 
 
@@ -123,12 +129,12 @@ def _field_at_fault(node: Node, record: Callable[..., Any], fields: Mapping[str,
 
 def _record(hint: Any) -> type | None:
     """The attrs class among what an annotation allows."""
-    return next((h for h in _alternatives(hint) if isinstance(h, type) and attrs.has(h)), None)
+    return next((h for h in alternatives(hint) if isinstance(h, type) and attrs.has(h)), None)
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return tuple(part for alternative in typing.get_args(hint) for part in _alternatives(alternative))
+        return tuple(part for alternative in typing.get_args(hint) for part in alternatives(alternative))
     return (hint,)
 
 
@@ -138,7 +144,7 @@ def _origin(hint: Any) -> Any:
 
 def _fits(value: Any, hint: Any, strict: bool = False) -> bool:
     """Whether a plain value can be what an annotation says. What is not understood fits, unless `strict`."""
-    return any(_fits_one(value, h, strict) for h in _alternatives(hint))
+    return any(_fits_one(value, h, strict) for h in alternatives(hint))
 
 
 def _fits_one(value: Any, hint: Any, strict: bool) -> bool:
@@ -164,7 +170,7 @@ def _fits_one(value: Any, hint: Any, strict: bool) -> bool:
 def describe(hint: Any) -> str:
     """An annotation as a person would say it."""
     said = []
-    for h in _alternatives(hint):
+    for h in alternatives(hint):
         origin = _origin(h)
         if origin is Literal:
             said.append(", ".join(map(repr, typing.get_args(h))))

@@ -22,6 +22,7 @@ from typing import Any
 
 import attrs
 
+from colofunc import owned
 from colofunc.errors import ConfigError
 
 # Far more than anybody writes, far less than aliases of aliases can make.
@@ -78,8 +79,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Node:
     if isinstance(source, Mapping):
         root = _from_python(source, "", [0])
     else:
-        path = Path(source)
-        root = _parsed(path)
+        root = _parsed(owned.given(source, "configure", ConfigError, "a .yaml, .yml or .json file, or give a dict"))
     if not isinstance(root.value, dict):
         raise root.error(f"the configuration is {root.text()}; write keys with values, such as `mesh: {{dp: 2}}`")
     return root
@@ -91,7 +91,7 @@ def _parsed(path: Path) -> Node:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file in {Path.cwd()}") from error
+        raise ConfigError(f"{path}: there is no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from error
     if not text.strip():
@@ -135,11 +135,10 @@ def _from_yaml(text: str, name: str) -> Node:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(
-            f'{name}: YAML needs PyYAML, which is not installed; pip install "colofunc[yaml]", or write JSON'
-        ) from error
-    loader = yaml.SafeLoader(text)
+        raise ConfigError(f"{name}: YAML needs PyYAML, which is not installed; pip install pyyaml, or write JSON") from error
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}: holds nothing but comments; write keys with values, such as `mesh: {{dp: 2}}`")
@@ -150,7 +149,8 @@ def _from_yaml(text: str, name: str) -> Node:
         tip = next((f". Try: {tip}" for words, tip in YAML_TIPS.items() if words in str(error)), "")
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: is not YAML: {problem}{tip}") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 class _Yaml:

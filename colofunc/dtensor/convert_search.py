@@ -19,6 +19,10 @@ all-to-all, a pending role that is too many by a reduction, and a move of m part
 costs at least the least latency per part. Other parts out of place take such moves too, or one permutation, which changes
 neither the slots that are held nor what is pending. All fall by at most what a move costs, so the first time a state is
 reached is the best.
+
+Note [Trading places]. One permutation of ranks brings pieces of equal size into each other's slots, however many they are.
+So a large puzzle is two small questions: which slots are left and entered, whoever does it, and who is where. Pieces stay in
+slots that are wanted, only the others are searched for, and one permutation puts all in order, at the end that has less data.
 """
 
 from __future__ import annotations
@@ -36,6 +40,13 @@ from colofunc.mesh import KINDS, Mesh
 
 # States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
 PATIENCE = 600
+
+# Pieces up to which a puzzle is searched as it is. (dp tp o) -> (tp dp o) of 16 and 8 ranks is one of seven, all of two ranks,
+# and a search over their subsets takes seconds: Note [Trading places].
+MOST_SEARCHED = 6
+
+# Pieces that a single permutation of the search exchanges; more, where nothing else is to be done, are one permutation all the same.
+MOST_EXCHANGED = 4
 
 Step = tuple[str, tuple[int, ...], Locations]  # kind, parts that it acts on, locations after it
 Cost = tuple[float, float, int]
@@ -94,8 +105,63 @@ def answer(q: Question) -> tuple[Step, ...] | None:
     """The cheapest steps from start to goal; None where the peak limit leaves no way."""
     start = tuple(p.start for p in q.pieces)
     goal = tuple(p.goal for p in q.pieces)
+    reorders = min(start, default=COPY) >= 0 and sorted(start) == sorted(goal)
+    if len(q.pieces) <= (MOST_EXCHANGED if reorders else MOST_SEARCHED):
+        return _search(q, start, goal)
+    first, last = _part_bytes(q, start), _part_bytes(q, goal)
+    leaves_room = q.limit is None or 2 * min(first, last) <= q.limit
     sizes = tuple(p.size for p in q.pieces)
-    whole = float(q.nbytes * prod(n for n, loc in zip(sizes, start) if loc >= 0))
+    if first < last:
+        met = _staying(sizes, goal, start)
+        rest = _search(q, met, goal) if met != start and leaves_room else None
+        return _search(q, start, goal) if rest is None else (_permute(start, met), *rest)
+    met = _staying(sizes, start, goal)
+    rest = _search(q, start, met) if met != goal and leaves_room else None
+    return _search(q, start, goal) if rest is None else (*rest, _permute(met, goal))
+
+
+def _part_bytes(q: Question, where: Locations) -> float:
+    """Bytes of one rank's part where the pieces are so; the question's own are those at the start."""
+
+    def held(roles: Iterable[int]) -> int:
+        return prod(p.size for p, loc in zip(q.pieces, roles) if loc >= 0)
+
+    return q.nbytes * held(p.start for p in q.pieces) / held(where)
+
+
+def _staying(sizes: tuple[int, ...], here: Locations, there: Locations) -> Locations:
+    """Locations that hold the slots of `there`, in which pieces stay as they are `here` wherever such a slot is among them.
+
+    Pieces of equal size take one another's slots; copies and pending sums are nobody else's.
+    """
+    met = list(there)
+    for size in set(sizes):
+        who = [k for k, n in enumerate(sizes) if n == size and here[k] >= 0 and there[k] >= 0]
+        free = {there[k] for k in who}
+        stay = [k for k in who if here[k] in free]
+        for k in stay:
+            met[k] = here[k]
+        free -= {here[k] for k in stay}
+        movers = [k for k in who if k not in stay]
+        for k in movers:  # home at once, where nobody else stays
+            met[k] = there[k] if there[k] in free else -1
+            free.discard(there[k])
+        for k in movers:
+            if met[k] < 0:
+                met[k] = min(free)
+                free.discard(met[k])
+    return tuple(met)
+
+
+def _permute(here: Locations, there: Locations) -> Step:
+    return "permute", tuple(k for k, loc in enumerate(here) if loc != there[k]), there
+
+
+def _search(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+    """A* from locations of a question's pieces to others."""
+    pieces = tuple(attrs.evolve(p, start=a, goal=b) for p, a, b in zip(q.pieces, start, goal))
+    sizes = tuple(p.size for p in pieces)
+    whole = float(q.nbytes * prod(p.size for p in q.pieces if p.start >= 0))
     bound = _bound(q, sizes, goal, whole)
     price = _pricer(q)
     best: dict[Locations, Cost] = {start: (0.0, 0.0, 0)}
@@ -114,7 +180,7 @@ def answer(q: Question) -> tuple[Step, ...] | None:
         held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
         before = whole / held
         haste = 1.0 if len(done) < PATIENCE else 4.0
-        for kind, who, after in _moves(q.pieces, state):
+        for kind, who, after in _moves(pieces, state):
             nbytes = whole / prod(n for n, loc in zip(sizes, after) if loc >= 0)
             if q.limit is not None and 2 * max(before, nbytes) > q.limit:
                 continue
@@ -327,4 +393,4 @@ def _exchanges(
 
 
 # Orders of 2, 3 and 4 things in which none stays where it is.
-_DERANGED = {r: [p for p in permutations(range(r)) if all(k != o for k, o in enumerate(p))] for r in (2, 3, 4)}
+_DERANGED = {r: [p for p in permutations(range(r)) if all(k != o for k, o in enumerate(p))] for r in range(2, MOST_EXCHANGED + 1)}

@@ -90,6 +90,7 @@ def _reshaped(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     with compat.no_dispatch():
         func(*args, **kwargs)
     target.sharding, target._held, target._origin = new.sharding, new._held, new._origin
+    target.home = None
     return target
 
 
@@ -120,7 +121,7 @@ def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout:
     if not torch.can_cast(shards[0].dtype, target.dtype):
         raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead")
     parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
-    origin = target._origin
+    origin, target.home = target._origin, None
     if origin is None:
         target._held.shards = parts
         target._held.writes += 1

@@ -63,6 +63,7 @@ class Layout:
 
     @property
     def is_padded(self) -> bool:
+        """Whether some dim is filled up so that it divides."""
         return self.padded_shape != self.shape
 
     @property
@@ -72,10 +73,12 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
         return not self.axes and not self.pending
 
     @property
     def local_numel(self) -> int:
+        """Elements that one rank holds."""
         return prod(self.local_shape)
 
     def __attrs_post_init__(self) -> None:
@@ -83,6 +86,7 @@ class Layout:
         object.__setattr__(self, "local_shape", local)
 
     def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
+        """The same split with these axes, (axis, how they are reduced), pending."""
         return make_layout(self.dims, self.shape, pending, self.tier, self.scheme)
 
     def without(self, axes: Collection[str]) -> Layout:
@@ -91,6 +95,7 @@ class Layout:
         return make_layout(dims, self.shape, self.pending, self.tier, self.scheme)
 
     def with_tier(self, tier: str) -> Layout:
+        """The same split in another memory."""
         return make_layout(self.dims, self.shape, self.pending, tier, self.scheme)
 
     def __repr__(self) -> str:

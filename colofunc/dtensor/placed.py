@@ -34,13 +34,18 @@ Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]
 
 
-def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "") -> Shards:
-    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
+def place(
+    x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "", dtype: torch.dtype | None = None
+) -> Shards:
+    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors. `dtype`: of the parts.
 
     `copy`: they may be written to, so they must not be the caller's memory. On a GPU a part lies in the memory that the layout says:
     the device's, or pinned on the host.
     """
     made = _placed(x, layout, mesh, backend, copy, name)
+    if dtype is not None and dtype != x.dtype:
+        cast = {id(s): s.to(dtype) for s in made}
+        made = [cast[id(s)] for s in made]
     where = gpu_of(mesh) if not x.is_cuda else x.device
     if where is None:
         return made
@@ -48,12 +53,20 @@ def place(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: b
     return [settled[id(s)] for s in made]
 
 
+def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
+    """What to say of a tensor that lies on another mesh than the step's."""
+    return InputError(
+        f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state anew, or "
+        "cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
+    )
+
+
 def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool, name: str) -> Shards:
     """The parts, wherever the tensor lies."""
     what = f"argument {name!r}" if name else "an argument"
     if isinstance(x, DTensor):
         if x.mesh != mesh:
-            raise InputError(f"{what} lies on {x.mesh}, the step runs on {mesh}; bring it over with cf.distribute(x.full(), spec, mesh)")
+            raise elsewhere(what, x, mesh)
         shards = convert_shards(x.parts, x.sharding, layout, mesh, backend)
         return [s.clone() for s in shards] if copy and x.sharding is layout else shards
     if x.is_meta:
@@ -95,6 +108,7 @@ class Placed:
 
     version: int
     layout: Layout
+    dtype: torch.dtype
     shards: Shards
 
 
@@ -111,24 +125,31 @@ class Shelf:
         found = [some[-1] for (on, _), some in self._kept.get(x, {}).items() if on == mesh and some]
         return found[-1].layout if found else None
 
-    def has(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend) -> Shards | None:
-        """The tensor's parts, if it lies there in this layout and was not written to since."""
-        version = compat.version(x)
-        same = (one for one in self._of(x, mesh, backend) if one.layout is layout and one.version == version)
+    def has(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, dtype: torch.dtype | None = None) -> Shards | None:
+        """The tensor's parts, if it lies there in this layout and dtype and was not written to since."""
+        wanted = compat.version(x), layout, dtype or x.dtype
+        same = (one for one in self._of(x, mesh, backend) if (one.version, one.layout, one.dtype) == wanted)
         return next((one.shards for one in same), None)
 
     def parts(
-        self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, name: str = "", to_disk: ToDisk | None = None
+        self,
+        x: torch.Tensor,
+        layout: Layout,
+        mesh: Mesh,
+        backend: Backend,
+        name: str = "",
+        to_disk: ToDisk | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Shards:
-        """The tensor's parts; placed now if it is not there in this layout, or was written to since.
+        """The tensor's parts; placed now if it is not there in this layout and dtype, or was written to since.
 
         to_disk: takes parts there, where the layout says disk; without it those are the caller's alone, in memory.
         """
         if isinstance(x, DTensor):
-            return place(x, layout, mesh, backend, name=name)
-        if (there := self.has(x, layout, mesh, backend)) is not None:
+            return place(x, layout, mesh, backend, name=name, dtype=dtype)
+        if (there := self.has(x, layout, mesh, backend, dtype)) is not None:
             return there
-        shards = place(x, layout, mesh, backend, name=name)
+        shards = place(x, layout, mesh, backend, name=name, dtype=dtype)
         if layout.tier == "disk":
             if to_disk is None:
                 return shards
@@ -136,7 +157,9 @@ class Shelf:
         elif len(shards) < mesh.size:  # a real rank keeps only its part
             shards = [s.clone() if s.untyped_storage().nbytes() > s.numel() * s.itemsize else s for s in shards]
         found, version = self._of(x, mesh, backend), compat.version(x)
-        found[:] = [*(one for one in found if one.layout is not layout and one.version == version), Placed(version, layout, shards)]
+        new = Placed(version, layout, dtype or x.dtype, shards)
+        others = [one for one in found if one.version == version and (one.layout, one.dtype) != (new.layout, new.dtype)]
+        found[:] = [*others, new]
         return shards
 
     def _of(self, x: torch.Tensor, mesh: Mesh, backend: Backend) -> list[Placed]:

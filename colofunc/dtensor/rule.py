@@ -102,6 +102,12 @@ class Rule:
         kept = {f for operand in self.outs if operand is not None for dim in operand for f in dim}
         return tuple(f for f in self.sizes if f not in self.whole and (f in kept or f in self.reduce))
 
+    def undecided(self) -> tuple[str, ...]:
+        """Factors that are on no result, and of which nothing says that they are reduced or whole: no axis can split them."""
+        kept = {f for operand in self.outs if operand is not None for dim in operand for f in dim}
+        read = {f for operand in self.ins for dim in operand for f in dim}
+        return tuple(f for f, size in self.sizes.items() if f in read - kept - self.whole and f not in self.reduce and size > 1)
+
     def text(self) -> str:
         """`b0 b1 i, o i -> b0 b1 o`, whole factors in brackets."""
 

@@ -6,7 +6,8 @@
     Spec("... (tp d) +sp max:ep")       leading dims whole; a pending sum over sp, a pending maximum over ep
 
 A word is one dim; a group in parentheses is one dim as a product of factors, major first. A factor that is the name of
-a mesh axis (or view) places that axis; any other name is local. Parsing is done once, binding once per (mesh, shape):
+a mesh axis (or view) places that axis; any other name is local. `_` is a local factor without a name, which no axis can have:
+`(dp _) _` fits a mesh whatever its axes are called. Parsing is done once, binding once per (mesh, shape):
 
 >>> Spec("(dp b) d").bind(Mesh(dp=2), (8, 3)).local_shape
 (4, 3)
@@ -29,6 +30,8 @@ from colofunc.mesh import TIERS, Mesh
 
 JaxEntry = str | None | Sequence[str]
 
+NAMELESS = "_"
+"""A local factor that has no name, and so as many times as need be."""
 _TOKEN = re.compile(r"\s*(\(|\)|\.\.\.|[^\s()]+)")
 _FACTOR = re.compile(r"(?:[A-Za-z_]\w*|\d+)~?\Z")
 
@@ -130,7 +133,7 @@ class Spec:
         pattern = " ".join(pattern.split()).replace("( ", "(").replace(" )", ")")
         try:
             parsed = parse(pattern)
-            names = {f.name for dim in parsed.dims if dim is not None for f in dim if f.name}
+            names = {f.name for dim in parsed.dims if dim is not None for f in dim if f.name not in ("", NAMELESS)}
             for name, size in sizes.items():
                 if name not in names:
                     raise SpecError(f"size {name}={size} belongs to no factor{near(name, names, 'factors')}")
@@ -218,11 +221,12 @@ def _check_names(spec: Spec, parsed: Parsed, mesh: Mesh) -> None:
     atoms = [atom for name in placed for atom in mesh.expand(name)]
     for atom in atoms:
         if atoms.count(atom) > 1:
-            raise SpecError(f"mesh axis {atom!r} is used {atoms.count(atom)} times; place an axis once per tensor")
+            times = f"mesh axis {atom!r} is used {atoms.count(atom)} times"
+            raise SpecError(f"{times}; place an axis once per tensor, and write _ for a factor that is no axis")
     # Names of different dims may repeat no more than in einops: `b b` is a slip, not an equality.
     local = [n for n in names if n not in mesh]
     for name in local:
-        if local.count(name) > 1:
+        if local.count(name) > 1 and name != NAMELESS:
             raise SpecError(f"factor {name!r} is used {local.count(name)} times; give each dim its own names")
 
 
@@ -288,6 +292,6 @@ def _uneven(word: str, size: int, known: int, name: str) -> str:
 
 def _unequal(word: str, size: int, known: int) -> str:
     if known < size:
-        more = f"({word.strip('()')} b)"
+        more = f"({word.strip('()')} _)"
         return f"{word} multiplies to {known} but the dim has size {size}; add a local factor such as '{more}'"
     return f"{word} multiplies to {known}, more than the dim's {size}; pad with '~' or use another axis"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -33,8 +34,37 @@ from colofunc.program.tracing.meta import user_line
 SpecLike = str | Spec | Layout
 
 
+@attrs.frozen(eq=False)
+class Home:
+    """All that a step asks about a tensor that it is given. Equal ones are one object (`home_of`), so that one look is enough."""
+
+    layout: Layout
+    dtype: torch.dtype
+    mesh: Mesh
+    backend: Backend
+
+    def make(self, shards: list[torch.Tensor]) -> DTensor:
+        """An owned tensor whose parts are known to lie here; made in less time than others."""
+        x: DTensor = compat.wrapper(DTensor, self.layout.shape, self.dtype, shards[0].device)
+        x.sharding, x.mesh, x._backend = self.layout, self.mesh, self.backend
+        x._held, x._origin, x.home = Held(shards), None, self
+        x._lays_grad, x.owned, x.movable = False, True, False
+        return x
+
+
+def home_of(layout: Layout, dtype: torch.dtype, mesh: Mesh, backend: Backend) -> Home:
+    """The home of tensors like these."""
+    key = layout, dtype, mesh, id(backend)  # a home keeps its backend, so that the number stays its own
+    return _HOMES.setdefault(key, Home(layout, dtype, mesh, backend))
+
+
+_HOMES: dict[tuple[object, ...], Home] = {}
+
+
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
+
+    __slots__ = ("_backend", "_held", "_lays_grad", "_origin", "home", "mesh", "movable", "owned", "sharding")
 
     sharding: Layout
     mesh: Mesh
@@ -43,6 +73,8 @@ class DTensor(torch.Tensor):
     _backend: Backend
     _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
+    movable: bool  # lies as nobody asked for, so a step's plan may lay it otherwise
+    home: Home | None  # of what a step has placed, as long as it has no gradient and nobody has written to it
 
     @staticmethod
     def __new__(
@@ -53,6 +85,7 @@ class DTensor(torch.Tensor):
         backend: Backend | None = None,
         requires_grad: bool = False,
         owned: bool = False,
+        movable: bool = False,
     ) -> DTensor:
         first = shards[0]
         self: DTensor = compat.wrapper_subclass(cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False)
@@ -63,7 +96,13 @@ class DTensor(torch.Tensor):
         self._backend = backend or backend_for(mesh)
         self._lays_grad = False
         self.owned = owned
+        self.movable = movable
+        self.home = None
         return self.requires_grad_() if requires_grad else self
+
+    def parts_at(self, home: Home) -> list[torch.Tensor] | None:
+        """The parts if this tensor certainly has that home and its parts; None where `parts` has to say."""
+        return self._held.shards if self.home is home else None
 
     # -- what it is ---------------------------------------------------------------------------------------------
 
@@ -105,6 +144,7 @@ class DTensor(torch.Tensor):
 
     @property
     def is_consumed(self) -> bool:
+        """Whether a step has taken its memory, so that it has no value any more."""
         return self._held.shards is None
 
     def consume(self, by: str) -> None:
@@ -115,6 +155,7 @@ class DTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """As torch's; a leaf's gradient gets the leaf's own layout."""
         super().requires_grad_(requires_grad)
+        self.home = None
         if requires_grad and self.is_leaf and not self._lays_grad:
             self._lays_grad = True
             target = self.sharding.with_pending(())
@@ -124,6 +165,7 @@ class DTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
+        """As torch's."""
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -141,6 +183,21 @@ class DTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         """A scalar formats like its number (collective only where it is not replicated)."""
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def item(self) -> Any:
+        """The number of a tensor of one element. Local where every rank has it, else collective."""
+        if self.sharding.is_replicated and self.sharding.local_numel == 1:
+            return self.parts[0].item()
+        return super().item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
 
     def tolist(self) -> Any:
         """The global value as nested lists. Collective."""
@@ -214,10 +271,13 @@ class DTensor(torch.Tensor):
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
     """Split a global tensor (equal on all ranks) as `spec` says. Differentiable.
 
+    A DTensor of another mesh is brought over as a whole.
     Raises SpecError where the spec does not fit the tensor or the mesh.
     """
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and tensor.mesh == mesh:
         return tensor.redistribute(spec)
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full()
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"distribute wants a torch.Tensor, not {type(tensor).__name__}; convert it with torch.as_tensor")
     layout = bind(spec, mesh, tuple(tensor.shape))

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from colofunc import env
-from colofunc.errors import MeshError, near
+from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env, overlapped
 from colofunc.executors.keep import Kept
+from colofunc.executors.presence import Limits
 from colofunc.executors.simulated import SimulatedProgram, compile_program
 from colofunc.executors.source import Tap
 from colofunc.executors.watch import Watch
@@ -124,6 +125,23 @@ def backend_for(mesh: Mesh, name: str | None = None) -> Backend:
     if name == "distributed":
         return _distributed(_process_group(mesh))
     raise MeshError(f"unknown executor {name!r}{near(name, EXECUTORS, 'executors')}")
+
+
+def join(mesh: Mesh, *, limit_s: float = Limits().limit_s, notice_s: float = Limits().notice_s) -> None:
+    """Join the launched processes now instead of at the first step, and say how long ranks wait for one another.
+
+    `notice_s`: after so long a line on both sides says which rank waits where, for whom, and what is known of that one: where it
+    was last, whether its process is stopped or has ended. `limit_s`: after so long it is an error; for joining, for a point that
+    all ranks must come to, and for collectives, also of groups along single axes. A process group that you made keeps its own
+    timeout. `cf.save` and `cf.save_pretrained`, which may write for long, have limits of their own. Nothing to do in one process.
+    """
+    if notice_s <= 0 or limit_s <= 0:
+        raise InputError(f"cf.join: limit_s={limit_s!r} and notice_s={notice_s!r} have to be positive. Try: cf.join(mesh, limit_s=600)")
+    limits = Limits(limit_s, notice_s)
+    if mesh.size > 1 and init_from_env(mesh, limits):
+        watch = backend_for(mesh).watch
+        if watch is not None:
+            watch.limits = limits
 
 
 def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:

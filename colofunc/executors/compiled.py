@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.fx
 
-from colofunc.executors.kernels import result_kind
+from colofunc.executors.kernels import check_words, result_kind
 from colofunc.executors.source import flat_results
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import kind_of, written
@@ -80,6 +80,7 @@ def graph_of(group: list[Node], segment: Node, program: Program) -> torch.fx.Gra
     graph = torch.fx.Graph()
     env: dict[int, Any] = {i: graph.placeholder(f"v{i}") for i in segment.refs}
     for node in group:
+        check_words(node)
         args = map_refs(node.args, env.__getitem__)
         kwargs = {k: map_refs(v, env.__getitem__) for k, v in node.kwargs}
         call = graph.call_function(resolve(node.target), args, kwargs)

@@ -29,9 +29,10 @@ from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import first_rows, with_zeros
 from colofunc.executors.pools import accelerator, pool_of
+from colofunc.executors.presence import Limits, noticed
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
-from colofunc.executors.watch import DEADLINE_S, Watch
+from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
 from colofunc.program.facts import has_wires, is_copy, written
@@ -201,7 +202,8 @@ class Distributed:
     def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)
         if groups is None:
-            groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend)
+            limit_s = Limits().limit_s if self.watch is None else self.watch.deadline_s
+            groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend, limit_s)
         return groups
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
@@ -227,8 +229,9 @@ def _bodies(program: Program) -> list[Program]:
     return [body for each in found for body in (each, *_bodies(each))]
 
 
-def init_from_env(mesh: Mesh, timeout_s: float = DEADLINE_S) -> bool:
+def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
     """Join the process group that a launcher set up; True if this process is one of several ranks now."""
+    limits = limits or Limits()
     launch = env.launched()
     if dist.is_initialized():
         return dist.get_world_size() > 1
@@ -242,7 +245,9 @@ def init_from_env(mesh: Mesh, timeout_s: float = DEADLINE_S) -> bool:
     cuda = torch.cuda.is_available() and mesh.device != "cpu" and torch.cuda.device_count() >= launch.local_world_size
     if cuda:
         torch.cuda.set_device(launch.local_rank)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+    where = f"for all of the {launch.world_size} processes to join at {launch.master_addr}:{launch.master_port}"
+    with noticed(launch.rank, f"{where}; one that was not started, or has ended, is not seen before it joins", limits):
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=limits.limit_s))
     return True
 
 

@@ -17,6 +17,7 @@ buffers through a worker thread. Sends and receives of a pair match in the order
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -68,10 +69,12 @@ class Group:
 class Groups:
     """All process groups that programs on one mesh have asked for so far."""
 
-    def __init__(self, mesh: Mesh, rank: int, backend: str) -> None:
+    def __init__(self, mesh: Mesh, rank: int, backend: str, limit_s: float) -> None:
+        """`limit_s`: after so long a collective that a member does not join is an error."""
         self.mesh = mesh
         self.rank = rank
         self.backend = backend
+        self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
 
@@ -97,7 +100,7 @@ class Groups:
             return dist.group.WORLD
         mine = None
         for ranks in made:
-            pg = dist.new_group(list(ranks))
+            pg = dist.new_group(list(ranks), timeout=timedelta(seconds=self.limit_s))
             if self.rank in ranks:
                 mine = pg
         return mine

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from colofunc.errors import ProgramError, near
 from colofunc.ops.define import KERNELS
-from colofunc.ops.targets import overload, resolve
+from colofunc.ops.targets import argument_names, overload, resolve
 from colofunc.program.facts import Steps
+from colofunc.program.ir import GATHERS, Node
 
 
 def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
@@ -40,6 +42,26 @@ _FAST: dict[str, Callable[..., Any]] = {
 def callable_of(target: str) -> Callable[..., Any]:
     """What executors call for `target`. Not kept: `cf.operator` may give an operator another kernel."""
     return _FAST.get(target) or KERNELS.get(target) or resolve(target)
+
+
+def check_words(node: Node) -> None:
+    """What becomes part of written source is an id, or the name of an argument that the operator has. Raises ProgramError.
+
+    A program that was read from a file may say anything, and need not have been checked.
+    """
+    ids = [id for id in (*node.refs, *node.outs) if id is not None]
+    if any(type(id) is not int for id in ids):
+        raise ProgramError(f"{node.target}: {ids!r:.80} are no ids of values")
+    for name, _ in node.kwargs:
+        known = argument_names(node.target)
+        if name not in known:
+            raise ProgramError(f"{node.target} has no argument {name!r:.80}{near(str(name), known, 'arguments')}")
+    loop = node.loop
+    if loop is None:
+        return
+    words_fit = type(loop.axis) is str and set(loop.gathers) <= set(GATHERS)
+    if type(loop.trips) is not int or not words_fit:
+        raise ProgramError(f"{node.target}: {loop.trips!r:.80} trips over {loop.axis!r:.80}, gathered as {loop.gathers!r:.80}")
 
 
 @cache

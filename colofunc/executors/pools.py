@@ -178,4 +178,4 @@ def gpu_of(mesh: Mesh) -> torch.device | None:
 
 def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where a program on these inputs runs: their GPU, or the CPU where they lie on the host only."""
-    return next((x.device for x in tensors if x.device.type == "cuda"), torch.device("cpu"))
+    return next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))

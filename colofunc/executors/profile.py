@@ -17,16 +17,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
+from colofunc import owned
+from colofunc.errors import InputError
 from colofunc.executors.source import Writer
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node
+from colofunc.program.lanes import TRACE_MARK, trace_of
 
 LOCAL_MOVES = ("axis_index", "take_shard", "keep_first", "rearrange", "debug")
 
@@ -208,7 +211,7 @@ def of_all_ranks(mine: tuple[Timing, ...]) -> list[tuple[Timing, ...]]:
 # ---- the file ----
 
 
-def write_trace(path: str | PathLike[str], ranks: Sequence[Sequence[Timing]], lengths_s: Sequence[float], words: str) -> None:
+def write_trace(path: Path, ranks: Sequence[Sequence[Timing]], lengths_s: Sequence[float], words: str) -> None:
     """A Chrome trace (chrome://tracing, Perfetto): one process per rank; operators, communication and modules as threads."""
     events: list[dict[str, Any]] = []
     starts_s = [sum(lengths_s[:n]) for n in range(len(lengths_s))]
@@ -220,8 +223,7 @@ def write_trace(path: str | PathLike[str], ranks: Sequence[Sequence[Timing]], le
         visits = sorted(_visits(nodes, starts_s), key=lambda visit: visit[0])
         events += [_event(rank, int(node.communication), node.target, t, took, node) for t, took, node in visits]
         events += _spans(rank, visits)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": words}}, file)
+    owned.write_text(path, json.dumps(trace_of(events, words)), TRACE_MARK, "profile", InputError)
 
 
 def _visits(nodes: Sequence[Timing], starts_s: Sequence[float]) -> Iterator[tuple[float, float, Timing]]:

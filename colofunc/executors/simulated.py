@@ -119,12 +119,14 @@ def distinct(inputs: Sequence[Shards], lanes: int) -> tuple[Partition, list[torc
 
 def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequence[int]) -> None:
     """Inputs that will be written to must not share memory with other inputs: such ones are copied, in `flat`."""
+    addresses = [0 if type(x) is OnDisk else x.untyped_storage().data_ptr() for x in flat]
+    if len(set(addresses)) == len(addresses):
+        return
     starts = [0]
     for lanes in partition:
         starts.append(starts[-1] + max(lanes) + 1)
     owners: dict[int, int] = {}
     shared: set[int] = set()
-    addresses = [0 if isinstance(x, OnDisk) else x.untyped_storage().data_ptr() for x in flat]
     owner = [k for k, lanes in enumerate(partition) for _ in range(max(lanes) + 1)]
     for address, k in zip(addresses, owner, strict=True):
         if address and owners.setdefault(address, k) != k:

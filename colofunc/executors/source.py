@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import keyword
 import linecache
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -24,11 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from colofunc.executors.copies import COPIER
-from colofunc.executors.kernels import callable_of, rearrange_text, result_kind
+from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.executors.pools import Pool, moves
 from colofunc.executors.sharing import Sharing
+from colofunc.ops.autocast import as_traced
 from colofunc.ops.debug import DEBUG, show
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
@@ -182,6 +184,8 @@ class Writer:
             self.free(dead + dying.get(index, []))
 
     def node(self, node: Node) -> None:
+        if node.target not in self._bound:
+            check_words(node)
         kind = kind_of(node)
         if kind is not None:
             if kind[0] == "rearrange":
@@ -294,7 +298,8 @@ class Writer:
         for lane, rank in enumerate(self.wires.ranks):
             if ranks or rank == 0:
                 self.settle(self.on_host(node.refs, lane), [])
-                self.line(f"{self.bind(show, 'show')}({self.literal(values, lane)}, {text!r}, {key!r}, {ranks}, {rank})")
+                words = [self.literal(arg, lane) for arg in (values, text, key, ranks)]
+                self.line(f"{self.bind(show, 'show')}({', '.join(words)}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
         gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(self.stem(id), ())))]
@@ -330,14 +335,12 @@ class StepFunction:
         exec(compile(self.source, self._file, "exec"), namespace)
         self._step: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = namespace["step"]
         linecache.cache[self._file] = (len(self.source), None, self.source.splitlines(keepends=True), self._file)
-
-    def __del__(self) -> None:
-        linecache.cache.pop(self._file, None)
+        weakref.finalize(self, linecache.cache.pop, self._file, None)
 
     def __call__(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run on the distinct input tensors; the list is emptied."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), as_traced():
                 return self._step(inputs)
         except Exception as error:
             node = self._failed_node(error)

@@ -5,13 +5,15 @@ group. The failing rank writes its traceback there; a thread on every other rank
 the process. It ends the process because a thread that waits inside a collective cannot be woken.
 
 The store also holds what ranks compare before a program runs (`agree`), and where each rank is: a rank that comes to a
-collective alone ends within a deadline, with an error that names its own line and where the others are.
+collective alone says so after a while, on both sides, and ends within a deadline, with an error that names its own line and where
+the others are (see `presence`).
 
     meet(watch, "save to 'run/7'", deadline_s=60)      # all ranks must come to this point within 60 s
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -30,11 +32,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc import env
 from colofunc.errors import CollectiveError
+from colofunc.executors.presence import Limits, Presence, Waiting, noticed, ranks_text, say
 from colofunc.program.tracing.meta import user_line
 
-DEADLINE_S = 300.0  # for joining, for a collective, and for all ranks to come to the same step
 FAILED = "colofunc/failed"
+NOWHERE = "not in a step yet"
 AT = "colofunc/at"  # where each rank is
+GONE = "gone"  # said in place of a rank that has ended
+FEW = 32  # ranks that one rank looks after at a time
+LOOK_S = 1.0  # how often a rank looks for what happened to others
 LOST_AFTER_S = 6.0  # how long the store may be gone during a step before the run is given up
 EXIT_CODE = 13
 
@@ -63,30 +69,51 @@ def _at(what: str, line: str) -> str:
 
 
 class Watch:
-    """This rank's connection to the store, and the thread that looks for failures of others."""
+    """This rank's connection to the store, and the threads that look for failures of others."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, limits: Limits | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._server, address = _serve(rank)
+        self.limits = limits or Limits()
+        with noticed(rank, "for the other processes to come to their first step", self.limits):
+            self._server, address = _serve(rank)
         # A client of its own per use: a blocking call on one would hold up the thread.
         self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._thread_store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        self._presence = Presence(self._thread_store, rank, size)
+        self._waiting: Waiting | None = None  # for ranks that have not come to a point yet
+        self._inside: Waiting | None = None  # for ranks in the collectives of a step
+        self._asked_s: float | None = None  # since when the thread has had no answer
         self._running = 0
         self._rounds = 0
         self._failed = False
-        self.deadline_s = DEADLINE_S
         self._steps = 0
+        self._here = NOWHERE
         self._run = 0  # collective programs that this rank has run, and a checksum of which
         self._history = 0
-        threading.Thread(target=self._look, name="colofunc-watch", daemon=True).start()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._look, name="colofunc-watch", daemon=True)]
+        if rank:
+            self._threads.append(threading.Thread(target=self._mind, name="colofunc-watch-store", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._leave_off)
+
+    @property
+    def deadline_s(self) -> float:
+        """How long ranks wait for one another before it is an error."""
+        return self.limits.limit_s
 
     def __enter__(self) -> Watch:
+        if not self._running:
+            self._inside = Waiting(self._here, self.deadline_s)
         self._running += 1
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._running -= 1
+        if not self._running:
+            self._inside = None
         if error is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if _of_transport(error):
@@ -143,6 +170,8 @@ class Watch:
         """
         said = self._everyone("", what, mine, timeout_s, last)
         for r, (state, there, text, _) in enumerate(said):
+            if state == GONE:
+                raise LateError(f"{_at(what, said[self.rank][3])}: {text}")
             if state == "failed":
                 raise CollectiveError(f"{there} failed on rank {r}: {text}")
         elsewhere = {r: (there, line) for r, (_, there, _, line) in enumerate(said) if there != what}
@@ -160,15 +189,19 @@ class Watch:
         prefix, line = f"colofunc/agree/{self._rounds}", user_line()
         self._store.set(f"{prefix}/{self.rank}", json.dumps([state, what, mine, line]))
         keys = [f"{prefix}/{r}" for r in range(self.size)]
+        self._waiting = Waiting(_at(what, line), timeout_s, keys)
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
             texts = [text.decode() for text in self._store.multi_get(keys)]
         except Exception as error:
             raise LateError(self._late(_at(what, line), keys, timeout_s)) from error
+        finally:
+            self._waiting = None
         said = [json.loads(text) for text in texts]
         # All ranks have come to this round, so all have read what was said in the one before.
         self._store.delete_key(f"colofunc/agree/{self._rounds - 1}/{self.rank}")
-        self._leave(prefix, last or len({(state, there, text) for state, there, text, _ in said}) > 1)
+        readers = sum(state != GONE for state, *_ in said)
+        self._leave(prefix, last or len({(state, there, text) for state, there, text, _ in said}) > 1, readers)
         return said
 
     def _late(self, here: str, keys: list[str], timeout_s: float) -> str:
@@ -199,8 +232,9 @@ class Watch:
         self._history = zlib.crc32(program.encode(), self._history)
 
     def _announce(self, what: str) -> None:
+        self._here = _at(what, user_line())
         with contextlib.suppress(Exception):  # a lost store is the thread's business
-            self._store.set(f"{AT}/{self.rank}", _at(what, user_line()))
+            self._store.set(f"{AT}/{self.rank}", self._here)
 
     def _lost_peer(self) -> str:
         """What to say in place of the transport's own words when a collective fails."""
@@ -218,33 +252,43 @@ class Watch:
         words = []
         for r in ranks:
             try:
-                key = f"{AT}/{r}"
-                there = self._store.get(key).decode() if self._store.check([key]) else "not in a step yet"
+                there = _place(self._store, r)
             except Exception:
                 there = "no longer to be reached"
             words.append(f"rank {r}: {there}")
         return "; ".join(words)
 
-    def _leave(self, prefix: str, last: bool) -> None:
+    def _leave(self, prefix: str, last: bool, readers: int) -> None:
         """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
         read = self._store.add(f"{prefix}/read", 1) if last else 0
         until = time.monotonic() + 5.0
-        while last and self.rank == 0 and read < self.size and time.monotonic() < until:
+        while last and self.rank == 0 and read < readers and time.monotonic() < until:
             time.sleep(0.002)
             read = self._store.add(f"{prefix}/read", 0)
 
-    # ---- the thread ----
+    # ---- the threads ----
+
+    @property
+    def _every_s(self) -> float:
+        return min(LOOK_S, self.limits.notice_s / 2)
+
+    def _leave_off(self) -> None:
+        """End the threads before the interpreter ends: one that came back from the store after that would abort the process."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(LOOK_S)
 
     def _look(self) -> None:
         lost_since: float | None = None
-        while not self._failed:
-            time.sleep(1.0)
+        while not self._over.wait(self._every_s) and not self._failed:
+            self._asked_s = time.monotonic()
             try:
-                failed = self._thread_store.check([FAILED])
-                lost_since = None
-                if failed and not self._failed:
+                if self._thread_store.check([FAILED]) and not self._failed:
                     self._end(self._thread_store.get(FAILED).decode())
+                self._look_around()
+                self._asked_s = lost_since = None
             except Exception:
+                self._asked_s = None  # an answer of a kind
                 # The rank that serves the store has ended: fine between steps, a failure inside one.
                 lost_since = lost_since or time.monotonic()
                 if self._running and time.monotonic() - lost_since > LOST_AFTER_S:
@@ -252,9 +296,70 @@ class Watch:
                 if not self._running and time.monotonic() - lost_since > LOST_AFTER_S:
                     return
 
+    def _look_around(self) -> None:
+        """Say that this rank lives, print who waits for it, and look after those that it waits for."""
+        self._presence.beat()
+        for text in self._presence.heard():
+            say(self.rank, f"{text} for this rank, which is {self._here}; all ranks must call the same steps in the same order")
+        waiting = self._waiting or self._inside
+        if waiting is None or waiting.waited_s < self._every_s:
+            return
+        missing = self._missing(waiting)
+        known = [self._known(r) for r in missing]
+        conditions = tuple(self._presence.condition(r) for r in missing)
+        news = waiting.told is None or not set(conditions) <= {"", "running", *waiting.told}
+        if missing and news and waiting.waited_s > self.limits.notice_s:
+            waiting.told = conditions
+            self._notice(waiting, missing, known)
+        for r, words, condition in zip(missing, known, conditions, strict=True):
+            if waiting.keys and condition == "ended":
+                text = f"rank {r} will not come here ({words})"
+                self._thread_store.set(waiting.keys[r], json.dumps([GONE, "", text, ""]))
+
+    def _missing(self, waiting: Waiting) -> list[int]:
+        """The ranks that this one waits for, a few of many."""
+        if waiting.keys:
+            return self._presence.missing(waiting.keys)[:FEW]
+        # How far a step is cannot be seen: those that are in another one, or in none, are waited for.
+        step = waiting.what.partition(" at ")[0]
+        others = [r for r in range(self.size) if r != self.rank][:FEW]
+        return [r for r in others if _place(self._thread_store, r).partition(" at ")[0] != step]
+
+    def _notice(self, waiting: Waiting, missing: Sequence[int], known: Sequence[str]) -> None:
+        """On both sides, once and again where a process was stopped since: who waits where, and for whom."""
+        text = f"has waited {waiting.waited_s:.0f} s {'at ' if waiting.keys else ''}{waiting.what}"
+        say(self.rank, f"{text} for {ranks_text(missing, known)}; it gives up after {waiting.limit_s:g} s")
+        self._presence.tell(missing, f"rank {self.rank} {text}")
+
+    def _known(self, rank: int) -> str:
+        """Where a rank was last, and what has become of its process."""
+        words = self._presence.words(rank)
+        return _place(self._thread_store, rank) + (f"; {words}" if words else "")
+
+    def _mind(self) -> None:
+        """Rank 0 serves the store: where it is stopped, whoever asks it waits for ever. This thread asks nothing."""
+        told = False
+        while not self._over.wait(self._every_s) and not self._failed:
+            asked_s, waiting = self._asked_s, self._waiting or self._inside
+            silent_s = 0.0 if asked_s is None else time.monotonic() - asked_s
+            if silent_s > self.limits.notice_s and not told:
+                process = self._presence.known(0)
+                words = "" if process is None else f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
+                here = self._here if waiting is None else waiting.what
+                say(self.rank, f"has had no answer from rank 0{words} for {silent_s:.0f} s; this rank is {here}")
+            told = silent_s > self.limits.notice_s
+            if waiting is not None and told and waiting.waited_s > waiting.limit_s + LOST_AFTER_S:
+                self._end(f"rank 0 has not answered for {silent_s:.0f} s")
+
     def _end(self, reason: str) -> None:
         print(f"[rank {self.rank}] ends because {reason}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+def _place(store: Any, rank: int) -> str:
+    """Where a rank was last."""
+    key = f"{AT}/{rank}"
+    return str(store.get(key).decode()) if store.check([key]) else NOWHERE
 
 
 def _serve(rank: int) -> tuple[Any, tuple[str, int]]:

@@ -5,7 +5,7 @@ batch does not divide, and a run that was interrupted wants to go on where it st
 single device and says what the global batches are; `batches` reads this process's rows of each and yields trees of
 DTensors, so that the numbers are those of one device over the same loader.
 
-    data = cf.batches(DataLoader(dataset, 32, shuffle=True, collate_fn=collate), mesh, "(dp b) ...")
+    data = cf.batches(DataLoader(dataset, 32, shuffle=True, collate_fn=collate), mesh)
     for batch in data:                        # one epoch
         state, metrics = step(state, batch)
     data.peek()                               # the batch that comes next, without moving: for step.init, step.lower
@@ -29,7 +29,7 @@ from colofunc.executors.backend import backend_for
 from colofunc.functional import reading
 from colofunc.functional.ahead import Ahead
 from colofunc.functional.padding import Fill
-from colofunc.functional.placing import Placer, RowSpec, row_spec
+from colofunc.functional.placing import Placer, RowSpec, row_spec, usual_rows
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
@@ -44,7 +44,7 @@ READ = ("own", "all", "local")
 def batches(
     loader: Iterable[Any],
     mesh: Mesh,
-    spec: Specs = "(dp b) ...",
+    spec: Specs | None = None,
     *,
     short: str = "pad",
     weights: str | None = None,
@@ -55,7 +55,8 @@ def batches(
 ) -> Batches:
     """The loader's batches as trees of DTensors on `mesh`; iterate once per epoch.
 
-    `spec`: one spec for all tensors, or a tree of them (a prefix speaks for what is below, None: whole on every rank).
+    `spec`: one spec for all tensors, or a tree of them (a prefix speaks for what is below, None: whole on every rank). Left out,
+    rows lie on the axis `dp` if the mesh has one, else whole on every rank, and a step whose plans want them otherwise lays them so.
     `short`: a batch with fewer rows than the first is filled with rows without weight ("pad"), keeps its size, which is
     another trace ("keep"), or is left out ("drop"). Rows never fail to divide: where they would, some are added.
     `weights`: name of a leaf to add, 1 for real rows and 0 for added ones; needed where nothing named labels tells.
@@ -79,17 +80,18 @@ class Batches:
     """An iterable over epochs of batches on a mesh, with a position that can be saved. Made by `batches`."""
 
     def __init__(
-        self, loader: Any, mesh: Mesh, spec: Specs, short: str, weights: str | None, multiple: int | None, fill: Fill | None,
+        self, loader: Any, mesh: Mesh, spec: Specs | None, short: str, weights: str | None, multiple: int | None, fill: Fill | None,
         read: str | None, prefetch: int | None,
     ) -> None:  # fmt: skip
         backend = backend_for(mesh)
         self.loader = loader
         self.mesh = mesh
-        self._rows: RowSpec = row_spec(spec, mesh)
+        specs = usual_rows(mesh) if spec is None else spec
+        self._rows: RowSpec = row_spec(specs, mesh)
         self._together = Together(backend.watch)
         self._read = self._how(read)
         self._regular = reading.regular_rows(loader)
-        self._placer = Placer(mesh, backend, spec, self._rows, self._read, short, weights, multiple, fill)
+        self._placer = Placer(mesh, backend, specs, self._rows, self._read, short, weights, multiple, fill, movable=spec is None)
         self._sampler: reading.RowSampler | None = None
         self._source: Any = loader
         if reading.can_rebuild(loader):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -27,9 +27,11 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.backend import backend_for
 from colofunc.functional import pretrained
-from colofunc.functional.checkpoint import dcp, plainfile
+from colofunc.functional.checkpoint import dcp, plainfile, tree
+from colofunc.functional.checkpoint.bounds import Bounds
 from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
-from colofunc.functional.checkpoint.folder import INDEX, read_index, resolve
+from colofunc.functional.checkpoint.folder import resolve
+from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
 from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.checkpoint.tree import Matched, names, unpack
@@ -37,9 +39,9 @@ from colofunc.functional.save import Resumable
 from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
 from colofunc.program.tracing.tree import flatten
+from colofunc.untrusted import check
 
 READERS = min(4, os.cpu_count() or 1)
-DEADLINE_S = 300.0
 
 
 @attrs.frozen
@@ -91,10 +93,10 @@ def _together(mesh: Mesh | None, path: str | os.PathLike[str], work: Callable[[]
         result, token = work()
     except Exception as error:
         if watch is not None:
-            watch.give_up(what, error, DEADLINE_S)
+            watch.give_up(what, error, watch.deadline_s)
         raise
     if watch is not None:
-        watch.agree(what, token, DEADLINE_S, last=True)
+        watch.agree(what, token, watch.deadline_s, last=True)
     return result
 
 
@@ -170,28 +172,58 @@ def _aside(found: _Found, what: str, folder: Path) -> Any:
 
 
 def _open(folder: Path, verify: bool) -> _Found:
+    kind = ""
     if (folder / INDEX).exists():
         content = read_index(folder)
-        dcp_format = content.get("format") == "dcp"
-        entries = _dcp_entries(folder, verify, content.get("metadata"))[0] if dcp_format else _own_entries(folder, content, verify)
-        return _Found(content["state"], entries, content, content["token"])
-    if (folder / dcp.METADATA).exists():
+        kind = content.get("format", "safetensors")
+        if kind == INCOMPLETE:
+            raise CheckpointError(f"{folder}: a save into this folder was interrupted; load another checkpoint, or save to it again")
+        if kind != PLAIN:
+            try:
+                return _ours(folder, content, verify)
+            except ValueError as error:
+                raise CheckpointError(f"{folder / INDEX} is damaged: {error}; load another checkpoint") from error
+    if kind != PLAIN and (folder / dcp.METADATA).exists():
         return _torch_folder(folder, verify)
     entries = plainfile.entries(folder)
     return _Found({"dict": {name: {"tensor": name} for name in entries}}, entries, {})
 
 
-def _own_entries(folder: Path, content: Mapping[str, Any], verify: bool) -> dict[str, Entry]:
-    found = {}
-    for name, data in content["tensors"].items():
-        dtype = dtype_of(data["dtype"])
-        pieces = [Piece.from_json(piece) for piece in data["pieces"]]
-        dims = None
-        if "dims" in data:
-            dims = tuple(tuple((size, axis) for size, axis in dim) for dim in data["dims"])
+@attrs.frozen
+class _Tensor:
+    """What the index says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[str, int, int, tuple[tuple[int, tuple[tuple[int, int], ...], int | None], ...], str], ...]
+    dims: tuple[tuple[tuple[int, str | None], ...], ...] | None = None
+    tier: Literal["device", "host", "disk"] = "device"
+
+
+def _ours(folder: Path, content: dict[str, Any], verify: bool) -> _Found:
+    """A folder of cf.save. Raises Wrong where its index is not what a save writes."""
+    token = check(str, content.get("token"), "token")
+    if content.get("format") == "dcp":
+        entries = _dcp_entries(folder, verify, check(int, content.get("metadata"), "metadata"))[0]
+    else:
+        entries = _own_entries(folder, check(dict[str, _Tensor], content.get("tensors"), "tensors"), verify)
+    for part in ("state", "random", "batches"):
+        if part == "state" or part in content:
+            tree.check(content.get(part), entries)
+    return _Found(content["state"], entries, content, token)
+
+
+def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> dict[str, Entry]:
+    found, bounds = {}, Bounds(folder)
+    for name, said in tensors.items():
+        dtype = dtype_of(said.dtype)
+        pieces = [Piece.from_json(piece) for piece in said.pieces]
+        bounds.check(name, said.shape, dtype, [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces])
+        if said.dims is not None:
+            bounds.check_dims(name, said.shape, said.dims)
         read = partial(_read_own, folder, name, dtype, verify)
         regions = tuple((piece.region, piece) for piece in pieces)
-        found[name] = Entry(name, tuple(data["shape"]), dtype, regions, read, dims, data.get("tier", "device"))
+        found[name] = Entry(name, said.shape, dtype, regions, read, said.dims, said.tier)
     return found
 
 
@@ -204,11 +236,12 @@ def _dcp_entries(
 ) -> tuple[dict[str, Entry], dict[str, dcp.Chunk], dict[str, tuple[Any, ...]]]:
     """(tensors, objects, keys)."""
     stored, paths = dcp.read_metadata(folder, crc32 if verify else None)
-    entries, objects = {}, {}
+    entries, objects, bounds = {}, {}, Bounds(folder)
     for name, entry in stored.items():
         if entry.dtype is None:
             objects[name] = entry.chunks[0]
             continue
+        bounds.check(name, entry.shape, entry.dtype, [(chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in entry.chunks])
         read = partial(dcp.read_chunk, folder, name, verify)
         chunks: tuple[tuple[Region, Any], ...] = tuple((chunk.region, chunk) for chunk in entry.chunks)
         entries[name] = Entry(name, entry.shape, entry.dtype, chunks, read)

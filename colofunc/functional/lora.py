@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colofunc.dtensor.lazy import LazyTensor, make
-from colofunc.dtensor.tensor import DTensor
+from colofunc.dtensor.lazy import LazyTensor
 from colofunc.errors import InputError, near
-from colofunc.functional.modules import Model, filled
+from colofunc.functional.adapters import Adapter
+from colofunc.functional.modules import Model
 from colofunc.planner.plan import matches
 
 
@@ -38,18 +38,18 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
     if rank < 1 or not 0 <= dropout < 1:
         raise InputError(f"lora: rank={rank}, dropout={dropout}. Try: a rank of at least 1, a dropout of at least 0 and below 1")
     paths = _chosen(model.module, (where,) if isinstance(where, str) else tuple(where))
-    module, scale = _shared_copy(model.module), alpha / rank
+    module = _shared_copy(model.module)
+    adapters = [Adapter(path, rank, alpha, dropout, _is_transposed(model.module.get_submodule(path))) for path in paths]
     frozen = {**model.frozen, **model.params}
     for path in paths:
-        if f"{path}.weight" not in frozen:
-            weight = model.module.get_submodule(path).weight
-            owner = next(n for n, p in model.module.named_parameters() if p is weight)
+        other = _other_place(model.module, path)
+        if other is not None:
             raise InputError(
-                f"lora: {path!r} shares its weight with {owner!r}, and merging adapters of the one would change the other. "
+                f"lora: {path!r} shares its weight with {other!r}, and merging adapters of the one would change the other. "
                 "Try: globs that leave it out"
             )
     params: dict[str, Tensor] = {}
-    hook = _adapter(scale, dropout)
+    hook = _adapter(alpha / rank, dropout)
     for path in paths:
         layer = module.get_submodule(path)
         if "lora_A" in dict(layer.named_parameters()):
@@ -61,13 +61,7 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
         layer.register_parameter("lora_B", nn.Parameter(torch.zeros(out_features, rank, dtype=dtype)))
         layer.register_forward_hook(hook)
         params |= {f"{path}.{n}": layer.get_parameter(n).detach() for n in ("lora_A", "lora_B")}
-    base, old = model.module, model.merge
-
-    def merge(values: Mapping[str, Tensor]) -> nn.Module:
-        merged = {**values, **{f"{path}.weight": _merged(values, path, scale, base) for path in paths}}
-        return filled(base, merged) if old is None else old(merged)
-
-    return Model(module, params, frozen, model.buffers, merge)
+    return Model(module, params, frozen, model.buffers, (*model.adapters, *adapters), model.plain)
 
 
 def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
@@ -81,6 +75,16 @@ def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
         why = f"; {hit!r} is a {others[hit]}" if hit is not None else near(glob, linear)
         raise InputError(f"lora: where={glob!r} matches no linear layer{why}")
     return [path for path in linear if any(matches(path, glob) for glob in globs)]
+
+
+def _other_place(module: nn.Module, path: str) -> str | None:
+    """The name of the layer's weight in another layer, None where it is the layer's alone."""
+    layer = module.get_submodule(path)
+    for prefix, part in module.named_modules():
+        for name, tensor in part.named_parameters(recurse=False):
+            if part is not layer and tensor is layer.weight:
+                return f"{prefix}.{name}" if prefix else name
+    return None
 
 
 def _features(layer: nn.Module) -> Any:
@@ -112,16 +116,3 @@ def _shared_copy(module: nn.Module) -> nn.Module:
     for part in module.modules():
         shared |= {id(x): x for x in vars(part).values() if isinstance(x, LazyTensor)}
     return copy.deepcopy(module, shared)
-
-
-def _merged(values: Mapping[str, Tensor], path: str, scale: float, base: nn.Module) -> Tensor:
-    """The weight with its adapters in it, computed in at least float32."""
-    weight, a, b = (_global_value(values[f"{path}.{name}"]) for name in ("weight", "lora_A", "lora_B"))
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    product = b.to(wide) @ a.to(wide) * scale
-    product = product.T if _is_transposed(base.get_submodule(path)) else product
-    return (weight.to(wide) + product).to(weight.dtype)
-
-
-def _global_value(x: Tensor) -> Tensor:
-    return x.full().detach() if isinstance(x, DTensor) else make(x.detach())

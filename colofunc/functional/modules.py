@@ -13,7 +13,7 @@ running statistics and tables. A weight that is used twice has one name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,9 +25,15 @@ from torch.func import functional_call
 from colofunc.dtensor.lazy import LazyTensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
+from colofunc.functional.adapters import Adapter
 from colofunc.functional.gradients import warn_of_eval_mode
+from colofunc.functional.hooks import keep_hooks, refuse_unseen
 from colofunc.ops import policy
+from colofunc.ops.dtypes import DOUBLED, doubled_inside
+from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
+from colofunc.program.tracing.roles import is_traced, mark
+from colofunc.program.tracing.used import note_model
 
 Tensors = dict[str, Tensor]
 
@@ -40,12 +46,23 @@ class Model:
     params: Tensors
     frozen: Tensors
     buffers: Tensors
-    merge: Callable[[Mapping[str, Tensor]], nn.Module] | None = None  # all values -> what `to_module` returns
+    adapters: tuple[Adapter, ...] = ()  # of `cf.lora`
+    adapted: nn.Module | None = None  # the module that `cf.lora` was given, which has no adapters
+    attributes: Known = attrs.field(init=False, repr=False)  # tensors of the module that are no parameters or buffers
+
+    @attributes.default
+    def _held_now(self) -> Known:
+        return known_attributes(self.module)
 
     @property
     def key(self) -> tuple[bool, ...]:
         """Train or eval mode of every submodule: part of what decides whether a trace can be used again."""
         return tuple(m.training for m in self.module.modules())
+
+    @property
+    def plain(self) -> nn.Module:
+        """The user's own kind of module: without adapters."""
+        return self.module if self.adapted is None else self.adapted
 
     def train(self, mode: bool = True) -> Model:
         """The same model in train mode (or eval mode). Modes belong to the module, so the receiver changes too."""
@@ -53,6 +70,7 @@ class Model:
         return self
 
     def eval(self) -> Model:
+        """The same model in eval mode."""
         return self.train(False)
 
     def apply(
@@ -60,16 +78,26 @@ class Model:
     ) -> tuple[Any, Tensors]:
         """(out, new buffers): the module's forward with these parameters; nothing that is passed in changes."""
         self._check_names(params, buffers)
+        note_model(self)
+        mark("param", params.values())
+        mark("buffer", buffers.values())
         # The forward may write to its buffers in place, so it gets copies.
         copies = {name: b.clone() for name, b in buffers.items()}
-        held = {**self.frozen, **params, **copies}
+        held = {**doubled_inside(self.frozen), **params, **doubled_inside(copies)}
         warn_of_eval_mode(self.module)
-        name_frozen(self.frozen)
-        with watch_modules(self.module), policy.inside(self.module, held, [*self.frozen, *params]):
+        # Weights that the step has not passed in, but taken from outside, are as good as frozen.
+        name_frozen({**self.frozen, **{name: p for name, p in params.items() if not is_traced(p)}})
+        watched = watch_attributes(self.module, self.attributes, params)
+        keep_hooks(self.module, params)
+        with watch_modules(self.module), watched, policy.inside(self.module, held, [*self.frozen, *params]):
             placed = _everywhere(self.module, held)
             out = functional_call(self.module, placed, args, kwargs, tie_weights=False)
         # A forward may also have put another tensor in a buffer's place.
-        return out, {name: placed[name].detach() for name in copies}
+        made = {name: placed[name].detach() for name in copies}
+        if DOUBLED.get():
+            # Copied, because a dtype that is named would be doubled as well.
+            made = {name: torch.empty_like(buffers[name]).copy_(b) for name, b in made.items()}
+        return out, made
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         for what, value in (("parameters", params), ("buffers", buffers)):
@@ -95,7 +123,8 @@ class Model:
         buffers = self.buffers if buffers is None else buffers
         self._check_names(params, buffers)
         values = {**self.frozen, **params, **buffers}
-        return filled(self.module, values) if self.merge is None else self.merge(values)
+        merged = {adapter.weight: adapter.merged(values) for adapter in self.adapters}
+        return filled(self.plain, values | merged)
 
 
 def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
@@ -141,6 +170,7 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
         raise InputError(f"functional wants an nn.Module, not {what}. Try: cf.functional(Model(config))")
     globs = (trainable,) if isinstance(trainable, str) else tuple(trainable)
     named = dict(module.named_parameters())
+    refuse_unseen(named)
     for glob in globs:
         if glob != "*" and not any(fnmatchcase(name, glob) for name in named):
             raise InputError(f"trainable={glob!r} matches no parameter{near(glob, named)}")

@@ -31,6 +31,8 @@ from colofunc.ops import policy
 from colofunc.ops import update as ops
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.tracing.meta import phase
+from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.tree import flatten
 
 Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]
@@ -70,6 +72,8 @@ class Optimizer:
         self._check_names(grads, params)
         self._check_state(opt_state, params)
         self._warn_without_masters(params)
+        mark("param", params.values())
+        mark("state", flatten(opt_state)[0])
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
             mixed = policy.active()

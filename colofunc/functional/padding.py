@@ -5,12 +5,14 @@ the names that tokenizers and models use, each tensor of a batch has one value t
 count for nothing: labels -100, masks 0.
 
     batch = cf.pad({"input_ids": ids, "labels": ids}, multiple=64)      # (4, 50) -> (4, 64), attention_mask added
+    batch = cf.pad({"input_ids": ids, "labels": ids}, 1, rows=8)        # (6, 50) -> (8, 50), for 4 microbatches on 2 ranks
 
 It is exact for losses that leave out labels of -100 and for models that honour `attention_mask`, or look only back.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,23 +41,48 @@ DECIDING = ("labels", "next_sentence_label", "start_positions", "end_positions",
 
 
 def pad(
-    batch: Any, multiple: int = 64, *, dim: int = 1, pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None
+    batch: Any, multiple: int = 64, *, dim: int = 1, rows: int = 1, pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None
 ) -> Any:
     """The batch with its sequences lengthened at the end to the next multiple of `multiple`, each tensor for itself.
+
+    `rows`: as many rows as the next multiple of it, the added ones without weight: labels -100, masks 0, anything else copied.
+    Raises InputError where no tensor of the batch tells a loss to leave them out.
 
     `fill`: values by name or glob (the last part of the path, or all of it) for further tensors or in place of the usual
     ones; None leaves a tensor as it is. `attention_mask` is added where `input_ids` has none. Labels must be in the batch:
     a loss that takes `input_ids` for them would count what was added.
     """
-    if multiple < 1:
-        raise InputError(f"cf.pad: multiple={multiple}; give 1 or more, such as 64")
+    if multiple < 1 or rows < 1:
+        raise InputError(f"cf.pad: multiple={multiple}, rows={rows}; give 1 or more, such as 64")
     fills = usual(POSITIONS, pad_id, ignore_index, fill)
     leaves, tree = flatten(with_mask(batch, fills))
     out = []
     for leaf, x in zip(tree.leaves(), leaves, strict=True):
         value = position_fill(leaf.name, x, dim, fills)
         out.append(x if value is None else lengthened(x, dim, -(-x.shape[dim] // multiple) * multiple, value))
-    return unflatten(tree, out)
+    return unflatten(tree, _whole_rows(tree, out, rows, usual(ROWS, pad_id, ignore_index, fill), fill))
+
+
+def _whole_rows(
+    tree: Tree, leaves: Sequence[torch.Tensor], multiple: int, fills: Mapping[str, float | None], fill: Fill | None
+) -> Sequence[torch.Tensor]:
+    """The leaves with rows that count for nothing up to a multiple; the rows are the leading size that most of them have."""
+    sizes = Counter(x.shape[0] for x in leaves if x.dim())
+    n = max(sizes, key=lambda size: (sizes[size], size), default=0)
+    missing = -n % multiple
+    if not missing:
+        return leaves
+    if not decides(tree, leaves, fill):
+        raise InputError(
+            f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of {', '.join(tree.names())} tells a loss to "
+            "leave them out; name the tensor that does (fill={'target': -100}), or weigh the loss with cf.batches(..., weights='weight')"
+        )
+    dead = torch.arange(n + missing) >= n
+    out = []
+    for name, x in zip(tree.names(), leaves, strict=True):
+        has_rows = x.dim() > 0 and x.shape[0] == n
+        out.append(dead_rows(name, more_rows(x, n + missing), dead, fills) if has_rows else x)
+    return out
 
 
 def usual(table: Mapping[str, float], pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None) -> dict[str, float | None]:

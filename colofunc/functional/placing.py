@@ -64,12 +64,22 @@ class RowSpec:
         return local * self.multiple // layout.local_shape[0]
 
 
+def usual_rows(mesh: Mesh) -> str:
+    """Where nobody gives a spec: rows on the axis called dp, if there is one, else whole on every rank until a plan lays them."""
+    return f"(dp {row_word(mesh)}) ..." if "dp" in mesh else "..."
+
+
+def row_word(mesh: Mesh) -> str:
+    """A name for the rows of one rank that is no axis or view of the mesh."""
+    return next(name for name in ("r", "rows", "its_rows", "rows_of_one_rank") if name not in mesh)
+
+
 def row_spec(specs: Any, mesh: Mesh) -> RowSpec:
     """How rows lie under a tree of specs; raises SpecError where a spec does not fit the mesh."""
     found = [_first(spec) for spec in _leaves(specs)]
     splits = [(spec, m) for spec in found if spec is not None and (m := _multiple(spec, mesh)) > 1]
     if not splits:
-        return RowSpec(Spec("b"), mesh, 1, True)
+        return RowSpec(Spec(row_word(mesh)), mesh, 1, True)
     spec, multiple = splits[0]
     both = [spec.bind(mesh, (multiple * m,)) is other.bind(mesh, (multiple * m,)) for other, m in splits]
     return RowSpec(spec, mesh, multiple, len(splits) == len(found) and all(both))
@@ -155,6 +165,7 @@ class Placer:
     weights: str | None
     multiple: int | None
     fill: Fill | None
+    movable: bool = False  # nobody gave a spec: a step's plan may lay them otherwise
     _told: set[str] = attrs.field(factory=set, init=False)
 
     def target(self, n: int, regular: int) -> int | None:
@@ -180,8 +191,13 @@ class Placer:
         regular = regular or samples
         held = Held(tree, leaves, specs, by_row, n, item.padded, torch.zeros(n, dtype=torch.bool), samples)
         held.ids = item.ids if self.read != "local" else 0
-        if self.read != "local" and any((self.target(k, regular) or k) > k for k in (samples, *expected)):
+        tells = self.weights is not None or decides(tree, leaves, self.fill)
+        # A short batch stays short where no rank needs more rows, and nothing could tell a loss to leave them out.
+        keeps = self.rows.multiple == 1 and self.short == "pad" and not tells
+        counts = {k: self.target(k, k if keeps else regular) for k in (samples, *expected)}
+        if self.read != "local" and any((rows or k) > k for k, rows in counts.items()):
             self._check_weightless(tree, leaves)
+        regular = samples if keeps else regular
         if self.read == "own":
             if n != len(item.dead):
                 raise InputError(
@@ -251,10 +267,12 @@ class Placer:
     def _check_weightless(self, tree: Tree, leaves: Sequence[torch.Tensor]) -> None:
         if self.weights is not None or decides(tree, leaves, self.fill):
             return
+        whole = [name for name, x in zip(tree.names(), leaves, strict=True) if not x.dtype.is_floating_point]
+        labels = [*tree.names(), *whole][-1]
         raise InputError(
             f"a batch of this loader needs added rows (a short one, or one that {self.rows.multiple} does not divide), and none of "
             f"{', '.join(tree.names())} tells a loss to leave them out; write weights=\"weight\" and weigh the loss with that leaf, "
-            'fill={"1": -100} for labels of that name, short="drop", or a batch size that divides (short="keep")'
+            f'fill={{{labels!r}: -100}} if these are labels, short="drop", or a batch size that divides (short="keep")'
         )
 
     def _grow(self, held: Held, rows: int) -> None:
@@ -297,7 +315,7 @@ class Placer:
             if key not in done:
                 done[key] = part(x.detach(), here, self.mesh, rank).contiguous()
             shards.append(done[key])
-        return DTensor(shards, layout, self.mesh, self.backend)
+        return DTensor(shards, layout, self.mesh, self.backend, movable=self.movable)
 
     def _clean(self, tree: Tree) -> Tree:
         """The tree without text and other things that are no tensors and would mean another trace for every batch."""

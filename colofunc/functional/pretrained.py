@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,10 @@ from torch import Tensor, nn
 from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.functional.checkpoint import hf, plainfile
+from colofunc.functional.adapters import Adapter, global_value
+from colofunc.functional.checkpoint import hf, peft_files, plainfile
 from colofunc.functional.checkpoint.folder import Writing, sync
+from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.regions import Region
@@ -126,6 +127,8 @@ def save_pretrained(
     *,
     dtype: torch.dtype | str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    adapters: str = "merged",
+    overwrite: bool = False,
 ) -> None:
     """Write the model with the values of `state` as its library reads them. Collective on real ranks.
 
@@ -133,42 +136,102 @@ def save_pretrained(
     dtype: to cast to while writing, "config" for the one that the module's configuration names. At most one file's
     worth of weights is held at a time, on rank 0. Other files in the folder (a tokenizer) stay. Adapters of peft are
     written alone, as peft does; modules without a configuration give `model.safetensors`.
+    adapters: those of `cf.lora` are "merged" into the weights that they adapt, or written alone in "peft"'s format.
+    overwrite: replace weights and configurations that something else wrote there; without it they are an error.
     """
     values = _values(model, state)
-    module = model.module
+    module = model.plain
+    form = _format(model, adapters)
     cast = hf.config_dtype(module) if dtype == "config" else dtype
     if isinstance(cast, str):
         raise InputError(f"save_pretrained: dtype={cast!r}; give a torch.dtype, 'config' or None")
     ranks = Ranks.of({x.mesh for x in values.values() if isinstance(x, DTensor)})
-    writing = Writing(path)
+    writing = Writing(path, overwrite, form.kin)
     error: BaseException | None = None
     shards: _Shards | None = None
-    groups = hf.stored_groups(module, values)
+    groups = form.groups(values)
     if ranks.rank == 0:
         try:
-            shards = _Shards(writing.begin(), shard_bytes, sum(1 for _ in _split(module, values, groups, cast, shard_bytes)))
+            form.check_folder(writing.path)
+            shards = _Shards(writing.begin(), form.stem, sum(1 for _ in _split(values, groups, cast, shard_bytes)))
         except Exception as problem:
             error = problem
     try:
-        for files in _split(module, values, groups, cast, shard_bytes):
+        for files in _split(values, groups, cast, shard_bytes):
             # Every rank takes part in every gather, also when writing has failed (the library's errors are no OSErrors).
-            gathered = {name: _whole(values[name], cast) for group in files for name in group}
+            gathered = {name: _whole(form.value(values, name), cast) for group in files for name in group}
             if shards is not None and error is None:
+                stored: dict[str, Tensor] = {}
                 try:
-                    shards.add({k: v for group in files for k, v in hf.to_stored(module, {n: gathered[n] for n in group}).items()})
+                    for group in files:
+                        stored |= form.to_stored({name: gathered[name] for name in group})
+                    shards.add(stored)
                 except Exception as problem:
                     error = problem
         if shards is not None and error is None:
             try:
                 shards.finish()
-                hf.save_config(module, writing.folder, cast)
-                _put(writing)
+                form.save_config(writing.folder, cast)
+                _flushed(writing.folder)
+                write_index(writing.folder, {"format": PLAIN}, writing.kept())
+                writing.commit()
             except Exception as problem:
                 error = problem
     finally:
         if ranks.rank == 0:
             writing.abandon()  # what was good has its name
     _end(writing, ranks, error)
+
+
+@attrs.frozen
+class _Format:
+    """What is written of a model, and how."""
+
+    groups: Callable[[Mapping[str, Tensor]], list[list[str]]]  # names that are converted together
+    to_stored: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # of one group, under the names in the file
+    save_config: Callable[[Path, torch.dtype | None], None]
+    merges: Mapping[str, Adapter]  # weight -> what is merged into it
+    stem: str  # of the names of weight files
+
+    def value(self, values: Mapping[str, Tensor], name: str) -> Tensor:
+        return self.merges[name].merged(values) if name in self.merges else values[name]
+
+    def check_folder(self, path: Path) -> None:
+        if self._alone:
+            peft_files.check_no_whole_weights(path)
+        else:
+            peft_files.check_no_adapters(path)
+
+    @property
+    def kin(self) -> tuple[str, ...]:
+        """Weights as readers of such a folder look for them: beside new ones, old ones of another name would be read instead."""
+        return plainfile.weight_globs(self.stem)
+
+    @property
+    def _alone(self) -> bool:
+        """Adapters only, which may lie beside the weights that they belong to."""
+        return self.stem == plainfile.ADAPTERS
+
+
+def _format(model: Model, adapters: str) -> _Format:
+    """Raises InputError where there is no such format, or none that holds the model."""
+    module = model.plain
+    own = hf.is_peft(module)
+    if adapters not in ("merged", "peft"):
+        raise InputError(f"save_pretrained: adapters={adapters!r}; 'merged' or 'peft'")
+    if own and model.adapters:
+        raise InputError(
+            "save_pretrained: cf.lora adapted a model that has adapters of peft, and no file holds both. "
+            "Try: cf.lora(cf.functional(peft_model.merge_and_unload()), ...)"
+        )
+    if adapters == "merged" or own:
+        merges = {adapter.weight: adapter for adapter in model.adapters}
+        groups, to_stored = partial(hf.stored_groups, module), partial(hf.to_stored, module)
+        return _Format(groups, to_stored, partial(hf.save_config, module), merges, hf.stem(module))
+    if not model.adapters:
+        raise InputError("save_pretrained: adapters='peft', and the model has none. Try: the model that cf.lora(...) returned")
+    groups = partial(peft_files.groups, model.adapters)
+    return _Format(groups, peft_files.to_stored, partial(peft_files.save_config, module, model.adapters), {}, plainfile.ADAPTERS)
 
 
 def _end(writing: Writing, ranks: Ranks, error: BaseException | None) -> None:
@@ -199,13 +262,12 @@ def _values(model: Model, state: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 
 def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    full = value.full() if isinstance(value, DTensor) else make(value)
-    full = full.detach().cpu()
+    full = global_value(value).cpu()
     return full.to(dtype) if dtype is not None and full.is_floating_point() else full
 
 
 def _split(
-    module: nn.Module, values: Mapping[str, Tensor], groups: list[list[str]], dtype: torch.dtype | None, shard_bytes: int
+    values: Mapping[str, Tensor], groups: list[list[str]], dtype: torch.dtype | None, shard_bytes: int
 ) -> Iterator[list[list[str]]]:
     """Groups of names whose tensors fill one file each."""
     file: list[list[str]] = []
@@ -228,8 +290,9 @@ def _nbytes(x: Tensor, dtype: torch.dtype | None) -> int:
 class _Shards:
     """The files of a model, written one after another, and the index of several."""
 
-    def __init__(self, folder: Path, shard_bytes: int, count: int) -> None:
+    def __init__(self, folder: Path, stem: str, count: int) -> None:
         self._folder = folder
+        self._stem = stem
         self._count = count
         self._written = 0
         self._map: dict[str, str] = {}
@@ -237,7 +300,7 @@ class _Shards:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         self._written += 1
-        name = plainfile.SINGLE if self._count == 1 else f"model-{self._written:05d}-of-{self._count:05d}.safetensors"
+        name = plainfile.single(self._stem) if self._count == 1 else f"{self._stem}-{self._written:05d}-of-{self._count:05d}.safetensors"
         whole = {k: v.contiguous().clone() if v.untyped_storage().nbytes() != v.nbytes else v.contiguous() for k, v in tensors.items()}
         save_file(whole, self._folder / name, metadata={"format": "pt"})
         self._map |= dict.fromkeys(tensors, name)
@@ -246,52 +309,10 @@ class _Shards:
     def finish(self) -> None:
         if self._count > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._map.items()))}
-            (self._folder / plainfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (self._folder / plainfile.index(self._stem)).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _put(writing: Writing) -> None:
-    """Give the files their place: the folder with what else was in it, in one step."""
-    path = writing.path
-    if path.is_dir() and (path.is_mount() or Path.cwd().is_relative_to(path)):
-        _merge(writing)  # a folder that cannot be exchanged for another
-        return
-    if path.is_dir():
-        _link(path, writing.folder, [p.name for p in _weights(path)])
-    for file in writing.folder.rglob("*"):
-        if file.is_file() and not file.is_symlink():
-            sync(file)
-    writing.commit()
-
-
-def _weights(path: Path) -> list[Path]:
-    """Where the weights of an earlier save are."""
-    return [p for p in [*path.glob("model-*-of-*.safetensors"), path / plainfile.INDEX, path / plainfile.SINGLE] if p.exists()]
-
-
-def _link(old: Path, new: Path, skip: list[str]) -> None:
-    """Hard links (copies, where the system has none) in `new` to the files of `old` that it lacks."""
-    for file in old.iterdir():
-        target = new / file.name
-        if file.is_dir() and not file.is_symlink():
-            target.mkdir(exist_ok=True)
-            _link(file, target, [])
-        elif file.name not in skip and not os.path.lexists(target):
-            try:
-                os.link(file, target, follow_symlinks=False)
-            except OSError:
-                shutil.copy2(file, target, follow_symlinks=False)
-
-
-def _merge(writing: Writing) -> None:
-    """Move the files into the folder. The index goes first and comes last, so that nobody reads old and new shards together."""
-    (writing.path / plainfile.INDEX).unlink(missing_ok=True)
-    new = sorted(writing.folder.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
-    for path in new:
-        if path.is_dir():
-            shutil.copytree(path, writing.path / path.name, dirs_exist_ok=True)
-        else:
-            sync(path)
-            os.replace(path, writing.path / path.name)
-    for path in _weights(writing.path):
-        if path.name not in {p.name for p in new}:
-            path.unlink()
+def _flushed(folder: Path) -> None:
+    """Have the files of the library's own writers on disk."""
+    for file in folder.iterdir():
+        sync(file)

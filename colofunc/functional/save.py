@@ -38,10 +38,12 @@ from colofunc.executors.launch import before_end
 from colofunc.functional.checkpoint.beside import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
-from colofunc.functional.checkpoint.folder import INDEX, Writing, keep_newest, read_index, write_durably, write_index
+from colofunc.functional.checkpoint.folder import Writing, keep_newest
+from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.ops.seeds import random_state
+from colofunc.owned import given
 
 FORMATS = ("safetensors", "dcp")
 FILE_BYTES = 4 << 30  # a file is closed when it holds this much
@@ -96,6 +98,7 @@ def save(
     batches: Resumable | None = None,
     random: bool = True,
     keep: int | None = None,
+    overwrite: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> Saving:
     """Write `state`, any tree that a step takes, to folder `path`. Collective on real ranks.
@@ -104,8 +107,9 @@ def save(
     in a thread, which ends before the interpreter does, and what goes wrong is raised by `wait()` or the next save. With state on disk
     nothing is copied, since memory has no room for it: it returns when what lies in memory is written, and reads what lies on disk, as it
     was, beside the next steps; as "dcp" when all is written. keep: of the folders beside `path` whose names differ in numbers only, this
-    many newest stay. deadline_s: how long ranks wait for each other. Raises CheckpointError where another process saves to the same folder
-    or the disk is full; the folder is then as it was before.
+    many newest stay. overwrite: write into a folder that holds other files too; they stay, unless they have a name that is written. Without
+    it such a folder is an error, and only what an earlier save wrote there is replaced. deadline_s: how long ranks wait for each other.
+    Raises CheckpointError where another process saves to the same folder or the disk is full; the folder is then as it was before.
     """
     if format not in FORMATS:
         raise InputError(f"save: no format {format!r}{near(format, FORMATS)}")
@@ -113,7 +117,9 @@ def save(
         raise InputError(f"save: keep={keep}; keep at least 1, the one that is saved")
     saver = _saver()
     failed = saver.settle()
-    job = _prepared(path, lambda: _Job.make(path, state, batches, random, keep, deadline_s).copied(None if wait else format))
+    where = given(path, "cf.save", CheckpointError)
+    job = _prepared(where, lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format))
+    job.overwrite = overwrite
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
@@ -133,11 +139,11 @@ def save(
     return saving
 
 
-def _what(path: str | os.PathLike[str]) -> str:
-    return f"save to {os.path.abspath(path)!r}"
+def _what(path: Path) -> str:
+    return f"save to {str(path)!r}"
 
 
-def _prepared(path: str | os.PathLike[str], make: Callable[[], _Job]) -> _Job:
+def _prepared(path: Path, make: Callable[[], _Job]) -> _Job:
     """The job; where this rank cannot save its state, the others learn of it instead of waiting."""
     try:
         return make()
@@ -169,11 +175,12 @@ class _Job:
     items: list[Item]
     keep: int | None
     deadline_s: float
+    overwrite: bool = False
     writing: Writing | None = None
     beside: Beside = attrs.field(factory=Beside)
 
     @staticmethod
-    def make(path: Any, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
+    def make(path: Path, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
         tree, tensors = pack(state)
         content: dict[str, Any] = {"state": tree}
         extra = {"random": random_state() if random else None, "batches": None if batches is None else batches.state_dict()}
@@ -187,7 +194,7 @@ class _Job:
         content["mesh"] = [list(axis) for axis in next(iter(meshes)).axes] if meshes else None
         content["torch"] = str(torch.__version__)
         items = [item for leaf in leaves for item in leaf.items(ranks.rank)]
-        return _Job(Path(os.path.abspath(path)), content, leaves, ranks, items, keep, deadline_s)
+        return _Job(path, content, leaves, ranks, items, keep, deadline_s)
 
     @property
     def large(self) -> bool:
@@ -310,7 +317,7 @@ def _drop(path: Path, data: bytes) -> None:
 
 def _begin(job: _Job, failed: BaseException | None) -> Writing:
     """Rank 0 takes the lock and makes the folder; all learn its name, or why there is none."""
-    job.writing = writing = Writing(job.path)
+    job.writing = writing = Writing(job.path, job.overwrite)
     problem = failed
     if job.ranks.rank == 0 and problem is None:
         try:
@@ -320,7 +327,7 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
     watch = job.ranks.watch
     if watch is not None:
         said = [json.loads(text) for text in watch.exchange(
-            _what(job.path), json.dumps([writing.token, None if problem is None else str(problem)]), job.deadline_s
+            _what(job.path), json.dumps([str(writing.folder), None if problem is None else str(problem)]), job.deadline_s
         )]  # fmt: skip
         bad = [text for _, text in said if text is not None]
         if bad and problem is None:
@@ -328,7 +335,7 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
             if job.ranks.rank == 0:
                 writing.abandon()
         if job.ranks.rank != 0:
-            writing.rename(said[0][0])
+            writing.join(said[0][0])
     if problem is not None:
         if isinstance(problem, CheckpointError):
             raise problem

@@ -6,6 +6,7 @@ state, metrics = step_fn(state, batch)        # state: params, buffers, opt; met
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,11 +33,38 @@ def default_loss(out: Any) -> Tensor:
     return loss
 
 
-def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Mappings are keyword arguments, tuples and lists positional ones, anything else is the one argument."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+def arguments_of(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the model, from a batch or from what `inputs(batch)` returns.
+
+    A mapping is keyword arguments, a pair of a tuple (or list) and a mapping is both kinds, any other tuple or list is
+    positional arguments, anything else is the one argument.
+    """
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if not isinstance(given, tuple | list):
+        return (given,), {}
+    if len(given) == 2 and isinstance(given[0], tuple | list) and isinstance(given[1], Mapping):
+        return tuple(given[0]), dict(given[1])
+    return tuple(given), {}
+
+
+def takes_batch(loss: Callable[..., Tensor]) -> bool:
+    """Whether a loss is `loss(out, batch)` rather than `loss(out)`: two arguments that must be given, by its signature.
+
+    A callable that shows no signature is taken for `loss(out)`. Raises InputError where neither can be called.
+    """
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):
+        return False
+    for arguments in ((None,), (None, None)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return len(arguments) == 2
+    ways = "a loss is called as loss(out) or loss(out, batch)"
+    raise InputError(f"train_step: {ways}, and this one takes {signature}. Try: a lambda around it")
 
 
 def train_step(
@@ -45,24 +73,32 @@ def train_step(
 ) -> tuple[Step, State]:  # fmt: skip
     """(step_fn, state): `step_fn(state, batch) -> (state, metrics)`.
 
-    `loss(out)`; with `inputs` (batch -> args, kwargs of the model) it is `loss(out, batch)`, for models that do not take
-    their labels. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
+    `loss(out)` or `loss(out, batch)`, as its signature says. `inputs(batch)` gives what the model is called with, for models
+    that do not take all of the batch: keyword arguments as a mapping, positional ones as a tuple, both as (args, kwargs), or
+    the one argument. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
     """
-
     if not isinstance(model, Model) or not isinstance(opt, Optimizer):
         what, try_ = (model, "cf.functional(module)") if not isinstance(model, Model) else (opt, "cf.adapt(torch.optim.AdamW, lr=3e-4)")
         raise InputError(f"train_step was given a {type(what).__name__}. Try: {try_}")
     if not model.params:
         raise InputError("train_step: every parameter of the model is frozen. Try: cf.functional(module, trainable='*.head.*'), or cf.lora")
+    if clip is not None and not isinstance(clip, int | float):
+        raise InputError(f"train_step: clip={clip!r:.80} is no number. Try: clip=1.0, the largest norm of all gradients")
     if clip is not None and not clip > 0:
         raise InputError(f"train_step: clip={clip!r} would leave nothing of the gradients. Try: a positive norm, or clip=None")
+    if not callable(loss):
+        raise InputError(f"train_step: loss={loss!r:.80} cannot be called. Try: loss=lambda out, batch: F.mse_loss(out, batch['y'])")
+    if inputs is not None and not callable(inputs):
+        raise InputError(f"train_step: inputs={inputs!r:.80} cannot be called. Try: inputs=lambda batch: batch['x']")
+
+    with_batch = takes_batch(loss)
 
     def step_fn(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-        args, kwargs = (inputs or default_inputs)(batch)
+        args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
 
         def loss_fn(params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
             out, buffers = model.apply(params, state["buffers"], *args, **kwargs)
-            return (loss(out) if inputs is None else loss(out, batch)), buffers
+            return (loss(out, batch) if with_batch else loss(out)), buffers
 
         (value, buffers), grads = value_and_grad(loss_fn, has_aux=True)(state["params"])
         metrics = {"loss": value}

@@ -9,6 +9,8 @@ inside `training_step` comes out of the step as values and is logged then. `self
 Validation, test and prediction steps are traced likewise and run on the same state, which does not move. Where that cannot
 be (Python that looks at values, lists that are filled, metrics that keep state), they run on the plain module, and one line says why.
 
+`import colofunc.integrations.lightning` makes `Trainer(strategy="colofunc")` known, with one axis `dp` over all ranks.
+
 Every process reads the same batches: a batch is the global one, and the plan splits it.
 """
 
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colofunc import env
 from colofunc.errors import InputError, TraceError, near
 from colofunc.integrations.loop import Clip, Evaluation, Loop, staging
 from colofunc.integrations.unchanged import Snapshot
@@ -42,7 +45,7 @@ def _import_lightning() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise ImportError('colofunc.integrations.lightning needs Lightning, which is not installed. Try: pip install "colofunc[lightning]"')
+    raise ImportError("colofunc.integrations.lightning needs Lightning, which is not installed. Try: pip install lightning")
 
 
 pl = _import_lightning()
@@ -374,3 +377,17 @@ def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
         module.trainer = trainer
         for m in inner:
             m.__dict__.pop("log", None)
+
+
+def _over_all_ranks() -> ColofuncStrategy:
+    """What `Trainer(strategy="colofunc")` runs on: the batch over all ranks of the launcher; one device without one."""
+    launched = dist.is_initialized() or env.launched() is not None
+    return ColofuncStrategy(mesh=Mesh(dp=-1 if launched else 1))
+
+
+pl.strategies.StrategyRegistry.register(
+    ColofuncStrategy.strategy_name,
+    _over_all_ranks,
+    description="One planned step over all launched ranks; ColofuncStrategy(mesh=...) chooses axes and plans",
+    override=True,  # a module that is loaded again registers again
+)

@@ -28,7 +28,7 @@ try:
     from transformers.training_args import ParallelMode, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        'colofunc.integrations.one_process needs transformers and accelerate. Try: pip install "colofunc[hf]"'
+        "colofunc.integrations.one_process needs transformers and accelerate. Try: pip install transformers accelerate"
     ) from error
 
 

@@ -28,7 +28,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
 from colofunc.functional.padding import Fill
-from colofunc.functional.placing import Placer, RowSpec, row_spec
+from colofunc.functional.placing import Placer, RowSpec, row_spec, row_word
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Together
 from colofunc.mesh import Mesh
@@ -235,7 +235,7 @@ def rows_text(dim: Dim, mesh: Mesh) -> str:
     >>> rows_text(((4, None), (2, "dp"), (3, None)), Mesh(dp=2))
     '(4 dp r) ...'
     """
-    free = next(name for name in ("r", "rows", "its_rows") if name not in mesh.axis_names and name not in mesh.views)
+    free = row_word(mesh)
     local = [k for k, (_, axis) in enumerate(dim) if axis is None]
     words = [axis or (free if k == local[-1] else str(size)) for k, (size, axis) in enumerate(dim)]
     return f"({' '.join(words if local else [*words, free])}) ..."

@@ -36,7 +36,7 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise ImportError(
-        'colofunc.integrations.transformers needs transformers and accelerate. Try: pip install "colofunc[hf]"'
+        "colofunc.integrations.transformers needs transformers and accelerate. Try: pip install transformers accelerate"
     ) from error
 
 from colofunc.integrations.one_process import barrier, one_accelerator, one_process, real_ranks

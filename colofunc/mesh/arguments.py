@@ -29,7 +29,7 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
 
 def check_name(name: object, what: str) -> None:
     """Raise MeshError unless an axis or view can be called that."""
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name == "_":
         raise MeshError(f"{what} name {name!r} is not an identifier; use letters, digits and _ such as 'dp'")
     if name in RESERVED:
         raise MeshError(f"{what} name {name!r} is reserved ({', '.join(sorted(RESERVED))}); choose another name")

@@ -38,12 +38,14 @@ class Mesh:
     """Named axes over ranks 0..size-1, row-major. Immutable, hashable, equal by value, picklable.
 
     Keywords are axes in order, `name=size`; one size may be -1 where a launcher tells the number of ranks. views: name
-    -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file. device: "cpu",
+    -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file; without one, steps on real ranks
+    are planned for what the machine is measured at. device: "cpu",
     "cuda", or None to let the executor choose.
     """
 
     axes: tuple[tuple[str, int], ...]
     topology: Topology
+    assumed: bool  # nobody named a topology: its figures are no machine's
     device: str | None
     _views: tuple[tuple[str, tuple[str, ...]], ...]
     _sizes: Mapping[str, int]  # axes and views
@@ -76,7 +78,7 @@ class Mesh:
         all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
         key = (tuple(sizes.items()), checked, resolved, device)
         self.__attrs_init__(
-            tuple(sizes.items()), resolved, device, checked, MappingProxyType(all_sizes), key, hash(key), {}
+            tuple(sizes.items()), resolved, topology is None, device, checked, MappingProxyType(all_sizes), key, hash(key), {}
         )
 
     def __hash__(self) -> int:
@@ -89,7 +91,7 @@ class Mesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Rebuilt on the other side: hashes of strings differ between processes.
-        return _rebuild, (self.axes, self._views, self.topology, self.device)
+        return _rebuild, (self.axes, self._views, None if self.assumed else self.topology, self.device)
 
     def __repr__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.axes]
@@ -336,7 +338,7 @@ class Mesh:
 
 
 def _rebuild(
-    axes: tuple[tuple[str, int], ...], views: tuple[tuple[str, tuple[str, ...]], ...], topology: Topology,
+    axes: tuple[tuple[str, int], ...], views: tuple[tuple[str, tuple[str, ...]], ...], topology: Topology | None,
     device: str | None,
 ) -> Mesh:
     return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))

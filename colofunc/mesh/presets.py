@@ -38,12 +38,37 @@ def _device(name: str, memory_bytes_per_s: float, **flops_per_s: float) -> Devic
     return Device(name, tuple(Rate(d, f) for d, f in flops_per_s.items()), memory_bytes_per_s, _LAUNCH_S)
 
 
+def _geforce(name: str, memory_bytes_per_s: float, float32: float, **flops_per_s: float) -> Device:
+    """GeForce since Ampere: tf32 is as fast as float32, halves with 32-bit accumulation twice, float64 a 64th."""
+    half = 2 * float32
+    rates = dict(float64=float32 / 64, float32=float32, tf32=float32, bfloat16=half, float16=half)
+    return _device(name, memory_bytes_per_s, **rates, **flops_per_s)
+
+
 # NVIDIA A100 data sheet (SXM; float64 and tf32 on tensor cores). 80 GB: 2,039 GB/s; 40 GB: 1,555 GB/s.
 _A100 = dict(float64=19.5 * T, float32=19.5 * T, tf32=156 * T, bfloat16=312 * T, float16=312 * T, int8=624 * T)
 # NVIDIA H100 and H200 data sheets (SXM), halved where the sheet counts sparsity. H100: 3.35 TB/s; H200: 4.8 TB/s.
 _H100 = dict(
     float64=67 * T, float32=67 * T, tf32=494.5 * T, bfloat16=989.5 * T, float16=989.5 * T, float8=1979 * T,
     int8=1979 * T,
+)
+# NVIDIA Blackwell architecture technical brief, HGX B200 (1,000 W), halved where it counts sparsity. 8 TB/s; 180 GB of a
+# B200 are usable (DGX B200 data sheet: 1,440 GB in 8).
+_B200 = dict(
+    float64=40 * T, float32=80 * T, tf32=1100 * T, bfloat16=2250 * T, float16=2250 * T, float8=4500 * T, int8=4500 * T,
+)
+# NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, halved where it counts sparsity: 13.4 TB and 576 TB/s of HBM3e.
+_GB200 = dict(
+    float64=40 * T, float32=80 * T, tf32=1250 * T, bfloat16=2500 * T, float16=2500 * T, float8=5000 * T, int8=5000 * T,
+)
+# NVIDIA L40S data sheet, 864 GB/s; float64 is 1/64 of float32 (Ada white paper).
+_L40S = dict(
+    float64=1.43 * T, float32=91.6 * T, tf32=183 * T, bfloat16=362.05 * T, float16=362.05 * T, float8=733 * T, int8=733 * T,
+)
+# AMD Instinct MI300X data sheet, matrix cores, dense: 5.3 TB/s.
+_MI300X = dict(
+    float64=163.4 * T, float32=163.4 * T, tf32=653.7 * T, bfloat16=1307.4 * T, float16=1307.4 * T, float8=2614.9 * T,
+    int8=2614.9 * T,
 )
 # NVIDIA V100 data sheet (SXM2): 900 GB/s; no bfloat16 and no int8 tensor cores.
 _V100 = dict(float64=7.8 * T, float32=15.7 * T, float16=125 * T)
@@ -55,7 +80,15 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     "h200": (_device("h200", 4800e9, **_H100), 141 * GB),
     "v100-16g": (_device("v100-16g", 900e9, **_V100), 16 * GB),
     "v100": (_device("v100", 900e9, **_V100), 32 * GB),
-    # NVIDIA GA102 white paper, GeForce RTX 3090: 936 GB/s; float64 is 1/64 of float32.
+    "b200": (_device("b200", 8000e9, **_B200), 180 * GB),
+    "gb200": (_device("gb200", 8000e9, **_GB200), 186 * GB),
+    "l40s": (_device("l40s", 864e9, **_L40S), 48 * GB),
+    "mi300x": (_device("mi300x", 5300e9, **_MI300X), 192 * GB),
+    # NVIDIA RTX Blackwell white paper, GeForce RTX 5090.
+    "rtx5090": (_geforce("rtx5090", 1792e9, 104.8 * T, float8=419 * T, int8=838 * T), 32 * GB),
+    # NVIDIA Ada white paper, GeForce RTX 4090.
+    "rtx4090": (_geforce("rtx4090", 1008e9, 82.6 * T, float8=330.3 * T, int8=660.6 * T), 24 * GB),
+    # NVIDIA GA102 white paper, GeForce RTX 3090 and 3080 (10 GB).
     "rtx3090": (
         _device(
             "rtx3090", 936.2e9, float64=0.556 * T, float32=35.6 * T, tf32=35.6 * T, bfloat16=71 * T, float16=71 * T,
@@ -63,8 +96,14 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
         ),
         24 * GB,
     ),
-    # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2060: 336 GB/s; float64 is 1/32 of float32; float16 with
-    # 32-bit accumulation is half of the 51.6 T with 16-bit.
+    "rtx3080": (_geforce("rtx3080", 760.3e9, 29.8 * T, int8=238 * T), 10 * GB),
+    # NVIDIA's product pages, GeForce RTX 3060 (12 GB; 3584 cores) and 3050 (8 GB; 2560 cores), both at 1.78 GHz, with memory
+    # of 15 and 14 Gb/s a pin on 192 and 128 pins; int8 is 8 times float32, as in GA102.
+    "rtx3060": (_geforce("rtx3060", 360e9, 12.7 * T, int8=101.9 * T), 12 * GB),
+    "rtx3050": (_geforce("rtx3050", 224e9, 9.1 * T, int8=72.8 * T), 8 * GB),
+    # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2070 (reference clocks) and 2060: 448 and 336 GB/s; float64 is
+    # 1/32 of float32; float16 with 32-bit accumulation is half of the 59.7 T and 51.6 T with 16-bit.
+    "rtx2070": (_device("rtx2070", 448e9, float64=0.23 * T, float32=7.5 * T, float16=29.9 * T, int8=119.4 * T), 8 * GB),
     "rtx2060": (_device("rtx2060", 336e9, float64=0.2 * T, float32=6.45 * T, float16=25.8 * T, int8=103.2 * T), 6 * GB),
 }
 
@@ -81,6 +120,7 @@ class Box:
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
     host_bytes_per_s: float  # half of what the memory of both sockets gives at best, which an elementwise kernel reaches
+    inner_devices: int = 1  # what the links in the box join at least, where that is more than share a host
 
 
 def _level(name: str, bytes_per_s: float, latency_us: float, sharing: str = "device") -> Level:
@@ -94,11 +134,32 @@ _DGX_A100 = Box(  # DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 
 _DGX_H100 = Box(  # DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB
     _level("nvlink", 450e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 307e9  # DDR5-4800, 2 x 8
 )
+_DGX_B200 = Box(  # DGX B200 data sheet: NVLink 14.4 TB/s both ways in 8; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB
+    _level("nvlink", 900e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 358e9  # DDR5-5600, 2 x 8
+)
+# GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and NVLink-C2C of
+# 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
+_GB200_TRAY = Box(
+    _level("nvlink", 900e9, 3), _level("infiniband", 50e9, 6), 960 * GB, 15 * TB, 225e9, 28e9, 15.2e9, 512e9, inner_devices=72
+)
+# MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84 TB.
+_MI300X_PLATFORM = Box(
+    _level("infinity", 448e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 460e9  # DDR5-4800, 2 x 12
+)
+_SERVER_PCIE4 = Box(  # a server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB
+    _level("pcie", _PCIE4, 10), _level("infiniband", 25e9, 6, "uplink"), TB, 7680 * GB, _PCIE4, 14e9, 7.6e9, 307e9  # DDR5-4800, 2 x 8
+)
 _DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA
     _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # DDR4-2133, 2 x 4
 )
 _PC_PCIE4 = Box(  # a desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive
     _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9, 25e9  # 2 x DDR4-3200
+)
+_PC_PCIE5 = Box(
+    _level("pcie", _PCIE5, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE5, 14e9, 12e9, 45e9  # 2 x DDR5-5600
+)
+_PC_PCIE4_X8 = Box(  # a card with 8 lanes
+    _level("pcie", _PCIE4 / 2, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE4 / 2, 7e9, 5e9, 25e9
 )
 _PC_PCIE3 = Box(
     _level("pcie", _PCIE3, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE3, 3.5e9, 3e9, 21e9  # 2 x DDR4-2666
@@ -112,20 +173,33 @@ _BOXES: dict[str, Box] = {
     "h200": _DGX_H100,
     "v100-16g": _DGX_1,
     "v100": _DGX_1,
+    "b200": _DGX_B200,
+    "gb200": _GB200_TRAY,
+    "l40s": _SERVER_PCIE4,
+    "mi300x": _MI300X_PLATFORM,
+    "rtx5090": _PC_PCIE5,
+    "rtx4090": _PC_PCIE4,
     "rtx3090": _PC_PCIE4,
+    "rtx3080": _PC_PCIE4,
+    "rtx3060": _PC_PCIE4,
+    "rtx3050": _PC_PCIE4_X8,
+    "rtx2070": _PC_PCIE3,
     "rtx2060": _PC_PCIE3,
 }
 
+_CARDS = [name for name in DEVICES if name.startswith("rtx")]
 # One device of these is one desktop: a mesh of several uses several slots of the same one.
-_SLOTS = {"rtx3090": 8, "rtx2060": 8}
-_ALIASES = {"v100-32g": "v100", "h100-80g": "h100", "h200-141g": "h200", "rtx-3090": "rtx3090", "rtx-2060": "rtx2060"}
+_SLOTS = dict.fromkeys(_CARDS, 8)
+_ALIASES = {"v100-32g": "v100", "h100-80g": "h100", "h200-141g": "h200", "b200-180g": "b200", "mi300x-192g": "mi300x"}
+_ALIASES |= {name.replace("rtx", "rtx-"): name for name in _CARDS} | {name.removeprefix("rtx"): name for name in _CARDS}
 
 
 def node(name: str, device_name: str, devices: int) -> Topology:
     """Nodes of `devices` devices each, joined by the outer level of the device's usual box."""
     device, capacity_bytes = DEVICES[device_name]
     box = _BOXES[device_name]
-    inner = (attrs.evolve(box.inner, size=devices),) if devices > 1 else ()
+    joined = max(devices, box.inner_devices)
+    inner = (attrs.evolve(box.inner, size=joined),) if joined > 1 else ()
     pcie, read, write = box.pcie_bytes_per_s, box.disk_read_bytes_per_s, box.disk_write_bytes_per_s
     return Topology(
         name=name,
@@ -186,12 +260,14 @@ def _ideal() -> Topology:
     )
 
 
-_NODES = ("8xa100-40g", "8xa100-80g", "8xh100", "8xh200", "8xv100", "8xv100-16g")
+_NODES = (
+    "8xa100-40g", "8xa100-80g", "8xh100", "8xh200", "8xb200", "4xgb200", "8xl40s", "8xmi300x", "8xv100", "8xv100-16g",
+)  # fmt: skip
 PRESETS: dict[str, Topology] = {
     "gloo-cpu": _gloo_cpu(),
     "ideal": _ideal(),
     **{name: node(name, name, _SLOTS.get(name, 1)) for name in DEVICES},
-    **{name: node(name, name.removeprefix("8x"), 8) for name in _NODES},
+    **{name: node(name, name[2:], int(name[0])) for name in _NODES},
 }
 
 

@@ -12,6 +12,7 @@ would let the largest size decide alone, and a negative latency would break the 
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
 
 from colofunc import env
 from colofunc.errors import MeshError
@@ -72,7 +72,8 @@ def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) ->
     rows = torch.tensor([[1.0 / s, n / s] for n, s in points], dtype=torch.float64)
     # Columns of very different sizes upset NNLS, so both are scaled to 1 and the answer scaled back.
     scale = rows.abs().amax(0)
-    alpha, beta = nnls((rows / scale).numpy(), [1.0] * len(points))[0]
+    optimize = importlib.import_module("scipy.optimize")  # takes long to import, so only where it is used
+    alpha, beta = optimize.nnls((rows / scale).numpy(), [1.0] * len(points))[0]
     return Measured(axis, size, kind, float(alpha / scale[0]), float(beta / scale[1]))
 
 

@@ -15,16 +15,16 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import attrs
 
+from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
 
-T = TypeVar("T")
-
 FORMAT_VERSION = 1
+MARK = "colofunc_topology"
+INFINITY = "unlimited"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 TIERS = ("device", "host", "disk")
 
@@ -165,8 +165,9 @@ class Topology:
         raise TopologyError(f"no memory tier {name!r}{near(name, TIERS, 'tiers')}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a readable, versioned JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        """Write a readable, versioned JSON file. Raises TopologyError where the path is a file that is no topology."""
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        owned.write_text(path, text, MARK, "Topology.save", TopologyError)
 
     def to_dict(self) -> dict[str, Any]:
         """The versioned JSON values of the file format."""
@@ -178,20 +179,25 @@ class Topology:
         version = data.get("colofunc_topology") if isinstance(data, Mapping) else None
         if version != FORMAT_VERSION:
             raise TopologyError(
-                f"the topology has format version {version!r}, this colofunc reads {FORMAT_VERSION}; "
+                f"the topology has format version {version!r:.80}, this colofunc reads {FORMAT_VERSION}; "
                 "write it again with Topology.save"
             )
-        return _topology({key: value for key, value in data.items() if key != "colofunc_topology"})
+        fields = {key: value for key, value in data.items() if key != "colofunc_topology"}
+        try:
+            return untrusted.build(Topology, fields, "topology", infinity=INFINITY)
+        except untrusted.Wrong as error:
+            raise TopologyError(f"{error}; mend it, or write the file with Topology.save") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
         """Read what `save` wrote; raises TopologyError as `from_dict` does, and on files that cannot be read."""
+        where = owned.given(path, "Topology.load", TopologyError, owned.A_FILE)
         try:
-            data = json.loads(Path(path).read_text())
+            data = untrusted.read_json(where)
         except OSError as error:
             raise TopologyError(f"cannot read topology file {str(path)!r}: {error.strerror or error}") from error
         except ValueError as error:
-            raise TopologyError(f"topology file {str(path)!r} is not JSON: {error}") from error
+            raise TopologyError(f"topology file {str(path)!r} cannot be used: {error}") from error
         try:
             return Topology.from_dict(data)
         except TopologyError as error:
@@ -200,56 +206,9 @@ class Topology:
 
 
 def _encode(value: Any) -> Any:
-    """Records to JSON values; JSON has no infinity, so an infinite bandwidth is the word 'unlimited'."""
+    """Records to JSON values; JSON has no infinity, so an infinite bandwidth is a word."""
     if attrs.has(type(value)):
         return {field.name: _encode(getattr(value, field.name)) for field in attrs.fields(type(value))}
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
-    return "unlimited" if value == math.inf else value
-
-
-def _topology(data: Mapping[str, Any]) -> Topology:
-    nested = {"levels": Level, "tiers": Tier, "links": Link, "measured": Measured}
-    fields: dict[str, Any] = dict(data)
-    for name, cls in nested.items():
-        if name in fields:
-            fields[name] = tuple(
-                _record(cls, item, f"{name}[{i}]") for i, item in enumerate(_typed(fields[name], list, name))
-            )
-    if "device" in fields:
-        device = dict(_typed(fields["device"], dict, "device"))
-        if "rates" in device:
-            rates = _typed(device["rates"], list, "device.rates")
-            device["rates"] = tuple(_record(Rate, item, f"device.rates[{i}]") for i, item in enumerate(rates))
-        fields["device"] = _record(Device, device, "device")
-    return _record(Topology, fields, "topology")
-
-
-_CHECKED = {"str": str, "float": (int, float), "int": int, "bool": bool}
-
-
-def _record(cls: type[T], data: Any, where: str) -> T:
-    """One attrs record from a JSON object, with errors that name the place and near names."""
-    values = dict(_typed(data, dict, where))
-    fields = {field.name: field for field in attrs.fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in fields:
-            raise TopologyError(f"{where} has an unknown field {name!r}{near(name, fields, 'fields')}")
-    for name, field in fields.items():
-        if name not in values:
-            if field.default is attrs.NOTHING:
-                raise TopologyError(f"{where} lacks the field {name!r}; add it, or write the file with Topology.save")
-            continue
-        if values[name] == "unlimited" and field.type == "float":
-            values[name] = math.inf
-        plain = str(field.type).removesuffix(" | None")
-        if plain in _CHECKED and not (values[name] is None and plain != field.type):
-            _typed(values[name], _CHECKED[plain], f"{where}.{name}")
-    return cls(**values)
-
-
-def _typed(value: Any, kind: Any, where: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        wanted = " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__
-        raise TopologyError(f"{where} is {value!r}; it must be of type {wanted}")
-    return value
+    return INFINITY if value == math.inf else value

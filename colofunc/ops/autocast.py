@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +51,20 @@ def honoured_autocast() -> Iterator[None]:
 
         warnings.showwarning = shown  # catch_warnings puts the old one back
         yield
+
+
+def as_traced() -> AbstractContextManager[Any]:
+    """Inside, autocast around the caller is off: casts are in the program already."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not on:
+        return _NOTHING
+    stack = ExitStack()
+    for device in on:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+_NOTHING = nullcontext()
 
 
 def _autocast_being_made() -> torch.autocast | None:

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.ops.experts import capped, experts
 
 _KEY = "_colofunc_made"
@@ -84,7 +85,9 @@ class Catcher:
         if not args or not isinstance(args[0], Tensor):
             return
         target = args[0]
-        if name == "add_" and len(args) == 2 and not kwargs and self._maybe(target) is not None and self._maybe(args[1]) is not None:
+        known = len(args) == 2 and not kwargs and self._maybe(target) is not None and self._maybe(args[1]) is not None
+        # A view of the target remembers the target: each would keep the other alive, where no collector sees it.
+        if name == "add_" and known and _memory(target) is not _memory(args[1]):
             target.__dict__[_KEY] = Made("add_", (target.__dict__[_KEY], args[1]), {}, 0, self.epoch)
         elif name == "__setitem__" and not target.is_floating_point() and not _has(target):
             target.__dict__[_KEY] = Made(name, args[1:], {}, 0, self.epoch)
@@ -271,6 +274,12 @@ class _Each:
             raise _No
         found: Tensor = made.args[0]
         return found
+
+
+def _memory(x: Any) -> Any:
+    """The tensor that `x` is a view of, or `x`."""
+    base = compat.view_base(x)
+    return x if base is None else base
 
 
 def _act_name(made: Made) -> str:

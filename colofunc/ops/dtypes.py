@@ -10,6 +10,7 @@ torch.float32
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +23,17 @@ NAMES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
     "fp32": torch.float32, "float32": torch.float32, "fp64": torch.float64, "float64": torch.float64,
 }  # fmt: skip
+
+
+# Whether the code runs inside `cf.testing.float64()`.
+DOUBLED: ContextVar[bool] = ContextVar("colofunc_doubled", default=False)
+
+
+def doubled_inside(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inside `cf.testing.float64()` the tensors with float32 as float64, else the tensors."""
+    if not DOUBLED.get():
+        return dict(tensors)
+    return {name: t.double() if t.dtype is torch.float32 else t for name, t in tensors.items()}
 
 
 def floating(value: Any, what: str = "precision") -> torch.dtype:

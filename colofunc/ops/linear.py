@@ -29,10 +29,16 @@ def _linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     if x.shape[-1] != w.shape[-1]:
-        raise RuleError(
-            f"linear: x {tuple(x.shape)} and w {tuple(w.shape)} differ in the last dim. Try: w of shape (out, in)"
-        )
+        weight = f"w {tuple(w.shape)}, (out, in), takes {w.shape[-1]}"
+        raise RuleError(f"linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and {weight}. Try: {_fitting(x, w)}")
     return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _fitting(x: Tensor, w: Tensor) -> str:
+    """What would fit: the input is what people change from call to call, unless the weight stands the other way round."""
+    if w.dim() == 2 and x.shape[-1] == w.shape[0]:
+        return "w.t()"
+    return f"x of shape {(*x.shape[:-1], w.shape[-1])}"
 
 
 def _linear_dx(g: Tensor, w: Tensor) -> Tensor:

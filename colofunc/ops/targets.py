@@ -32,28 +32,61 @@ def _as_strided(
     return torch.ops.aten.as_strided.default(x.contiguous(), size, stride, offset)
 
 
+def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`slice_scatter` and its like. Torch's own copy strides too, so that elements that share memory (a value that came of
+    `expand` or `unfold`) would share it in the result, and all of them would be written."""
+
+    def kernel(x: torch.Tensor, part: torch.Tensor, *where: Any, **named: Any) -> torch.Tensor:
+        whole = x.clone()
+        view(whole, *where, **named).copy_(part)
+        return whole
+
+    return kernel
+
+
+# Kernels for values that have no strides of their own.
+_BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
+    "aten.as_strided.default": _as_strided,
+    "aten.slice_scatter.default": _scatter(torch.ops.aten.slice.Tensor),
+    "aten.select_scatter.default": _scatter(torch.ops.aten.select.int),
+    "aten.diagonal_scatter.default": _scatter(torch.ops.aten.diagonal.default),
+}
+
+
 @cache
 def resolve(target: str) -> Callable[..., Any]:
     """The callable of a target; raises ProgramError where no such operator is registered."""
-    if target == "aten.as_strided.default":
-        return _as_strided
+    by_value = _BY_VALUE.get(target)
+    if by_value is not None:
+        return by_value
     return overload(_RELAXED.get(target, target))
 
 
 @cache
 def overload(target: str) -> Any:
-    """The operator overload that `target` names, exactly."""
+    """The operator overload that `target` names, exactly. Raises ProgramError for none, and for one that opens files."""
     namespace, _, rest = target.partition(".")
     name, _, variant = rest.partition(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), variant or "default")
+        found = getattr(getattr(getattr(torch.ops, namespace), name), variant or "default")
     except (AttributeError, RuntimeError) as error:
         raise ProgramError(f"operator {target!r} is not registered; import the module that defines it") from error
+    if not isinstance(found, type(torch.ops.aten.mm.default)):
+        raise ProgramError(f"{target!r} is no operator")
+    if any(argument.name == "filename" for argument in found._schema.arguments):
+        raise ProgramError(f"operator {target!r} reads or writes a file, which no step may do")
+    return found
+
+
+@cache
+def argument_names(target: str) -> frozenset[str]:
+    """The names of an operator's arguments."""
+    return frozenset(argument.name for argument in overload(target)._schema.arguments)
 
 
 def forget_targets() -> None:
     """Targets are looked up anew: an operator was registered again under its name."""
-    for known in (resolve, overload, target_of):
+    for known in (resolve, overload, argument_names, target_of):
         known.cache_clear()
 
 

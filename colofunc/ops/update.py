@@ -30,13 +30,17 @@ FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "colofunc.adamw": ("colofunc.adamw_", ((0, 0), (1, 2), (2, 3), (3, 12))),
     "colofunc.sgd": ("colofunc.sgd_", ((0, 0), (1, 2))),
+    "colofunc.update": ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5))),
 }
 
 
 def _fusable(param: Tensor, *others: Tensor) -> bool:
     """torch's fused kernels walk all operands in memory order, so they must lie alike."""
-    dense = param.dtype in FUSED_DTYPES and param.stride() == torch.empty_like(param, device="meta").stride()
-    return dense and all(t.dtype == param.dtype and t.stride() == param.stride() for t in others)
+    dtype, stride = param.dtype, param.stride()
+    if dtype not in FUSED_DTYPES or any(t.dtype != dtype or t.stride() != stride for t in others):
+        return False
+    # Dense in another order has no gaps either: a copy of it lies the same way.
+    return param.is_contiguous() or stride == torch.empty_like(param, device="meta").stride()
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define
-from colofunc.ops.update import IN_PLACE
 
 States = tuple[Tensor, ...]
 Options = Mapping[str, float]
@@ -212,4 +211,3 @@ def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
 
 update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake)
 update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, _nothing)
-IN_PLACE["colofunc.update"] = ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5)))

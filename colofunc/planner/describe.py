@@ -32,6 +32,7 @@ from colofunc.program.ir import Node, Program
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
 FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
+UNUSED = "unused: every rank computes everything"
 KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
 
 
@@ -48,6 +49,7 @@ class Shares:
     experts: bool = False  # experts lie on it
     attention: str = ""  # what most of attention has it on: a factor of the rule, or the word of a pattern
     products: str = ""  # the same of all other heavy work
+    other_work: float = 0.0  # of the results of all other forward operators, where there is no heavy work
 
 
 def describe(
@@ -94,11 +96,22 @@ def words(s: Shares) -> str:
     elif kind == "tensor":
         text = _tensor(s)
     else:
-        text = "sharded storage, gathered for use" if s.params > 0.5 else "replicated"
+        text = _whole(s)
     if s.vocabulary and kind == "tensor":
         text += ", vocabulary parallel"
     others = [f"{100 * n:.0f} % {k}" for k, n in dims.items() if k != kind and n >= 0.2]
     return f"mostly {text}, {' and '.join(others)}" if others and share < 0.8 else text
+
+
+def _whole(s: Shares) -> str:
+    """An axis along which every rank does the same work."""
+    if s.params > 0.5:
+        return "sharded storage, gathered for use"
+    if s.states > 0.5:
+        return "sharded optimizer state, every rank computes everything"
+    if s.other_work > 0.5:
+        return "elementwise work split"
+    return UNUSED
 
 
 def _pattern(s: Shares) -> str:
@@ -140,6 +153,7 @@ def shares(
     work = dict.fromkeys(KINDS, 0.0)
     grads = [0.0, 0.0]
     stream = [0.0, 0.0]
+    other_work = [0.0, 0.0]
     vocabulary = experts = False
     on: dict[bool, dict[str, float]] = {True: {}, False: {}}  # of attention, of the rest: weight per factor
     for node, s in zip(program.nodes, strategies, strict=True):
@@ -155,6 +169,8 @@ def shares(
         elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
             out = s.outs[0]
             _count(stream, out, 1, any(axis in _axes(out, d) for d in range(1, len(out.shape) - 1)))
+        elif node.phase == "forward" and s.outs and s.outs[0] is not None:
+            _count(other_work, s.outs[0], 1, axis in s.outs[0].axes)
         for o, lay in zip(node.outs, s.outs, strict=True):
             widened = bool(masters) and name == "_to_copy"  # already reduced to what updates the masters
             if o is not None and lay is not None and program.values[o].role == "grad" and not widened:
@@ -163,6 +179,7 @@ def shares(
     kept = {role: [0.0, 0.0] for role in ("param", "state")}
     for id, lay in inputs.items():
         role = "state" if id in masters else program.values[id].role
+        role = "param" if role == "frozen" else role
         if role in kept:
             _count(kept[role], lay, 1, axis in lay.axes)
     return Shares(
@@ -175,6 +192,7 @@ def shares(
         experts,
         _most(on[True]),
         _most(on[False]),
+        0.0 if total else _share(other_work),
     )
 
 

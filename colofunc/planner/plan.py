@@ -13,18 +13,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
+from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
 
 FORMAT_VERSION = 1
+MARK = "colofunc_plan"
+INFINITY = "impossible"  # JSON has none
 
 
 @attrs.frozen
@@ -34,6 +34,7 @@ class Alternative:
     strategy: str
     axes: tuple[tuple[str, str], ...]
     more_s: float  # inf: it cannot be connected to its neighbours
+    more_compute_s: float | None = None  # of `more_s`, what the operator itself takes longer
 
 
 @attrs.frozen
@@ -74,6 +75,9 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     spec: str
+    why: str = ""
+    read_by: tuple[str, ...] = ()  # the first few operators
+    alternatives: tuple[Alternative, ...] = ()  # the best few specs
 
 
 @attrs.frozen
@@ -104,14 +108,15 @@ class Plan:
     budget_bytes: int | None = None
     regather: tuple[str, ...] = ()  # parameters that are gathered anew in every phase
     memory: tuple[str, ...] = ()  # what was done to keep to a budget, in words
+    notes: tuple[str, ...] = ()  # what a reader should know of the program itself, as a dense mask of many bytes
 
     def __str__(self) -> str:
         """One sentence."""
-        mesh = " ".join(f"{name}={n}" for name, n in self.mesh)
+        mesh = " ".join([*(f"{name}={n}" for name, n in self.mesh), f"({self.topology})"])
         what = " · ".join(map(str, self.axes)) or "one rank"
         share = self.communication_s / self.cost_s if self.cost_s else 0.0
         return (
-            f"{what} on {mesh} ({self.topology}): {time_text(self.cost_s)} per step, {share:.0%} of it communication, "
+            f"{what} on {mesh}: {time_text(self.cost_s)} per step, {share:.0%} of it communication, "
             f"peak {size_text(self.peak_bytes)} per rank"
         )
 
@@ -136,24 +141,22 @@ class Plan:
             )
         return found
 
-    def table(self, glob: str = "*", costly: int | None = None) -> Table:
-        """A rich table, one line per decision (×48 for identical layers). `costly`: only so many, the dearest."""
+    def table(self, glob: str = "*", costly: int | None = 24) -> str:
+        """The plan as text, one line per kind of call (×48 for identical layers). `costly`: the dearest; None: all."""
         return plan_table(self, self.decisions if glob == "*" else self.find(glob), costly)
 
     def why(self, glob: str, most: int = 4) -> str:
-        """What was chosen for matching operators, and what the best alternatives would cost."""
-        lines = []
-        for d in self.find(glob):
-            times = f" ×{d.count}" if d.count > 1 else ""
-            lines.append(f"{_where(d)}{times} [{d.phase}]  {d.rule}")
-            lines.append(
-                f"  {d.strategy}: {time_text(d.compute_s)} compute + {time_text(d.communication_s)} communication"
-                + (f" ({'; '.join(d.collectives)})" if d.collectives else "")
-            )
-            lines.append(f"  {d.why}")
-            for other in d.alternatives[:most]:
-                lines.append(f"  instead {other.strategy}: {_more(other)}")
-        return "\n".join(lines)
+        """What was chosen for matching operators, modules, parameters or parts of the batch, and what else would cost."""
+        leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants of the program have none
+        decisions = [d for d in self.decisions if any(matches(name, glob) for name in _names(d))]
+        if not leaves and not decisions:  # a module that only holds others
+            decisions = [d for d in self.decisions if any(matches(name, glob) for name in _parents(d))]
+        if not leaves and not decisions:
+            known = {d.path or d.target for d in self.decisions} | {leaf.name for leaf in self.inputs}
+            raise PlanError(f"{glob!r} matches no operator, module or leaf of the plan{near(glob, known)}")
+        lines = [line for leaf in leaves for line in why_leaf(self, leaf, most)]
+        lines += [line for d in decisions for line in why_decision(self, d, most)]
+        return "\n".join([*lines, LEGEND] if decisions else lines)
 
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name."""
@@ -161,12 +164,12 @@ class Plan:
         for d in self.find(glob):
             found = [a for a in d.alternatives if _is(what, a)]
             if _is(what, d):
-                lines.append(f"{_where(d)} [{d.phase}]: {d.strategy} is what was chosen")
+                lines.append(f"{where_text(d)} [{d.phase}]: {d.strategy} is what was chosen")
             elif found:
-                lines.append(f"{_where(d)} [{d.phase}]: {found[0].strategy} instead of {d.strategy}, {_more(found[0])}")
+                lines.append(f"{where_text(d)} [{d.phase}]: {found[0].strategy} instead of {d.strategy}, {more_text(self, found[0])}")
             elif glob != "*":
                 hint = near(what, _choices([d], what), "choices")
-                lines.append(f"{_where(d)} [{d.phase}]: no strategy {what!r}; its rule is {d.rule or 'replicated'}{hint}")
+                lines.append(f"{where_text(d)} [{d.phase}]: no strategy {what!r}; its rule is {d.rule or 'replicated'}{hint}")
         if not lines:
             return f"no operator matching {glob!r} has a strategy {what!r}{near(what, _choices(self.decisions, what), 'choices')}"
         return "\n".join(lines)
@@ -185,8 +188,9 @@ class Plan:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a versioned JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+        """Write a versioned JSON file. Raises PlanError where the path is a file that is no plan."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        owned.write_text(path, text, MARK, "Plan.save", PlanError)
 
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes, as plain data."""
@@ -196,14 +200,15 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote; raises PlanError where the file is no plan of this version."""
+        where = owned.given(path, "Plan.load", PlanError, owned.A_FILE)
         try:
-            data = json.loads(Path(path).read_text())
+            data = untrusted.read_json(where)
         except OSError as error:
             raise PlanError(
                 f"cannot read plan {str(path)!r}: {error.strerror or error}; give the path of Plan.save"
             ) from error
         except ValueError as error:
-            raise PlanError(f"plan file {str(path)!r} is not JSON ({error}); write it again with Plan.save") from error
+            raise PlanError(f"plan file {str(path)!r} cannot be used: {error}; write it again with Plan.save") from error
         return Plan.from_dict(data, str(path))
 
     @staticmethod
@@ -213,34 +218,12 @@ class Plan:
         version = data.pop("colofunc_plan", None) if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise PlanError(
-                f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r}; write it again with Plan.save"
+                f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r:.80}; write it again with Plan.save"
             )
         try:
-            return _build(Plan, data)
-        except (TypeError, KeyError, ValueError) as error:
+            return untrusted.build(Plan, data, "plan", infinity=INFINITY)
+        except untrusted.Wrong as error:
             raise PlanError(f"plan file {str(path)!r} is damaged: {error}; write it again with Plan.save") from error
-
-
-_NESTED: Mapping[tuple[type, str], type] = {
-    (Plan, "decisions"): Decision,
-    (Plan, "inputs"): Leaf,
-    (Plan, "axes"): AxisUse,
-    (Decision, "alternatives"): Alternative,
-}
-
-
-def _build(cls: Any, data: Mapping[str, Any]) -> Any:
-    fields = {}
-    for name, value in data.items():
-        nested = _NESTED.get((cls, name))
-        fields[name] = tuple(_build(nested, item) for item in value) if nested else _tuples(value)
-    if cls is Alternative and fields.get("more_s") == "impossible":
-        fields["more_s"] = float("inf")
-    return cls(**fields)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def _finite(value: Any) -> Any:
@@ -248,7 +231,7 @@ def _finite(value: Any) -> Any:
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(v) for v in value]
-    return "impossible" if value == float("inf") else value
+    return INFINITY if value == float("inf") else value
 
 
 def matches(name: str, glob: str) -> bool:
@@ -291,14 +274,10 @@ def _names(d: Decision) -> Iterable[str]:
         yield from dict.fromkeys(key.split("|", 1)[0] for key in d.keys)
 
 
-def _where(d: Decision) -> str:
-    return f"{d.path} {d.target}" if d.path else d.target
-
-
-def _more(other: Alternative) -> str:
-    if other.more_s == float("inf"):
-        return "cannot be connected to its neighbours"
-    return f"{'+' if other.more_s >= 0 else '-'}{time_text(abs(other.more_s))} with everything else as it is"
+def _parents(d: Decision) -> Iterable[str]:
+    """Paths of the modules around a call."""
+    parts = d.path.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts))]
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""A plan as a table: identical layers folded, the field's words on top.
+"""A plan as a table of text: calls that are decided alike in one line, the dearest only.
 
-phase     operator                 ×  rule                 strategy        compute   comm   collectives
-forward   h.*.mlp.fc linear       48  b0 b1 i, o i -> ...  {dp: b0, tp: o}  1.1 ms   0 s
+phase     operator            ×  rule                  strategy         compute    comm  collectives    why
+forward   h.*.mlp.fc linear  48  b0 b1 i, o i -> ...   {dp: b0, tp: o}  52.8 ms     0 s                 next best ...
+and 61 more lines, 8% of the operators' time: plan.table(costly=None)
 """
 
 from __future__ import annotations
@@ -9,38 +10,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from colofunc.mesh.sizes import size_text as size_text
+from colofunc.planner.sharding.classes import starred
+from colofunc.program.text import columns, target_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from colofunc.planner.plan import Decision, Plan
 
+HEAD = ("phase", "operator", "×", "rule", "strategy", "compute", "comm", "collectives", "why")
+NUMBERS = (2, 5, 6)  # columns whose text stands on the right
+WIDEST = 40  # letters of a rule or a reason; `why` has them whole
 
-def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) -> Table:
-    """One row per decision; with `costly`, only the dearest, still in the order of the program."""
-    from rich.table import Table
 
+def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) -> str:
+    """The plan in a sentence, then one line per kind of call, in the order of the program.
+
+    Seconds are those of all its calls together, before any of them hides another; the sentence has the time of the step.
+    """
+    lines = _alike(decisions)
+    shown = lines
     if costly is not None:
-        dearest = set(sorted(range(len(decisions)), key=lambda k: -decisions[k].cost_s)[:costly])
-        decisions = [d for k, d in enumerate(decisions) if k in dearest]
-    table = Table(title=str(plan), title_justify="left", show_lines=False, caption="\n".join(plan.memory) or None, caption_justify="left")
-    for name in ("phase", "operator", "×", "rule", "strategy", "compute", "comm", "collectives", "why"):
-        table.add_column(name, justify="right" if name in ("×", "compute", "comm") else "left", overflow="fold")
-    for d in decisions:
-        operator = d.target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
-        table.add_row(
-            d.phase,
-            f"{d.path} {operator}".strip(),
-            str(d.count),
-            d.rule,
-            d.strategy,
-            time_text(d.compute_s),
-            time_text(d.communication_s),
-            "; ".join(d.collectives),
-            d.why,
+        dearest = sorted(range(len(lines)), key=lambda k: -lines[k].cost_s)[:costly]
+        shown = [lines[k] for k in sorted(dearest)]
+    text = [str(plan), columns([HEAD, *map(_row, shown)], NUMBERS)]
+    if len(shown) < len(lines):
+        total_s = sum(line.cost_s for line in lines)
+        left_s = total_s - sum(line.cost_s for line in shown)
+        share = left_s / total_s if total_s else 0.0
+        text.append(f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)")
+    return "\n".join([*text, *plan.memory, *plan.notes])
+
+
+@attrs.frozen
+class _Line:
+    """Calls of one operator at the same place of identical layers that were decided alike."""
+
+    first: Decision
+    path: str
+    count: int
+    compute_s: float  # of all calls, like what follows
+    communication_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.compute_s + self.communication_s
+
+    def plus(self, other: Decision) -> _Line:
+        return _Line(
+            self.first,
+            self.path if other.path == self.path else starred(self.path),
+            self.count + other.count,
+            self.compute_s + other.count * other.compute_s,
+            self.communication_s + other.count * other.communication_s,
         )
-    return table
+
+
+def _alike(decisions: Sequence[Decision]) -> list[_Line]:
+    lines: dict[tuple[object, ...], _Line] = {}
+    for decision in decisions:
+        key = (
+            decision.phase, starred(decision.path), decision.target, decision.rule, decision.strategy, decision.collectives,
+        )  # fmt: skip
+        empty = _Line(decision, decision.path, 0, 0.0, 0.0)
+        lines[key] = lines.get(key, empty).plus(decision)
+    return list(lines.values())
+
+
+def _row(line: _Line) -> tuple[str, ...]:
+    decision = line.first
+    return (
+        decision.phase,
+        f"{line.path} {target_text(decision.target)}".strip(),
+        str(line.count),
+        _short(decision.rule),
+        decision.strategy,
+        time_text(line.compute_s),
+        time_text(line.communication_s),
+        "; ".join(decision.collectives),
+        _short(decision.why),
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 1].rstrip() + "…"
 
 
 def time_text(seconds: float) -> str:

@@ -69,7 +69,11 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
 
 @hookspec
 def colofunc_memory_policies() -> Mapping[str, Any]:
-    """Policy name -> residency policy, for `cf.offload(step, policy=name)`."""
+    """Policy name -> `cf.MemoryPolicy`, or a constructor of one, for `cf.offload(step, policy=name)`.
+
+    A constructor is called without options for a name alone; `cf.configure` gives it options, `policy: {name: {option: 2}}`,
+    as its signature says.
+    """
     raise NotImplementedError
 
 

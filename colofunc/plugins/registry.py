@@ -66,11 +66,12 @@ class Registry:
 
 
 @lru_cache(maxsize=64)
-def build_registry(plugins: tuple[Any, ...] = ()) -> Registry:
-    """Ask all installed plugins and those in `plugins` (modules or objects). Raises PluginError naming the plugin."""
+def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Registry:
+    """Ask those in `plugins` (modules or objects) and all that are `installed`. Raises PluginError naming the plugin."""
     manager = pluggy.PluginManager("colofunc")
     manager.add_hookspecs(hookspecs)
-    manager.load_setuptools_entrypoints(ENTRY_POINTS)
+    if installed:
+        manager.load_setuptools_entrypoints(ENTRY_POINTS)
     for plugin in plugins:
         if not manager.is_registered(plugin):
             manager.register(plugin)

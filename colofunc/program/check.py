@@ -27,7 +27,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.facts import is_wire
-from colofunc.program.ir import Loop, Node, Program, Ref, Value
+from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
 from colofunc.program.text import node_text, type_text
 from colofunc.program.tracing.infer import Meta, check_dtypes, contiguous, infer, remembered, slots
 
@@ -146,7 +146,7 @@ def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> st
         if (given.shape, given.dtype) != (taken.shape, taken.dtype):
             return f"a loop passes {type_text(given)} for {type_text(taken)}"
     for out, made, how in zip(node.outs, body.outputs, loop.gathers, strict=True):
-        if out is None or how not in ("sum", "max", "min", "stack"):
+        if out is None or how not in GATHERS:
             return f"a loop gathers a value as {how!r}"
         mine, theirs = program.values[out], body.values[made]
         shape = (loop.trips, *theirs.shape) if how == "stack" else theirs.shape

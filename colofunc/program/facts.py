@@ -13,6 +13,8 @@ import re
 from functools import cache, lru_cache
 from math import prod
 
+import torch
+
 from colofunc.dtensor.strategies import FREE
 from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
@@ -87,6 +89,12 @@ def written(node: Node) -> tuple[int, ...]:
 def takes_device(target: str) -> bool:
     """Whether an operator has a `device` argument."""
     return any(a.name == "device" for a in overload(target)._schema.arguments)
+
+
+@cache
+def is_pointwise(target: str) -> bool:
+    """Whether an operator of torch makes each element from those at the same place."""
+    return target.startswith("aten.") and torch.Tag.pointwise in overload(target).tags
 
 
 @cache

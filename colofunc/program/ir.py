@@ -25,6 +25,7 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Ref as Ref
+from colofunc.errors import ProgramError
 
 PHASES = ("forward", "backward", "update")
 
@@ -95,6 +96,7 @@ def _refs(tree: Any) -> Iterator[int]:
 
 
 LOOP = "colofunc.loop"
+GATHERS = ("sum", "max", "min", "stack")
 
 
 @attrs.frozen(eq=False)
@@ -156,3 +158,20 @@ class Program:
 
     def with_nodes(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
         return attrs.evolve(self, nodes=tuple(nodes), values=self.values if values is None else values)
+
+    def reordered(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
+        """The program with its nodes in another order, for passes that move them.
+
+        Raises ProgramError where a node reads, or the program returns, what no node before it has made.
+        """
+        changed = self.with_nodes(nodes, values)
+        defined = set(changed.inputs)
+        for index, node in enumerate(changed.nodes):
+            for ref in node.refs:
+                if ref not in defined:
+                    raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
+            defined.update(o for o in node.outs if o is not None)
+        for out in changed.outputs:
+            if out not in defined:
+                raise ProgramError(f"a pass that moves nodes has lost what makes the output %{out}")
+        return changed

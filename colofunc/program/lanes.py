@@ -27,6 +27,7 @@ from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.memory_report import MemoryReport, operator
 
+TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
 
 
@@ -171,4 +172,9 @@ def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, A
                 args = {kind: nbytes for (kind, _), nbytes in zip(held, now, strict=True)}
                 events.append({"ph": "C", "pid": 0, "name": f"{tier} bytes", "ts": 1e6 * start_s, "args": args})
             before = now
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": words}}
+    return trace_of(events, words)
+
+
+def trace_of(events: list[dict[str, Any]], words: str) -> dict[str, Any]:
+    """The content of a Chrome trace, which begins with what tells ours from others'."""
+    return {"otherData": {TRACE_MARK: 1, "note": words}, "traceEvents": events, "displayTimeUnit": "ms"}

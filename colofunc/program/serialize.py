@@ -11,36 +11,49 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from colofunc import owned, untrusted
 from colofunc.dtensor.layout import Layout, make_layout
-from colofunc.errors import ProgramError
+from colofunc.errors import ProgramError, SpecError
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
 
 VERSION = 2
+MARK = "colofunc_program"  # in both files, near their beginning
 
 
 def save(program: Program, path: str | Path) -> None:
-    """Write the program to folder `path`, which is made if need be."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the program to folder `path`, which is made if need be. Raises ProgramError where its files are another's."""
+    folder = owned.given(path, "save a program", ProgramError)
+    constants = folder / "constants.safetensors"
+    owned.check_own_kind(constants, MARK, "save a program", ProgramError)
+    owned.check_own_kind(folder / "program.json", MARK, "save a program", ProgramError)
+    text = json.dumps({MARK: 1, **to_dict(program)}, separators=(",", ":"), allow_nan=False) + "\n"
     tensors = {str(vid): t.detach().cpu().contiguous().clone() for vid, t in program.constants.items()}
-    save_file(tensors, folder / "constants.safetensors")
-    (folder / "program.json").write_text(json.dumps(to_dict(program), separators=(",", ":"), allow_nan=False) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, constants, metadata={MARK: "1"})
+    except (OSError, SafetensorError) as error:
+        raise ProgramError(f"save a program to {str(folder)!r}: {error}; give another folder") from error
+    owned.write_text(folder / "program.json", text, MARK, "save a program", ProgramError)
 
 
 def load(path: str | Path) -> Program:
-    """The program saved at `path`. Raises ProgramError where the folder holds none of this version."""
-    folder = Path(path)
+    """The program saved at `path`. Raises ProgramError where the folder holds none of this version, or one that was changed."""
+    folder = owned.given(path, "load a program", ProgramError)
     try:
-        data = json.loads((folder / "program.json").read_text())
+        data = untrusted.read_json(folder / "program.json")
         constants = load_file(folder / "constants.safetensors")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ProgramError(f"{folder} holds no saved program: {error}") from error
-    return from_dict(data, {int(k): v for k, v in constants.items()})
+    if isinstance(data, dict):
+        data.pop(MARK, None)
+    return from_dict(data, {int(k): v for k, v in constants.items() if k.isdecimal()})
 
 
 def to_dict(program: Program) -> dict[str, Any]:
@@ -57,21 +70,59 @@ def to_dict(program: Program) -> dict[str, Any]:
     }
 
 
-def from_dict(data: dict[str, Any], constants: dict[int, torch.Tensor]) -> Program:
-    """The inverse of `to_dict`."""
-    if data.get("version") != VERSION:
+@attrs.frozen
+class _Saved:
+    """What `to_dict` gives, with the types of all that is no argument of a node."""
+
+    version: int
+    stage: Literal["global", "local", "inplace"]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    aliases: tuple[tuple[int, int], ...]
+    constants: tuple[int, ...]
+    values: tuple[tuple[int, tuple[int, ...], str, str, str, Any, bool, Literal["device", "host", "disk"]], ...]
+    nodes: tuple[Any, ...]
+
+
+_Node = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str]
+_LoopNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any]
+_Loop = tuple[dict, int, str, tuple[str, ...]]  # type: ignore[type-arg]
+_Layout = tuple[tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None]
+
+
+def from_dict(data: Any, constants: dict[int, torch.Tensor]) -> Program:
+    """The inverse of `to_dict`. Raises ProgramError where it was changed to something that is no program."""
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
         raise ProgramError(
-            f"a program of version {data.get('version')} cannot be read by version {VERSION}; save it again"
+            f"a program of version {version!r:.80} cannot be read by version {VERSION}; save it again"
         )
-    values = [_value_from(v) for v in data["values"]]
+    try:
+        return _program(untrusted.build(_Saved, data, "program"), constants)
+    except (untrusted.Wrong, SpecError) as error:
+        raise ProgramError(f"a saved program is damaged: {error}; save it again") from error
+    except RecursionError as error:
+        raise ProgramError("a saved program is damaged: it is nested too deeply; save it again") from error
+
+
+def _program(saved: _Saved, constants: dict[int, torch.Tensor]) -> Program:
+    values = {entry[0]: _value_from(entry) for entry in saved.values}
+    lacking = [vid for vid in saved.constants if vid not in constants]
+    if lacking:
+        raise untrusted.Wrong(f"constant {lacking[0]} is in no file")
+    nodes = tuple(_node_from(entry, f"nodes[{k}]") for k, entry in enumerate(saved.nodes))
+    used = {id for node in nodes for id in (*node.refs, *node.outs) if id is not None}
+    unknown = sorted((used | {*saved.inputs, *saved.outputs, *saved.constants}) - values.keys())
+    if unknown or len(values) < len(saved.values):
+        raise untrusted.Wrong(f"value {unknown[0]} is not described" if unknown else "a value is described twice")
     return Program(
-        inputs=tuple(data["inputs"]),
-        nodes=tuple(_node_from(n) for n in data["nodes"]),
-        outputs=tuple(data["outputs"]),
-        values={v.id: v for v in values},
-        constants={vid: constants[vid] for vid in data["constants"]},
-        aliases=tuple((a, b) for a, b in data["aliases"]),
-        stage=data["stage"],
+        inputs=saved.inputs,
+        nodes=nodes,
+        outputs=saved.outputs,
+        values=values,
+        constants={vid: constants[vid] for vid in saved.constants},
+        aliases=saved.aliases,
+        stage=saved.stage,
     )
 
 
@@ -79,9 +130,11 @@ def _value_to(v: Value) -> list[Any]:
     return [v.id, list(v.shape), _dtype_to(v.dtype), v.name, v.role, _layout_to(v.layout), v.device_free, v.place]
 
 
-def _value_from(data: list[Any]) -> Value:
-    vid, shape, dtype, name, role, layout, free, place = data
-    return Value(vid, tuple(shape), _dtype_from(dtype), name, role, _layout_from(layout), free, place=place)
+def _value_from(entry: tuple[Any, ...]) -> Value:
+    vid, shape, dtype, name, role, layout, free, place = entry
+    if any(n < 0 for n in shape):
+        raise untrusted.Wrong(f"value {vid} has shape {shape}")
+    return Value(vid, shape, _dtype_from(dtype), name, role, _layout_from(layout), free, place=place)
 
 
 def _node_to(n: Node) -> list[Any]:
@@ -90,19 +143,21 @@ def _node_to(n: Node) -> list[Any]:
     return plain if n.loop is None else [*plain, _loop_to(n.loop)]
 
 
-def _node_from(data: list[Any]) -> Node:
-    target, args, kwargs, outs, phase, path, line, note, *loop = data
+def _node_from(data: Any, where: str) -> Node:
+    has_loop = isinstance(data, list) and len(data) == 9
+    entry = untrusted.check(_LoopNode if has_loop else _Node, data, where)
+    target, args, kwargs, outs, phase, path, line, note = entry[:8]
     given = tuple(decode(a) for a in args), tuple((k, decode(v)) for k, v in kwargs)
-    return Node(target, *given, tuple(outs), phase, path, line, note, _loop_from(loop[0]) if loop else None)
+    return Node(target, *given, outs, phase, path, line, note, _loop_from(entry[8], where) if has_loop else None)
 
 
 def _loop_to(loop: Loop) -> list[Any]:
     return [to_dict(loop.body), loop.trips, loop.axis, list(loop.gathers)]
 
 
-def _loop_from(data: list[Any]) -> Loop:
-    body, trips, axis, gathers = data
-    return Loop(from_dict(body, {}), trips, axis, tuple(gathers))
+def _loop_from(data: Any, where: str) -> Loop:
+    body, trips, axis, gathers = untrusted.check(_Loop, data, f"{where}.loop")
+    return Loop(from_dict(body, {}), trips, axis, gathers)
 
 
 def _layout_to(layout: Layout | None) -> Any:
@@ -115,9 +170,10 @@ def _layout_to(layout: Layout | None) -> Any:
 def _layout_from(data: Any) -> Layout | None:
     if data is None:
         return None
-    dims, shape, pending, tier, scheme = data
-    atoms = tuple(tuple((size, axis) for size, axis in dim) for dim in dims)
-    return make_layout(atoms, tuple(shape), tuple((axis, how) for axis, how in pending), tier, scheme)
+    dims, shape, pending, tier, scheme = untrusted.check(_Layout, data, "layout")
+    if len(dims) != len(shape) or any(n < 0 for dim in dims for n, _ in dim):
+        raise untrusted.Wrong(f"a layout {dims!r:.80} does not fit shape {shape!r:.80}")
+    return make_layout(dims, shape, pending, tier, scheme)
 
 
 def _dtype_to(dtype: torch.dtype) -> str:
@@ -156,21 +212,32 @@ def encode(arg: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The inverse of `encode`."""
-    if not isinstance(data, dict):
+    """The inverse of `encode`. Raises ProgramError for what `encode` does not give."""
+    if data is None or type(data) in (bool, int, float, str):
         return data
+    if type(data) is not dict or len(data) != 1:
+        raise ProgramError(f"a saved argument {data!r:.80} is not known")
     ((kind, value),) = data.items()
+    try:
+        return _decoded(kind, value)
+    except (untrusted.Wrong, ValueError, RuntimeError) as error:
+        raise ProgramError(f"a saved argument of kind {kind!r:.80} ({value!r:.80}) is not known") from error
+
+
+def _decoded(kind: str, value: Any) -> Any:
     if kind == "ref":
-        return Ref(value)
+        return Ref(untrusted.check(int, value, "ref"))
     if kind == "tuple":
-        return tuple(decode(v) for v in value)
-    if kind == "float":
-        return float(value)
+        return tuple(decode(v) for v in untrusted.check(tuple[Any, ...], value, "tuple"))
     if kind == "complex":
-        return complex(*value)
+        return complex(*untrusted.check(tuple[float, float], value, "complex"))
+    word = untrusted.check(str, value, kind)
+    if kind == "float":
+        return float(word)
     if kind == "device":
-        return torch.device(value)
-    found = getattr(torch, value, None)
-    if kind not in _TORCH_KINDS.values() or found is None:
-        raise ProgramError(f"a saved argument of kind {kind!r} ({value!r}) is not known")
+        return torch.device(word)
+    found = getattr(torch, word, None)
+    wanted = next((torch_kind for torch_kind, name in _TORCH_KINDS.items() if name == kind), None)
+    if wanted is None or not isinstance(found, wanted):
+        raise untrusted.Wrong(f"{kind} {word!r}")
     return found

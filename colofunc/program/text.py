@@ -8,7 +8,7 @@ program is local.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,16 @@ def type_text(value: Value) -> str:
 def target_text(target: str) -> str:
     """`aten.mm.default` -> `mm`, `colofunc.linear` -> `linear`."""
     return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows as columns of equal width; `right`: those whose text stands on the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) if k in right else text.ljust(width) for k, (text, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def argument_text(arg: Any) -> str:

@@ -2,8 +2,9 @@
 
 Models upcast losses, norms and rotary tables to float32 by name, so `.double()` alone leaves float32 islands whose
 rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every `.float()`,
-every array that becomes a tensor and every default dtype is float64; a sharded step and the single device then agree
-to 1e-10.
+every array that becomes a tensor and every default dtype is float64, and `Model.apply` computes with frozen weights and
+buffers in float64. A constant of float32 becomes float64 where it meets float64 (what is computed of such constants alone
+stays as it is, on both sides). A sharded step and the single device then agree to 1e-10.
 
 >>> with float64():
 ...     torch.ones(2).float().softmax(0, dtype=torch.float32).dtype
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from colofunc.ops.dtypes import DOUBLED
+
 _DOUBLE: dict[Any, Callable[..., Any]] = {torch.Tensor.float: torch.Tensor.double}
 # Functions that take their dtype from an array, which no argument names.
 _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
@@ -27,7 +30,12 @@ _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.fr
 class _Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _DOUBLE.get(func, func)
-        out = func(*map(_double, args), **{k: _double(v) for k, v in (kwargs or {}).items()})
+        kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(_double, args))
+        if _mixes([*args, *kwargs.values()]) and not (func.__name__.endswith("_") or "out" in kwargs):
+            args = tuple(map(_double_tensor, args))
+            kwargs = {name: _double_tensor(value) for name, value in kwargs.items()}
+        out = func(*args, **kwargs)
         return out.double() if func in _FROM_ARRAYS and out.dtype is torch.float32 else out
 
 
@@ -35,13 +43,25 @@ def _double(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
 
 
+def _mixes(arguments: list[Any]) -> bool:
+    """Whether a constant of float32 meets float64, which torch refuses in products of matrices."""
+    dtypes = {x.dtype for x in arguments if isinstance(x, torch.Tensor)}
+    return {torch.float32, torch.float64} <= dtypes
+
+
+def _double_tensor(x: Any) -> Any:
+    return x.double() if isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x
+
+
 @contextmanager
 def float64() -> Iterator[None]:
-    """Turn every float32 cast and factory inside the block to float64 (weights still need `.double()`; `check` does it)."""
+    """Turn every float32 cast and factory inside the block to float64 (parameters still need `.double()`; `check` does it)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    token = DOUBLED.set(True)
     try:
         with _Double():
             yield
     finally:
+        DOUBLED.reset(token)
         torch.set_default_dtype(before)

@@ -238,9 +238,9 @@ class BatchSharded:
         found = []
         for value in (program.values[i] for i in program.inputs):
             if value.role == "batch" and value.shape:
-                found.append(Wish(value.name, f"({on} b) ...", self.axes, ("batch",), self.name, along=True))
+                found.append(Wish(value.name, f"({on} _) ...", self.axes, ("batch",), self.name, along=True))
             elif value.role in ("param", "state"):
                 dims = [d for d, size in enumerate(value.shape) if size % ways == 0]
-                specs = [" ".join(f"({on} d{e})" if d == e else f"d{e}" for e in range(len(value.shape))) for d in dims]
+                specs = [" ".join(f"({on} _)" if d == e else "_" for e in range(len(value.shape))) for d in dims]
                 found.append(Wish(value.name, tuple(specs) or "...", self.axes, (value.role,), self.name))
         return found

@@ -74,13 +74,15 @@ def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Me
     square matrices, dims 0 and -1. Raises CheckError naming the strategy, or where there is no strategy at all.
     """
     target = target_of(op)
-    registry, known = build_registry(() if plugin is None else (plugin,)), build_registry(())
+    # What a plugin gives is asked of it alone: it may be installed too, and then all that are installed have it.
+    own = None if plugin is None else build_registry((plugin,), installed=False)
+    registry = build_registry(() if plugin is None else (plugin,))
     grids = tuple(meshes) or tuple(Mesh(**axes) for axes in MESHES)
     done: list[Proved] = []
     for number, each in enumerate(samples or made_up(target)):
         call, tensors, whole = run_whole(target, each)
         for mesh in grids:
-            for strategy, rule in _claimed(call, mesh, registry, None if plugin is None else known):
+            for strategy, rule in _claimed(call, mesh, registry, own):
                 worst = prove(call, strategy, rule, mesh, tensors, whole, registry)
                 full = replicated_strategy(call).cost.flops if rule is None or rule.flops is None else rule.flops
                 done.append(Proved(number, _words(mesh), strategy.name, worst, strategy.cost.flops / full if full else 0.0))
@@ -181,14 +183,29 @@ def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -
         return flat_results(resolve(target)(*map_refs(args, tensors.__getitem__), **given))
 
 
-def _claimed(call: Call, mesh: Mesh, registry: Registry, known: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
-    """The strategies to prove and the rule they came from: all, or those that `known` does not have."""
+def _claimed(call: Call, mesh: Mesh, registry: Registry, own: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
+    """The strategies to prove and the rule they came from: all, or those that a plugin has of its `own`."""
     rule = registry.rule(call)
-    if rule is not None and (known is None or call.target in registry.rules or call.target in REGISTERED):
+    if rule is not None and (own is None or call.target in own.rules or call.target in REGISTERED):
         rule.check(call)
+        _check_decided(call, rule)
         yield from ((s, rule) for s in enumerate_strategies(call, rule, mesh))
-    before = known.extra_strategies(call, mesh) if known is not None else ()
-    yield from ((s, rule) for s in registry.extra_strategies(call, mesh)[len(before) :])
+    if own is None:
+        yield from ((s, rule) for s in registry.extra_strategies(call, mesh))
+        return
+    built_in = build_registry((), installed=False).extra_strategies(call, mesh)
+    yield from ((s, rule) for s in own.extra_strategies(call, mesh)[len(built_in) :])
+
+
+def _check_decided(call: Call, rule: Rule) -> None:
+    """Every factor is on a result, reduced, or said to be whole: one that was forgotten is never split, without a word."""
+    forgotten = rule.undecided()
+    if forgotten:
+        first = forgotten[0]
+        raise CheckError(
+            f"{call.target}: the rule {rule.text()} says nothing of {', '.join(forgotten)}, which is on no result, so no axis can "
+            f"split it. Try: reduce={{{first!r}: 'sum'}}, or [{first}] where it must be whole"
+        )
 
 
 # ---- one strategy ----

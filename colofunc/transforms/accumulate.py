@@ -105,7 +105,7 @@ def _constraints(
     rules = Rules(registry.rule, registry.extra_strategies, record_local)
     rows, places_of, over = _places(leaves, microbatches, rules, program)
     unmixed(over, "time", microbatches, mixing)
-    says = f"{microbatches} microbatches, which have to divide the rows that a rank has"
+    says = f"{microbatches} microbatches, which have to divide the rows that a rank has ({_padded(f'{microbatches} * ranks')}),"
     items = {}
     for item, places in places_of.items():
         items[item] = (Constraint(("microbatches", microbatches, places), partial(_divides, microbatches, rows, places), says),)
@@ -251,10 +251,17 @@ def _check_divides(value: Value, microbatches: int) -> None:
         whole = value.layout is None or not value.layout.axes
         where = "" if whole else f" that a rank has of the {value.layout.shape[0]} in {value.layout.text()!r}"  # type: ignore[union-attr]
         fit = [n for n in range(1, rows + 1) if rows % n == 0]
+        multiple = f"{microbatches} * ranks" if value.layout is None else str(microbatches * (value.layout.shape[0] // rows))
         raise PlanError(
             f"{microbatches} microbatches do not divide the {rows} rows of {value.name!r}{where}; "
-            f"use one of {', '.join(map(str, fit))} microbatches, or another batch size"
+            f"use one of {', '.join(map(str, fit))} microbatches, another batch size, or pad it: {_padded(multiple)}"
         )
+
+
+def _padded(multiple: str) -> str:
+    """What to write for a batch whose rows do not divide. Not done unasked: the loss has to leave such rows out."""
+    ranks = ", ranks: those that split the batch" if "ranks" in multiple else ""
+    return f"cf.pad(batch, multiple=1, rows={multiple}) adds rows that labels or a mask leave out{ranks}"
 
 
 __all__ = ["accumulate"]

@@ -25,7 +25,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.backend import backend_for, on_real_ranks
 from colofunc.executors.distributed import broadcast_object
-from colofunc.executors.watch import DEADLINE_S, Watch
+from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.explain import RuleOf
 from colofunc.program.ir import Program
@@ -51,9 +51,9 @@ def same(watch: Watch | None, what: str, make: Callable[[], T], digest: Callable
     try:
         made = make()
     except Exception as error:
-        watch.give_up(what, error, DEADLINE_S)
+        watch.give_up(what, error, watch.deadline_s)
         raise
-    watch.agree(what, digest(made), DEADLINE_S)
+    watch.agree(what, digest(made), watch.deadline_s)
     return made
 
 
@@ -128,7 +128,7 @@ def _elsewhere(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> None:
     """Raise InputError unless plain tensors, which are global values, are equal on all ranks; collective."""
     mine = [_sum_of(leaf) for leaf in leaves]
-    everyone = watch.exchange("the arguments", ",".join(map(str, mine)), DEADLINE_S)
+    everyone = watch.exchange("the arguments", ",".join(map(str, mine)), watch.deadline_s)
     sums = [text.split(",") for text in everyone]
     for k, name in enumerate(names):
         column = [row[k] if k < len(row) else "" for row in sums]
@@ -153,7 +153,7 @@ def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int,
     if watch is None or not captured:
         return
     sums = [0 if t.is_meta or isinstance(t, DTensor) else checksum(t) for t in captured.values()]
-    rows = [text.split(",") for text in watch.exchange("the captured tensors", ",".join(map(str, sums)), DEADLINE_S)]
+    rows = [text.split(",") for text in watch.exchange("the captured tensors", ",".join(map(str, sums)), watch.deadline_s)]
     for k, id in enumerate(captured):
         column = [row[k] if k < len(row) else "" for row in rows]
         if len(set(column)) > 1:

@@ -81,6 +81,7 @@ class Allowed:
 
     def __init__(self, program: Program, inputs: Sequence[Tensor], owners: Sequence[int], tolerance: float | None) -> None:
         self.bounds = bounds_of(program, tolerance)
+        self.owners = frozenset(owners)
         halves = [program.values[i].dtype for i in program.values if program.values[i].dtype in HALVES]
         self.near: list[Reference] = []
         if halves and tolerance is None:
@@ -131,7 +132,7 @@ class Allowed:
         args = list(map_refs(node.args, lambda i: values[i]))
         kwargs = {k: map_refs(v, lambda i: values[i]) for k, v in node.kwargs}
         g = args[place]
-        bound = self.known.get(grad.id, self.bounds[grad.id])
+        bound = self.of(grad.id, g) if grad.id in self.owners else self.bounds[grad.id]
         off, func = bound * _scale(g), resolve(node.target)
         least = max(self.bounds[r] for r in node.refs if r != grad.id)  # what it does in its own precision
         most = [least * _scale(x) * torch.ones_like(x) if o is not None else None for o, x in zip(node.outs, results)]

@@ -23,8 +23,8 @@ from typing import Any
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.recompute.fastest import Policy, by_policy, fit
-from colofunc.planner.recompute.policies import NAMED, check_modules
+from colofunc.planner.recompute.fastest import by_policy, fit
+from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.plugins import Registry

@@ -26,11 +26,12 @@ from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
 from colofunc.program.ir import Node
+from colofunc.program.text import columns
 from colofunc.program.tracing.tree import flatten, unflatten
 from colofunc.transforms.allowed import Allowed, Reference
 from colofunc.transforms.differing import differing, judged
 from colofunc.transforms.executed import Seen, looked_at, program_tap
-from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, table_text, whole
+from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
@@ -85,7 +86,7 @@ class Compared:
         """The first `most` differences, one line each."""
         rows = [("difference", "value", "spec", "phase", "line", "made by")]
         rows += [(f"{d.difference:.3g}", d.name, d.spec, d.phase, d.line, d.made_by) for d in self.differences[:most]]
-        return table_text(rows)
+        return columns(rows)
 
     def __str__(self) -> str:
         if self.equal:

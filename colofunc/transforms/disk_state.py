@@ -71,9 +71,13 @@ class Shelves:
 
 def shelves_of_hidden(low: Lowered, directory: str | bool | None, backend: Backend) -> Shelves:
     """Room for those of the hidden inputs that lie on disk and have no place there yet."""
-    every = list(zip(low.hidden, low.hidden_layouts, strict=True))
-    new = [(x, lay) for x, lay in every if not isinstance(x, DTensor) and SHELF.has(x, lay, low.mesh, backend) is None]
-    return Shelves(directory, [x for x, _ in new], [lay for _, lay in new], [True] * len(new), low.mesh, backend, once=True)
+    new: list[torch.Tensor] = []
+    layouts: list[Layout] = []
+    for x, layout, dtype in zip(low.hidden, low.hidden_layouts, low.hidden_dtypes, strict=True):
+        if not isinstance(x, DTensor) and SHELF.has(x, layout, low.mesh, backend, dtype) is None:
+            new.append(torch.empty(x.shape, dtype=dtype, device="meta"))
+            layouts.append(layout)
+    return Shelves(directory, new, layouts, [True] * len(new), low.mesh, backend, once=True)
 
 
 def named(directory: str | bool | None) -> str:

@@ -27,7 +27,8 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
 from colofunc.ops.debug import quiet
-from colofunc.transforms.observe import Plain, arguments_of, history, name_of, plain_program, table_text
+from colofunc.program.text import columns
+from colofunc.transforms.observe import Plain, arguments_of, history, name_of, plain_program
 
 if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
@@ -79,7 +80,7 @@ class Finite:
         """The first `most` findings, one line each."""
         rows = [("what", "value", "spec", "phase", "line", "made by")]
         rows += [(f"{d.count} {d.kind}", d.name, d.spec, d.phase, d.line, d.made_by) for d in self.found[:most]]
-        return table_text(rows)
+        return columns(rows)
 
     def __str__(self) -> str:
         if self.finite:

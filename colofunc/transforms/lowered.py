@@ -37,13 +37,15 @@ class Coverage:
 
     `flops`, `bytes`: share of the work, and of the bytes of results, in operators that at least one axis splits.
     `efficiency`: flops of one device / (ranks x flops of one rank); 1 is perfect splitting over every axis.
-    `fallbacks`: operators without a rule, which run replicated.
+    `fallbacks`: operators without a rule, which run replicated. `undecided`: "operator: factors" of rules that say nothing of
+    factors on no result, neither reduced nor whole, so that no axis can split them.
     """
 
     flops: float
     bytes: float
     efficiency: float
     fallbacks: tuple[str, ...]
+    undecided: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return attrs.asdict(self)[name]
@@ -59,6 +61,7 @@ class Lowered:
     plan: Plan
     program: Program
     mesh: Mesh
+    priced: Mesh  # the same mesh with the figures that the plan was made by
     registry: Registry
     input_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout, ...]
@@ -73,6 +76,11 @@ class Lowered:
         return inputs[len(inputs) - len(self.hidden) :]
 
     @property
+    def hidden_dtypes(self) -> tuple[torch.dtype, ...]:
+        """In which hidden inputs lie."""
+        return tuple(self.program.values[id].dtype for id in self.hidden_ids)
+
+    @property
     def hidden_layouts(self) -> tuple[Layout, ...]:
         """Where hidden inputs lie."""
         found = tuple(self.program.values[id].layout for id in self.hidden_ids)
@@ -81,9 +89,11 @@ class Lowered:
 
     def hidden_parts(self, backend: Backend, to_disk: ToDisk | None = None) -> list[list[torch.Tensor]]:
         """Per hidden input, the parts of the ranks in this process. to_disk: for those that are to lie there; None: to look only."""
-        names = (self.program.values[id].name for id in self.hidden_ids)
-        every = zip(self.hidden, self.hidden_layouts, names, strict=True)
-        return [SHELF.parts(tensor, layout, self.mesh, backend, name, to_disk) for tensor, layout, name in every]
+        parts = []
+        for tensor, layout, id in zip(self.hidden, self.hidden_layouts, self.hidden_ids, strict=True):
+            value = self.program.values[id]
+            parts.append(SHELF.parts(tensor, layout, self.mesh, backend, value.name, to_disk, value.dtype))
+        return parts
 
     def text(self) -> str:
         """The local program, one line per node."""
@@ -91,7 +101,7 @@ class Lowered:
 
     def cost(self) -> CostReport:
         """Seconds, flops, bytes and calls per collective and axis, per rank."""
-        return program_cost(self.program, self.mesh, self.registry.rule)
+        return program_cost(self.program, self.priced, self.registry.rule)
 
     def memory(self) -> MemoryReport:
         """Live bytes per tier at every position of the local program, as the executor runs it.
@@ -108,7 +118,7 @@ class Lowered:
 
     def lanes(self) -> Lanes:
         """When each operator runs, on the device, the links and the host; positions are those of `memory()`."""
-        return lanes(self.ordered(), self.mesh, self.registry.rule)
+        return lanes(self.ordered(), self.priced, self.registry.rule)
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""
@@ -122,12 +132,15 @@ class Lowered:
         """The share of the step that is really split, and what is not understood."""
         flops = split_flops = nbytes = split_bytes = local_flops = 0.0
         fallbacks: set[str] = set()
+        undecided: set[str] = set()
         values = self.global_program.values
         for node, choice in zip(self.global_program.nodes, self.choices, strict=True):
             work, _, _ = node_work(node, values, self.registry.rule)
             strategy = choice.strategy
             if choice.rule is None and not strategy.local and node.refs:
                 fallbacks.add(node.target)
+            if choice.rule is not None and choice.rule.undecided():
+                undecided.add(f"{node.target}: {' '.join(choice.rule.undecided())}")
             ways = _ways(strategy.outs, strategy.ins, self.mesh, strategy.axes)
             flops += work
             local_flops += work / ways
@@ -142,6 +155,7 @@ class Lowered:
             split_bytes / nbytes if nbytes else 1.0,
             flops / (local_flops * self.mesh.size) if local_flops else 1.0,
             tuple(sorted(fallbacks)),
+            tuple(sorted(undecided)),
         )
 
 

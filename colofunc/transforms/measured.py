@@ -78,7 +78,7 @@ class Warmup:
         told = _told(self._best, self._backend.watch)
         most = [max(each) for each in zip(*told, strict=True)]
         low = self._low
-        return timings(low.ordered(), most, partial(node_s, mesh=low.mesh, rule_of=low.registry.rule))
+        return timings(low.ordered(), most, partial(node_s, mesh=low.priced, rule_of=low.registry.rule))
 
 
 def everywhere(yes: bool, watch: Watch | None) -> bool:
@@ -98,8 +98,8 @@ def _told(mine: Any, watch: Watch | None) -> list[Any]:
 
 def step_s(low: Lowered, timed: Timed) -> float:
     """Seconds of a step of this program, by what was measured."""
-    model = partial(node_s, mesh=low.mesh, rule_of=low.registry.rule)
-    return played(low.ordered(), low.mesh, partial(timed.node_s, model=model)).end_s
+    model = partial(node_s, mesh=low.priced, rule_of=low.registry.rule)
+    return played(low.ordered(), low.priced, partial(timed.node_s, model=model)).end_s
 
 
 def moved(

@@ -75,6 +75,7 @@ class Arguments:
     shards: list[Shards]  # per input of the program without its constants: the owned ranks' parts
     seed: torch.Tensor | None
     hidden: Sequence[torch.Tensor] = ()  # what the step captured
+    hidden_dtypes: Sequence[torch.dtype] = ()  # in which it is read
 
     def copies(self, positions: Sequence[int]) -> list[Shards]:
         """The parts, with those of `positions` in memory of their own; ranks that share a tensor still do."""
@@ -87,7 +88,8 @@ class Arguments:
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
         found = [whole(x) for x in self.leaves]
-        return [*found, *([] if self.seed is None else [self.seed]), *(whole(x) for x in self.hidden)]
+        captured = [whole(x).to(dtype) for x, dtype in zip(self.hidden, self.hidden_dtypes, strict=True)]
+        return [*found, *([] if self.seed is None else [self.seed]), *captured]
 
 
 def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
@@ -102,7 +104,7 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
         set_random_state(before)
         shards.append([seed] * len(backend.ranks(low.mesh)))
     shards += low.hidden_parts(backend)
-    return Arguments(backend, leaves, shards, seed, low.hidden)
+    return Arguments(backend, leaves, shards, seed, low.hidden, low.hidden_dtypes)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -137,12 +139,6 @@ def history(plain: Plain, makers: Mapping[int, Node], mine: int, node: Node) -> 
     if arrow:
         return f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
     return f"{steps} {node.note}".rstrip()
-
-
-def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns of equal width."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def collective_text(node: Node) -> str:

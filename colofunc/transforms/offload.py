@@ -117,6 +117,14 @@ def _refuse_unknown(policy: str, step_fn: Any) -> None:
     raise PlanError(f"cf.offload has no policy {policy!r}{hint}{more}")
 
 
+def _constructed(name: str, constructor: Any) -> MemoryPolicy:
+    """The policy that a plugin's constructor gives without options."""
+    made = constructor() if callable(constructor) else constructor
+    if not isinstance(made, MemoryPolicy):
+        raise PlanError(f"cf.offload(policy={name!r}): the plugin gave {made!r}; it must give a cf.MemoryPolicy or a constructor of one")
+    return made
+
+
 def _where(where: Mapping[str, str]) -> dict[str, str]:
     """Globs of modules -> where their operators run."""
     form = 'write globs of modules and where their operators run, such as where={"*.embed_tokens": "host"}'
@@ -142,6 +150,8 @@ def _move(
     if found is None:
         names = (*BUILT_IN, *policies)
         raise PlanError(f"cf.offload has no policy {policy!r}{near(str(policy), names, 'policies')}")
+    if not isinstance(found, MemoryPolicy):
+        found = _constructed(str(policy), found)
     found = attrs.evolve(found, where={**found.where, **where}) if where else found
     captured = captured if disk else dict.fromkeys(captured, True)
 

@@ -7,26 +7,25 @@ lowered program's hash is kept beside the plan and must come out again, else it 
 
     COLOFUNC_CACHE=/scratch/plans python train.py       # another folder; "off" keeps nothing. Default: ~/.cache/colofunc
 
-Files are JSON, written whole or not at all; one that is damaged is ignored with a line. Rank 0 alone reads and writes.
+Files are JSON with a checksum, written whole or not at all (`colofunc/cache.py`); one that is damaged is dropped with a line.
+Rank 0 alone reads and writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
-import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
-from colofunc import env
+from colofunc import env, untrusted
+from colofunc.cache import Cache
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import ColofuncError, PlanError
@@ -53,20 +52,48 @@ def remembered(key: str, search: Callable[[], Made], rebuild: Callable[[Plan], M
     folder = env.plan_folder()
     if folder is None:
         return search()
-    path = folder / f"{key}.json"
-    kept = _read(path, say)
-    if kept is not None:
-        lowered, plan = kept
-        with contextlib.suppress(ColofuncError):  # what the plan names is not there: plan anew
-            decided, local = rebuild(plan)
-            if local_hash(local) == lowered:
-                return decided, local
-        say(f"the plan in {path} no longer gives the program that it gave; planning anew")
+    cache = Cache(folder)
+    try:
+        made = _from_cache(cache, key, rebuild)
+    except Exception as error:  # whatever a kept file leads to, the search decides
+        cache.drop(key)
+        say(f"the kept plan {cache.path(key)} is dropped, planning anew: {_first_line(error)}")
+        made = None
+    if made is not None:
+        return made
     began = time.perf_counter()
     decided, local = search()
     if time.perf_counter() - began > KEEP_ABOVE_S:
-        _write(path, local_hash(local), decided.plan, say)
+        try:
+            cache.write(key, {"lowered": local_hash(local), "plan": decided.plan.to_dict()})
+        except (OSError, untrusted.Wrong) as error:
+            say(f"the plan could not be kept in {folder}: {error}")
     return decided, local
+
+
+def _from_cache(cache: Cache, key: str, rebuild: Callable[[Plan], Made]) -> Made | None:
+    """The plan kept under a key, made again; None where there is none. Raises what is wrong with it."""
+    entry = cache.read(key)
+    if entry is None:
+        return None
+    kept = untrusted.build(_Entry, entry, "entry")
+    decided, local = rebuild(Plan.from_dict(kept.plan, str(cache.path(key))))
+    if local_hash(local) != kept.lowered:
+        raise PlanError("it no longer gives the program that it gave")
+    return decided, local
+
+
+@attrs.frozen
+class _Entry:
+    """A kept plan, and the hash of the program that it gave."""
+
+    lowered: str
+    plan: Any
+
+
+def _first_line(error: Exception) -> str:
+    words = str(error).splitlines() or [""]
+    return words[0] if isinstance(error, (ColofuncError, untrusted.Wrong)) else f"{type(error).__name__}: {words[0]}"
 
 
 def local_hash(local: Program) -> str:
@@ -114,32 +141,6 @@ def _of_file(name: str) -> str:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError:  # defined in a notebook or a console: its name has to do
         return name
-
-
-# ---- files ----
-
-
-def _read(path: Path, say: Callable[[str], None]) -> tuple[str, Plan] | None:
-    if not path.exists():
-        return None
-    try:
-        data = json.loads(path.read_text())
-        return str(data["lowered"]), Plan.from_dict(data["plan"], str(path))
-    except (ColofuncError, ValueError, KeyError, TypeError, OSError) as error:
-        say(f"the kept plan {path} is ignored: {error}")
-        return None
-
-
-def _write(path: Path, lowered: str, plan: Plan, say: Callable[[str], None]) -> None:
-    """Write beside, then rename: a reader sees the whole file or none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        os.close(handle)
-        Path(name).write_text(json.dumps({"lowered": lowered, "plan": plan.to_dict()}, allow_nan=False))
-        os.replace(name, path)
-    except OSError as error:
-        say(f"the plan could not be kept in {path.parent}: {error}")
 
 
 # ---- from a plan back to decisions ----

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,25 +28,34 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room
+from colofunc.planner.describe import UNUSED
 from colofunc.planner.offload.fastest import offload
+from colofunc.planner.offload.policies import GIVEN
 from colofunc.planner.plan import Plan
 from colofunc.planner.seldom import seldom
 from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins import bringing, build_registry
-from colofunc.program.ir import Program
+from colofunc.program.ir import Program, Value
+from colofunc.program.passes.as_read import as_read
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
+from colofunc.program.tracing.roles import comes_back, first_result
 from colofunc.program.tracing.trace import Traced, trace
-from colofunc.program.tracing.tree import Tree
 from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.decide import Candidates, Decided
+from colofunc.transforms.kept import as_before, is_again
 from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.machine import as_measured
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Intent, Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
 from colofunc.transforms.within import AS_IT_IS, Ending, finished, within
+
+MUCH_BYTES = 4 << 30
+"""A plan that needs so much memory a rank is warned of where nobody has said what the machine has."""
+IDLE = 0.25  # a plan that uses at most this share of the mesh's computing is warned of
 
 
 def say(text: str) -> None:
@@ -69,10 +79,12 @@ def prepare(
     leaves: Sequence[torch.Tensor | None],
     watch: Watch | None,
     measured: tuple[Plan, Timed] | None = None,
+    before: Sequence[Lowered] = (),
 ) -> Lowered:
     """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
 
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
+    `before`: what was prepared of this step for other signatures; see `kept`.
     """
     mesh = mesh_of(staged)
     intent = staged.intent("shard")
@@ -84,56 +96,103 @@ def prepare(
     at = len(traced.names) + traced.uses_seed
     equal_captured(watch, program, {**program.constants, **dict(zip(program.inputs[at:], hidden, strict=False))})
     traced_s = time.perf_counter() - began
-    given = {program.inputs[i]: leaf.sharding for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
-    candidates = Candidates(program, mesh, registry)
-    constraints, named = wanted(program, traced, mesh, options, given, staged.plan, candidates.rule_of, candidates.extra_of)
-    constraints, tiers = without_tiers(_as_placed(program, traced, hidden, mesh, constraints), program)
+    placed = {program.inputs[i]: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
+    given = {id: leaf.sharding for id, leaf in placed.items() if not leaf.movable}
+    usual = {id: leaf.sharding for id, leaf in placed.items() if leaf.movable}
+    same_step = next((low for low in before if measured is None and is_again(low, program, donated, given)), None)
+    if same_step is not None:
+        return attrs.evolve(same_step, traced=traced, hidden=hidden)
+    priced = as_measured(mesh, watch, say)
+    candidates = Candidates(program, priced, registry)
+    constraints, named = wanted(program, traced, priced, options, given, usual, staged.plan, candidates.rule_of, candidates.extra_of)
+    moves = next((i.move for i in staged.intents if i.move is not None), None)
+    below = moves is not None or any(layout.tier != "device" for layout in given.values())
+    shelved = _shelved(program, traced, hidden, mesh, below)
+    constraints, tiers = without_tiers(_as_placed(program, shelved, constraints), program)
     for each in staged.intents:
         constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
-    axes = mesh.axis_names if options.get("auto", True) else wished_axes(mesh, constraints, named)
-    budgets = [mesh.capacity_bytes("device"), *(_budget(i, mesh) for i in staged.intents)]
+    axes = mesh.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
+    budgets = [priced.capacity_bytes("device"), *(_budget(i, priced) for i in staged.intents)]
     budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
     ways = next((i.last(traced, registry, constraints) for i in staged.intents if i.last is not None), AS_IT_IS)
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
-    count = partial(held, mesh=mesh, name=staged.executor)
+    count = partial(held, mesh=priced, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
-    moves = next((i.move for i in staged.intents if i.move is not None), None)
     lying = {k: "device" for k, i in enumerate(program.inputs) if i in given}
-    lying |= {k: layout.tier for k, x in enumerate(hidden, at) if (layout := SHELF.layout(x, mesh)) is not None}
+    lying |= {k: layout.tier for k, layout in shelved.items()}
     tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
-    captured = {k: not isinstance(x, LazyTensor) for k, x in enumerate(hidden, at)}
-    plain = partial(offload, given=tiers, captured=dict.fromkeys(captured, True)) if tiers else None
+    # Whoever holds a tensor in memory holds it as it is, not as it is read.
+    captured = {k: not isinstance(x, LazyTensor) and x.dtype == program.values[program.inputs[k]].dtype for k, x in enumerate(hidden, at)}
+    plain = partial(offload, policy=GIVEN, given=tiers, captured=dict.fromkeys(captured, True)) if tiers else None
     move = moves(registry.memory_policies, tiers, captured) if moves is not None else plain
-    order = lambda some, ahead_bytes: ordered(some, mesh, staged.executor, ahead_bytes)  # noqa: E731
+    order = lambda some, ahead_bytes: ordered(some, priced, staged.executor, ahead_bytes)  # noqa: E731
     wider, timed = [i.wider for i in staged.intents if i.wider], None if measured is None else measured[1]
-    ending = Ending(program, mesh, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways, timed, wider)
+    ending = Ending(program, priced, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways, timed, wider)
 
     def plan_under(some: Constraints) -> tuple[Decided, Program]:
         candidates.memo = Memo()
         return within(ending, candidates, some, named, budget, axes, parts)
 
-    plan_it = partial(retried, plan_under, constraints, program)
+    plan_it = partial(retried, plan_under, program=program)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
-        decided = decided_by(plan, program, mesh, candidates, constraints)
+        decided = decided_by(plan, program, priced, candidates, constraints)
         return decided, ending.finish(decided, budget).program
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
     chain = (asked, sorted(named.items()), budget, axes, temporaries, parts, real)
-    anew = lambda plan: finished(ending, decided_by(plan, program, mesh, candidates, constraints), budget)  # noqa: E731
-    recall = lambda: remembered(key_of(program, mesh, registry, constraints, chain), plan_it, again, say)  # noqa: E731
-    recall = recall if measured is None else partial(anew, measured[0])
+    anew = lambda plan: finished(ending, decided_by(plan, program, priced, candidates, constraints), budget)  # noqa: E731
+
+    def search() -> tuple[Decided, Program]:
+        return remembered(key_of(program, priced, registry, constraints, chain), partial(plan_it, constraints), again, say)
+
+    recall = partial(as_before, before, program, plan_it, constraints, search) if measured is None else partial(anew, measured[0])
     with seldom():
         choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
-    return Lowered(traced, program, choices, plan, local, mesh, registry, ins, outs, donated, staged.executor, hidden)
+    low = Lowered(traced, program, choices, plan, local, mesh, priced, registry, ins, outs, donated, staged.executor, hidden)
+    if mesh.size > 1 and mesh.is_main:
+        _warn_of_idle_ranks(low)
+    if mesh.is_main:
+        _warn_of_unknown_machine(low)
+    return low
+
+
+def _warn_of_idle_ranks(low: Lowered) -> None:
+    """A plan may be the cheapest that was found and still leave most of the machine without work of its own."""
+    used = low.coverage().efficiency
+    if used > IDLE:
+        return
+    idle = [use.axis for use in low.plan.axes if use.words == UNUSED]
+    where = f" (every rank computes everything along {', '.join(idle)})" if idle else ""
+    warnings.warn(
+        f"the plan uses {used:.0%} of the computing of {low.mesh}{where}: by its estimate, splitting this step costs more than it saves. "
+        "Try: a larger batch or model, fewer ranks, a topology that fits the machine, or a named plan such as zero(3, axis)",
+        stacklevel=6,
+    )
+
+
+def _warn_of_unknown_machine(low: Lowered) -> None:
+    """Where much memory is needed and nobody has said what the machine has, a plan is a guess."""
+    peak_bytes = low.plan.peak_bytes
+    if not low.priced.assumed or peak_bytes < MUCH_BYTES:
+        return
+    arguments = [f"{name}={size}" for name, size in low.mesh.axes]
+    arguments.append('topology="8xa100-80g"')
+    such_a_mesh = f"cf.Mesh({', '.join(arguments)})"
+    warnings.warn(
+        f"the plan needs {peak_bytes / 2**30:.1f} GiB a rank and {low.mesh} names no topology: memory counts as unlimited, and rates are "
+        f"those of {low.priced.topology.name}, a small CPU box. Try: {such_a_mesh}, or the file that "
+        "cf.profile_mesh(mesh).save(path) writes on the machine",
+        stacklevel=6,
+    )
 
 
 def _budget(intent: Intent, mesh: Mesh) -> int | None:
@@ -177,14 +236,24 @@ def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], 
     return tuple(pairs)
 
 
-def _as_placed(
-    program: Program, traced: Traced, hidden: Sequence[torch.Tensor], mesh: Mesh, constraints: Constraints
-) -> Constraints:
-    """Frozen weights that another step has placed stay where they are, unless the user says otherwise."""
-    items: dict[int, tuple[Constraint, ...]] = {}
+def _shelved(program: Program, traced: Traced, hidden: Sequence[torch.Tensor], mesh: Mesh, below: bool) -> dict[int, Layout]:
+    """Position of a hidden input -> how another step has placed it, if one has.
+
+    `below`: whether this step has anything off the device. Where it has not, another step's tiers say nothing to it.
+    """
+    found = {}
     for position, tensor in enumerate(hidden, len(traced.names) + traced.uses_seed):
         layout = SHELF.layout(tensor, mesh)
-        if layout is not None and position not in constraints.items:
+        if layout is not None:
+            found[position] = layout if below else layout.with_tier("device")
+    return found
+
+
+def _as_placed(program: Program, shelved: Mapping[int, Layout], constraints: Constraints) -> Constraints:
+    """Frozen weights that another step has placed stay where they are, unless the user says otherwise."""
+    items: dict[int, tuple[Constraint, ...]] = {}
+    for position, layout in shelved.items():
+        if position not in constraints.items:
             items[position] = (pin(layout, f"{program.values[program.inputs[position]].name} already lies as {layout.text()!r}"),)
     return constraints | Constraints(items)
 
@@ -195,6 +264,7 @@ def _seen(
     """The step as it was traced, its program, which input leaves it consumes, and its hidden inputs."""
     traced = trace(fn, args)
     program, hidden = lift(simplify(traced.program), traced.captured)
+    program = as_read(program, [i for i in program.inputs if i not in program.constants][len(traced.names) + traced.uses_seed :])
     donated, aliases = donation(traced, program, donate)
     return traced, attrs.evolve(program, aliases=aliases), donated, hidden
 
@@ -209,21 +279,20 @@ def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """(positions of consumed input leaves, pairs (output, input) of leaves that may share memory).
 
-    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes. `()` or None: nothing is.
+    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes, and is no batch. `()` or None: nothing is.
     """
     if donate in ((), None, False):
         return (), ()
     args_tree = traced.in_tree.children[0]
     if not args_tree.children:
         return (), ()
-    first, out = args_tree.children[0], traced.out_tree
-    result = out.children[0] if out.kind in ("sequence", "namedtuple") and out.type is not list and out.children else out
-    n, m = len(first.names()), len(result.names())
-    matched = n == m and n > 0 and _shape_of_tree(first) == _shape_of_tree(result)
-    if matched:
-        for i in range(n):
-            a, b = program.values[program.inputs[i]], program.values[program.outputs[i]]
-            matched = matched and (a.shape, a.dtype) == (b.shape, b.dtype)
+    first, result = args_tree.children[0], first_result(traced.out_tree)
+    n = len(first.names())
+    before = [program.values[i] for i in program.inputs[:n]]
+    after = [program.values[i] for i in program.outputs[:n]]
+    if donate == "auto" and _is_batch(before, program):
+        return (), ()
+    matched = comes_back(first, result, before, after)
     if not matched:
         if donate != "auto":
             raise PlanError(
@@ -234,5 +303,7 @@ def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, 
     return tuple(range(n)), tuple((i, i) for i in range(n))
 
 
-def _shape_of_tree(tree: Tree) -> Any:
-    return (tree.kind, tree.type, tree.keys, tuple(_shape_of_tree(c) for c in tree.children))
+def _is_batch(leaves: Sequence[Value], program: Program) -> bool:
+    """Whether these are rows that a step with weights elsewhere reads: what it returns of their shape is not their next value."""
+    weights = any(program.values[i].role == "param" for i in program.inputs)
+    return weights and all(leaf.role == "batch" for leaf in leaves)

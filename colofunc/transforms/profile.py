@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colofunc import owned
 from colofunc.errors import InputError
 from colofunc.executors.profile import Clock, Profile, of_all_ranks, seconds_of, timings, write_trace
 from colofunc.mesh.cost import rate
 from colofunc.ops.debug import quiet
 from colofunc.program.cost import node_work
+from colofunc.program.lanes import TRACE_MARK
 from colofunc.transforms.observe import arguments_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], step
     """Measure `steps` steps, write a Chrome trace to `path` (rank 0), return the figures. Collective on real ranks."""
     if steps < 1:
         raise InputError(f"profile: {steps} steps; measure at least 1")
-    if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"profile: there is no folder {Path(path).resolve().parent} to write {Path(path).name} to; make it first")
+    where = owned.given(path, "profile", InputError, owned.A_FILE)
+    if not where.parent.is_dir():
+        raise InputError(f"profile: there is no folder {where.parent} to write {where.name} to; make it first")
+    owned.check_own_kind(where, TRACE_MARK, "profile", InputError)  # before anything is measured
     arguments = arguments_of(low, args)
     inputs = arguments.copies(range(len(arguments.shards)))
     device = inputs[0][0].device if inputs else torch.device("cpu")
@@ -47,7 +50,7 @@ def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], step
     found = _figures(low, everyone, (sum(plain_s) / steps, sum(lengths_s) / steps, overhead), steps, backend.watch is None)
     if backend.watch is None or backend.watch.rank == 0:
         words = "all ranks, simulated in one process: times are of the simulation" if found.simulated and found.ranks > 1 else "one device"
-        write_trace(path, everyone, lengths_s, words)
+        write_trace(where, everyone, lengths_s, words)
     return found
 
 
@@ -56,8 +59,8 @@ def _figures(low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float,
     for node in low.global_program.nodes:
         work, _, dtype = node_work(node, low.global_program.values, low.registry.rule)
         flops += work
-        ideal_s += work / rate(low.mesh.topology, dtype)
-    cost, topology, simulated = low.cost(), low.mesh.topology, here and low.mesh.size > 1
+        ideal_s += work / rate(low.priced.topology, dtype)
+    cost, topology, simulated = low.cost(), low.priced.topology, here and low.mesh.size > 1
     ideal_s /= low.mesh.size
     known = topology.name != "ideal" and not simulated
     why = "the mesh is simulated" if simulated else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"

@@ -25,7 +25,8 @@ import attrs
 import torch
 
 PLAIN = (bool, int, float, complex, str, type(None))
-_UNBOUND = object()
+UNBOUND = object()
+"""What a name without a value is bound to."""
 
 
 @attrs.frozen(eq=False)
@@ -67,22 +68,23 @@ def _walk(fn: Any, depth: int, seen: set[int]) -> Iterator[Read]:
     read, written = names_of(fn.__code__)
     around = fn.__globals__
     for name in read - written:
-        value = around.get(name, _UNBOUND)
-        yield Read(f"global {name!r}", partial(around.get, name, _UNBOUND), value)
+        value = around.get(name, UNBOUND)
+        yield Read(f"global {name!r}", partial(around.get, name, UNBOUND), value)
         if isinstance(value, FunctionType) and value.__globals__ is around:
             yield from _walk(value, depth - 1, seen)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
-        value = _in(cell)
+        value = inside(cell)
         if name not in written:
-            yield Read(f"{name!r} of the function around", partial(_in, cell), value)
+            yield Read(f"{name!r} of the function around", partial(inside, cell), value)
         yield from _walk(value, depth - 1, seen)
 
 
-def _in(cell: CellType) -> Any:
+def inside(cell: CellType) -> Any:
+    """What a closure's cell holds."""
     try:
         return cell.cell_contents
     except ValueError:  # a name that is assigned later
-        return _UNBOUND
+        return UNBOUND
 
 
 @lru_cache(maxsize=1 << 12)

@@ -33,7 +33,7 @@ def shard(
 
     plans: dicts of name globs -> spec, functions `(name, shape) -> spec or None`, or named plans; they pin what they
     name and leave the rest open. in_specs, out_specs: trees of specs (strings, `cf.Spec`, None for automatic), prefixes
-    allowed. donate: "auto" consumes argument 0 where output 0 can take its memory; True or (0,): it is an error where it
+    allowed. donate: "auto" consumes argument 0, unless a batch, where output 0 can take its memory; True or (0,): it is an error where it
     cannot; False, None or (): nothing is consumed. auto: whether axes that no plan names are searched (False:
     replicated). plugins: modules asked beside the installed ones.
     """

@@ -2,7 +2,7 @@
 
 Four sources, all meaning "this tensor lies so": DTensor arguments that already lie somewhere, `in_specs` and
 `out_specs` (trees of specs in which a prefix speaks for everything below it), named plans and globs, and an earlier
-plan given back.
+plan given back. Rows of batches for which nobody gave a spec are a fifth: they lie as usual on axes that no plan names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from colofunc.errors import InputError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.explain import RuleOf, constraints_from
+from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program
@@ -71,17 +72,22 @@ def wanted(
     mesh: Mesh,
     options: Mapping[str, Any],
     given: Mapping[int, Layout],
+    usual: Mapping[int, Layout],
     plan: Any,
     rule_of: RuleOf,
     extra_of: Callable[[Node], Iterable[Strategy]],
 ) -> tuple[Constraints, dict[str, str]]:
-    """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words)."""
+    """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words).
+
+    `usual`: how movable inputs lie.
+    """
     constraints = _given(program, given) | _specs(program, traced, mesh, options)
     wishes: list[Wish] = []
     named: dict[str, str] = {}
+    rules = Rules(program, mesh, plugins=options.get("plugins", ()))
     for k, part in enumerate(options.get("plans", ())):
         name = getattr(part, "name", None) or f"plan {k + 1}"
-        mine = wishes_of(part, program, str(name), mesh)
+        mine = wishes_of(part, program, str(name), mesh, rules)
         wishes += mine
         for wish in mine:
             for axis in wish.axes or ():
@@ -90,6 +96,9 @@ def wanted(
         constraints = constraints | constraints_of(wishes, program, mesh, rule_of, extra_of)
     if plan is not None:
         constraints = constraints | constraints_from(plan, program, mesh)
+    rows = _as_usual(program, mesh, usual, named, constraints)
+    if rows:
+        constraints = constraints | constraints_of(rows, program, mesh, rule_of, extra_of)
     return constraints, named
 
 
@@ -112,6 +121,25 @@ def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
         if layout is not None:
             items[position] = (pin(layout, f"{program.values[id].name} already lies as {layout.text()!r}"),)
     return Constraints(items)
+
+
+def _as_usual(
+    program: Program, mesh: Mesh, usual: Mapping[int, Layout], named: Mapping[str, str], constraints: Constraints
+) -> list[Wish]:
+    """Movable inputs stay where they are on axes of which nobody speaks: no plan, and no spec of this input."""
+    wishes = []
+    for position, id in enumerate(program.inputs):
+        layout = usual.get(id)
+        if layout is None:
+            continue
+        taken = set(named)
+        for constraint in constraints.items.get(position, ()):
+            taken.update(constraint.axes or mesh.axis_names)  # without axes it means the whole layout
+        axes = tuple(axis for axis in layout.axes if axis not in taken)
+        value = program.values[id]
+        if axes:
+            wishes.append(Wish(value.name, layout, axes, (value.role,), "the usual rows of cf.batches"))
+    return wishes
 
 
 def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, Any]) -> Constraints:

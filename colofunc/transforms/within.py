@@ -24,12 +24,13 @@ from colofunc.planner.jointly import SEARCHES, Proposed, together
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.sharding.assign import Assignment, others
+from colofunc.planner.sharding.assign import Assignment, Memo, others
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.least import at_least_any
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
 from colofunc.program.memory import MemoryReport
 from colofunc.program.passes.buckets import buckets
@@ -44,8 +45,10 @@ SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
 SMALL, WORK = 100, 400
 """Of programs of at most so many nodes all shardings are looked at, where they are few; so many nodes are finished in all of them."""
-STANDS = 4
-"""So often the least possible is looked for within what it was before."""
+STANDS, LOWER, GROWS = 64, 3, 32
+"""So often the least that was tried is asked for as a budget, until it is found then: behind the third time by a 32nd part more."""
+SAID_IN_GIB = 1 << 27
+"""Fewer bytes are said to the byte."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
@@ -154,7 +157,8 @@ class Ending:
     def _completed(self, local: Program, bucket_bytes: float) -> Program:
         chunks = {local.inputs[k]: size for k, size in self.chunks.items()}
         local, apart = chunked(views_late(reduces_early(local)), chunks)
-        return in_place(buckets(local, self.mesh, apart, bucket_bytes), self.temporaries)
+        packed = buckets(local, self.mesh, apart, bucket_bytes)
+        return in_place(packed, self.temporaries, every_state=self.move is not None)
 
     def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
@@ -169,6 +173,10 @@ class Ending:
         moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint)
+
+    def lanes(self, done: Program) -> Lanes:
+        """How long what is done takes, in the order in which the executor runs it."""
+        return played(self.order(done, inf), self.mesh, self._node_s)
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
@@ -205,23 +213,8 @@ def within(
         if done.short:
             raise CapacityError(done.short)
         return _told(ending, decided, done)
-    tries += parts.bit_length() - 1
-    if not ending.gives_way:
-        found, least = _lean(make, ending, budget_bytes, parts, tries)
-    elif ending.mesh.size == 1:  # then there is one plan, whatever it may hold
-        decided = make(budget_bytes=None)
-        least = ending.finish(decided, budget_bytes)
-        found = (decided, least) if least.fits(budget_bytes) else None
-        least = least if found else _stands(ending, decided, least)
-    else:
-        searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
-        finish = partial(ending.finish, budget_bytes=budget_bytes)
-        every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
-        most = max(2, WORK // max(1, len(ending.program.nodes)))
-        needs = partial(_needs, ending.program, candidates)
-        best, lean = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
-        found = None if best is None else (best.proposed.plan, best.done)
-        least = lean.done if found else _stands(ending, lean.proposed.plan, lean.done)
+    search = partial(_searched, make, ending, candidates, parts=parts, tries=tries + parts.bit_length() - 1)
+    found, least = search(budget_bytes)
     if found is not None:
         return _told(ending, *found)
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
@@ -230,20 +223,88 @@ def within(
         raise CapacityError(least.short)
     needs_bytes = _needs(ending.program, candidates) // parts
     alone = f", and however it is sharded one operator makes {_gib(needs_bytes)}" if needs_bytes > budget_bytes else ""
+
+    def tried(asked_bytes: int) -> tuple[bool, Fitted]:
+        candidates.memo = Memo()  # as whoever gives that budget will find it
+        try:
+            fitting, leanest = search(asked_bytes, any_that_fits=True)
+        except PlanError:  # the planner of shardings sees nothing
+            return False, least
+        return fitting is not None, leanest if fitting is None else fitting[1]
+
+    feasible, least_bytes = _feasible(tried, least, LOWER if ending.mesh.size == 1 else 0)
     raise PlanError(
-        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least.peak_bytes)}{alone}; "
-        f"give at least that, or use more ranks, {less}, or a topology with more memory. It holds {ending.count(least.program).summary()}"
+        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least_bytes)}{alone}; "
+        f"give at least that, or use more ranks, {less}, or a topology with more memory. "
+        f"It holds {ending.count(feasible.program).summary()}"
     )
 
 
-def _stands(ending: Ending, decided: Decided, least: Fitted) -> Fitted:
-    """The leanest program as it is within its own peak: how much is sent at once, and what moves, goes by the budget."""
-    for _ in range(STANDS):
-        again = ending.finish(decided, least.peak_bytes)
-        if again.fits(least.peak_bytes):
+@attrs.frozen(eq=False)
+class _Fits(Exception):
+    """Ends a search: a plan that fits, where it does not matter whether another one is faster."""
+
+    decided: Decided
+    done: Fitted
+
+
+def _searched(
+    make: Callable[..., Decided],
+    ending: Ending,
+    candidates: Candidates,
+    budget_bytes: int,
+    parts: int,
+    tries: int,
+    any_that_fits: bool = False,
+) -> tuple[tuple[Decided, Fitted] | None, Fitted]:
+    """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but the first."""
+    if not ending.gives_way:
+        return _lean(make, ending, budget_bytes, parts, tries)
+    if ending.mesh.size == 1:  # then there is one plan, whatever it may hold
+        decided = make(budget_bytes=None)
+        done = ending.finish(decided, budget_bytes)
+        return ((decided, done) if done.fits(budget_bytes) else None), done
+    searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
+
+    def finish(decided: Decided) -> Fitted:
+        done = ending.finish(decided, budget_bytes)
+        if any_that_fits and done.fits(budget_bytes):
+            raise _Fits(decided, done)
+        return done
+
+    every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
+    most = max(2, WORK // max(1, len(ending.program.nodes)))
+    needs = partial(_needs, ending.program, candidates)
+    try:
+        best, lean = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
+    except _Fits as first:
+        return (first.decided, first.done), first.done
+    return (None if best is None else (best.proposed.plan, best.done)), lean.done
+
+
+def _feasible(tried: Callable[[int], tuple[bool, Fitted]], least: Fitted, lower: int) -> tuple[Fitted, int]:
+    """(a plan that is found within a budget near the least that was tried, that budget as `_gib` says it).
+
+    How much is sent at once, what moves and which shardings are looked at go by the budget, so only what was searched for with a
+    budget is known to be found with it. Upwards until something is found, then down as far as what was found holds less, `lower`
+    times at most.
+    """
+    known: tuple[Fitted, int] | None = None
+    asked_bytes = _said_bytes(least.peak_bytes)
+    for k in range(STANDS):
+        fits, plan = tried(asked_bytes)
+        if fits:
+            known = plan, asked_bytes
+            lower_bytes = _said_bytes(plan.peak_bytes)
+            if lower_bytes >= asked_bytes or k >= lower:
+                break
+            asked_bytes = lower_bytes
+        elif known is not None or plan.short:
             break
-        least = again
-    return least
+        else:
+            step = 0 if k < LOWER and plan.peak_bytes > asked_bytes else max(1, asked_bytes // GROWS)
+            least, asked_bytes = plan, _said_bytes(max(plan.peak_bytes, asked_bytes + step))
+    return known or (least, _said_bytes(least.peak_bytes))
 
 
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
@@ -297,13 +358,23 @@ def _lean(
 
 
 def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
-    """The plan says what is held, and what was done to keep to the budget and how long it then takes."""
-    plan = attrs.evolve(decided.plan, peak_bytes=done.peak_bytes or ending.count(done.program).peak_bytes["device"])
-    if done.words:
-        plan = attrs.evolve(plan, memory=done.words, cost_s=plan.cost_s + done.more_s)
+    """The plan says what the program that runs holds and how long it takes, and what was done to keep to the budget."""
+    lanes = ending.lanes(done.program)
+    plan = attrs.evolve(
+        decided.plan,
+        peak_bytes=done.peak_bytes or ending.count(done.program).peak_bytes["device"],
+        cost_s=lanes.end_s,
+        communication_s=lanes.busy_s().get("collectives", 0.0),
+        memory=done.words,
+    )
     return attrs.evolve(decided, plan=plan), done.program
 
 
 def _gib(nbytes: int) -> str:
     """Rounded up: whoever gives it as a budget has enough."""
-    return f"{ceil(nbytes / 2**30 * 100) / 100:.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes:,} B"
+    return f"{ceil(nbytes / 2**30 * 100) / 100:.2f} GiB" if nbytes >= SAID_IN_GIB else f"{nbytes:,} B"
+
+
+def _said_bytes(nbytes: int) -> int:
+    """The bytes that a budget has which is given as `_gib` says it."""
+    return int(ceil(nbytes / 2**30 * 100) / 100 * 2**30) if nbytes >= SAID_IN_GIB else nbytes

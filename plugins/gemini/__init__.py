@@ -16,7 +16,8 @@ for its rates and search (`rcache.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -190,5 +191,5 @@ def _changes(count: int, held: set[int], read: set[int]) -> Iterable[tuple[int, 
 
 
 @cf.hookimpl
-def colofunc_memory_policies() -> Mapping[str, cf.MemoryPolicy]:
-    return {"gemini": gemini(), "elixir": elixir(), **{f"gemini_{name}": gemini(name) for name in ("device", "host", "static", "auto")}}
+def colofunc_memory_policies() -> Mapping[str, Callable[..., cf.MemoryPolicy]]:
+    return {"gemini": gemini, "elixir": elixir, **{f"gemini_{name}": partial(gemini, name) for name in PLACEMENTS}}

@@ -89,13 +89,13 @@ class Experts:
         of = cf.reading.moments(program)
         rows = cf.reading.rows(program, ranks, self.name)
         # Whatever works on the rows does so along them; experts do as they are wished to.
-        found = [cf.Wish(v.name, f"({text} b) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
+        found = [cf.Wish(v.name, f"({text} _) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
         for id in program.inputs:
             value = program.values[id]
             mine = of.get(id, id) in weights
             if value.role in ("param", "frozen", "state"):
-                dims = [f"d{d}" for d in range(len(value.shape))]
-                spec = " ".join([f"({text} e)", *dims[1:]] if mine else dims)
+                dims = ["_"] * len(value.shape)
+                spec = " ".join([f"({text} _)", *dims[1:]] if mine else dims)
                 found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
         several = [a for a in axes if mesh.axis_size(a) > 1]
         words = ("dispatch", "staged")[: len(several)]

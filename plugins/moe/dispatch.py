@@ -191,7 +191,7 @@ class Dispatch:
 def strategies(call: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
     """Dispatch over one axis, or over two at once and staged."""
     x = int(call.target == BACKWARD)
-    rows, held, ranks = {"b0": f"{' '.join(axes)} b0"}, {"e": f"{' '.join(axes)} e"}, prod(mesh.axis_size(a) for a in axes)
+    rows, held, ranks = {"b0": f"{' '.join(axes)} _"}, {"e": f"{' '.join(axes)} _"}, prod(mesh.axis_size(a) for a in axes)
     if ranks == 1 or call.ins[x].shape[0] % ranks or call.ins[x + 3].shape[0] % ranks:
         return
     ins = [rows] * (3 + x) + [held] * (len(call.ins) - 3 - x)

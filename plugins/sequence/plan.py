@@ -84,15 +84,15 @@ class SequencePlan:
         # Around blocks over one axis, another plan or `heads` may exchange heads.
         return KINDS[self.mode].strategies(call, mesh, axis, Heads, [a for a in mesh.axis_names if a != axis])
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
         axis, *heads = (self._atom(mesh, a) for a in self.axes)
         if all(mesh.axis_size(a) == 1 for a in (axis, *heads)):
             return []
         written = self.mode == "gather_kv"
         calls = cf.tokens.attention(program, self.name, written, instead=f"take gather_kv({self.axes[0]!r})")
         striped = self.mode != "ulysses" and self._striped(calls)
-        dealt = (*heads, "s", axis) if striped else (axis, *heads, "s")
-        tokens = cf.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written)
+        dealt = (*heads, "_", axis) if striped else (axis, *heads, "_")
+        tokens = cf.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules)
         return [*tokens, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:

@@ -53,12 +53,14 @@ class Megatron:
     def name(self) -> str:
         return f"tensor(1d, {self.axes[0]})"
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
         (axis,) = mesh.atoms(self.axes)
         if mesh.axis_size(axis) == 1:
             return []
-        specs: dict[int, str | cf.Layout] = dict(self._specs(program, mesh, axis))
-        layers = [] if self.sequence else list(cf.reading.experts(program, mesh, axis, self.name))
+        rules = rules or cf.Rules(program, mesh)
+        pairs = cf.product_pairs(program, mesh, axis, rules)
+        specs: dict[int, str | cf.Layout] = dict(self._specs(program, pairs, axis))
+        layers = [] if self.sequence else list(cf.reading.experts(program, mesh, axis, self.name, rules=rules))
         for _, _, leaves in layers:
             specs |= leaves
         if not specs:
@@ -66,28 +68,36 @@ class Megatron:
                 f"{self.name} finds no two products with weights of which one feeds the other and whose heads and widths "
                 f"divide over {mesh.axis_size(axis)} ranks; use fewer, or tensor('auto', {axis!r})"
             )
-        rest = {3: f"b ({axis} s) d"} if self.sequence else {}
+        if not self.sequence:  # else what stays whole works on the tokens of a rank
+            held = {product.index for product in (*pairs.columns, *pairs.rows)} | {index for index, _, _ in layers}
+            instead = f"use fewer ranks, tensor('auto', {axis!r}), or zero(...) for this model"
+            cf.products.worthwhile(program, rules, held, self.name, instead)
+        rest = {3: f"_ ({axis} _) _"} if self.sequence else {}
         found, weights = [], [id for id in program.inputs if program.values[id].role in ("param", "frozen")]
         for id, spec in cf.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
             value = program.values[id]
             found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
         return found + list(dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes))
 
-    def _specs(self, program: Any, mesh: cf.Mesh, axis: str) -> Iterator[tuple[int, str]]:
+    def _held(self, pairs: Any) -> list[Any]:
+        """The products that are split."""
+        columns = [product for product in pairs.columns if self.vocabulary or product not in pairs.vocabulary]
+        return [*columns, *pairs.rows]
+
+    def _specs(self, program: Any, pairs: Any, axis: str) -> Iterator[tuple[int, str]]:
         """Leaf -> spec, of weights, biases and tables."""
-        pairs, tables = cf.product_pairs(program, mesh, axis), _tables(program)
-        for product, stripes in pairs.columns.items():
-            if product in pairs.vocabulary and not self.vocabulary:
+        tables = _tables(program)
+        for product in self._held(pairs):
+            if product in pairs.rows:
+                yield product.leaf, product.spec(summed=cf.products.dim(axis, "_", pairs.rows[product]))
                 continue
-            split = cf.products.dim(axis, "o", stripes)
+            split = cf.products.dim(axis, "_", pairs.columns[product])
             yield product.leaf, product.spec(kept=split)
             if product.bias is not None:
                 yield product.bias, split
             if product in pairs.vocabulary:
                 rows = program.values[product.leaf].shape[product.kept]
-                yield from ((id, f"({axis} v) e") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
-        for product, stripes in pairs.rows.items():
-            yield product.leaf, product.spec(summed=cf.products.dim(axis, "i", stripes))
+                yield from ((id, f"({axis} _) _") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
 
 
 def _tables(program: Any) -> list[int]:

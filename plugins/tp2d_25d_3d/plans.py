@@ -53,15 +53,15 @@ class Gridded:
             return Cube(x, y, z), Cube(y, x, z)
         return (Grid(*mesh.atoms(self.axes)),)
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
         self._check(mesh)
         if all(mesh.axis_size(a) == 1 for a in self.axes):
             return []
-        rules, rows = cf.Rules(program, mesh), self._rows(program, mesh)
+        rules, rows = rules or cf.Rules(program, mesh), self._rows(program, mesh)
         specs: dict[int, str | cf.Layout] = {}
         patterns = {}
         for product, grid, stripes in self._products(program, mesh, rules):
-            inputs, outputs = products.dim(grid.lies["w"]["i"], "i"), products.dim(grid.lies["w"]["o"], "o", stripes)
+            inputs, outputs = products.dim(grid.lies["w"]["i"], "_"), products.dim(grid.lies["w"]["o"], "_", stripes)
             specs.setdefault(product.leaf, product.spec(inputs, outputs))
             if product.bias is not None:
                 specs.setdefault(product.bias, outputs)
@@ -76,12 +76,12 @@ class Gridded:
         held, dense = {product.index for product in patterns}, set(specs)
         # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others have rows.
         first, width, *more = mesh.atoms(self.axes)
-        for index, wishes, leaves in cf.reading.experts(program, mesh, width, self.name, rows=(first, *more)):
+        for index, wishes, leaves in cf.reading.experts(program, mesh, width, self.name, (first, *more), rules):
             held.add(index)
             found += wishes
             specs |= leaves
             dense -= set(leaves)  # what works on them is said already
-        self._worthwhile(program, rules, held)
+        products.worthwhile(program, rules, held, self.name, "use zero(...) for this model, or sizes that the axes divide")
         for id, spec in cf.reading.with_moments(program, specs).items():
             found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id in dense))
         return [*rows, *dict.fromkeys(found)]
@@ -97,7 +97,7 @@ class Gridded:
     def _products(self, program: Any, mesh: cf.Mesh, rules: cf.Rules) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
-        pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1])
+        pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1], rules)
         every = list(products.weighted(program, rules))
         apart = cf.reading.routers(program, {product.index for product in every})  # as narrow as there are experts: by cost
         for product in every:
@@ -110,15 +110,6 @@ class Gridded:
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
 
-    def _worthwhile(self, program: Any, rules: cf.Rules, held: set[int]) -> None:
-        """Raises where most of the work is not in products on the grid: it would be copied, or split in some other way."""
-        share, rest = products.share(program, rules, held)
-        if share < 0.5:
-            raise cf.PlanError(
-                f"{self.name}: products that the grid can hold are {100 * share:.0f} % of the work with weights; the most of the rest is "
-                f"{rest}; use zero(...) for this model, or sizes that the axes divide"
-            )
-
     def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
         """The rows of the batch on the axes that are for them."""
         first, _, *depth = mesh.atoms(self.axes)
@@ -126,7 +117,7 @@ class Gridded:
             depth = []
         on = tuple(sorted((first, *depth), key=mesh.axis_names.index))
         ways = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
-        spec = f"({' '.join(on)} b) ..."
+        spec = f"({' '.join(on)} _) ..."
         return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.reading.rows(program, ways, self.name)]
 
 
@@ -157,11 +148,11 @@ class Auto:
         names = [a for a in self.axes if a in mesh and mesh.axis_size(a) > 1]
         return [Grid(*way) for way in permutations(names)] if len(names) == 2 else []
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
         axes = [a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1]
         if not axes:
             return []
-        found, rules = [], cf.Rules(program, mesh)
+        found, rules = [], rules or cf.Rules(program, mesh)
         patterns = tuple(grid.words(1) for grid in self.grids(mesh))
         for product in products.weighted(program, rules):
             node = program.nodes[product.index]

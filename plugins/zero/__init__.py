@@ -140,9 +140,9 @@ class Zero:
         if rows % ways:
             raise cf.PlanError(
                 f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
-                "take a multiple of these (cf.pad adds rows without weight)"
+                f"take a multiple of these (cf.pad(batch, multiple=1, rows={ways}) adds rows that labels or a mask leave out)"
             )
-        spec = f"({' '.join(axes)} b) ..."
+        spec = f"({' '.join(axes)} _) ..."
         mine = [v for v in leaves if v.shape[0] == rows]
         return [cf.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
 
@@ -179,8 +179,8 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
     if ways and prod(shape) > SMALL:
         longest = max(range(len(shape)), key=lambda d: shape[d])
         return _spec(shape, longest, ways[-1], "~")
-    return " ".join(f"d{d}" for d in range(len(shape)))
+    return " ".join("_" for _ in shape)
 
 
 def _spec(shape: tuple[int, ...], dim: int, axes: tuple[str, ...], pad: str = "") -> str:
-    return " ".join(f"({' '.join(axes)} d{d}{pad})" if d == dim else f"d{d}" for d in range(len(shape)))
+    return " ".join(f"({' '.join(axes)} _{pad})" if d == dim else "_" for d in range(len(shape)))

@@ -45,4 +45,4 @@ def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> It
 
 
 def _whole(dims: int) -> str:
-    return " ".join(f"d{d}" for d in range(dims))
+    return " ".join(["_"] * dims)

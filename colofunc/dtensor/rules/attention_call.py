@@ -54,6 +54,7 @@ class AttentionCall:
 
     @property
     def backward(self) -> bool:
+        """Whether this is the backward call."""
         return self.call.target == self.BACKWARD
 
     def get(self, name: str) -> Any:
@@ -102,6 +103,7 @@ class AttentionCall:
 
     @property
     def needs_dbias(self) -> bool:
+        """Whether a bias is there whose gradient is wanted."""
         return bool(self.get("need_dbias")) and self.operand("bias") is not None
 
     def bias_has(self, dim: int) -> bool:

@@ -44,8 +44,8 @@ def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
 
 def embedding_dense_backward(call: Call) -> Rule:
     n = len(call.ins[1].shape)
-    index = " ".join(names("i", n))
     by_frequency = bool(call.arg(4, "scale_grad_by_freq", False))  # counts all indices: they must be whole
+    index = " ".join(f"[{i}]" if by_frequency else i for i in names("i", n))
     return bind(
         call,
         {0: f"{index} e", 1: index},

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
+import attrs
 import torch
 
 from colofunc.dtensor.layout import Dim, Layout
@@ -128,9 +130,20 @@ def _split_queues(call: Call, mesh: Mesh) -> Iterator[Strategy]:
     yield from opened(call, mesh, expert_position(call), ["b0"], code, lambda call, split: 8.0 * count)
 
 
+def _grouped(text: str, **more: Any) -> RuleFn:
+    """The rule of a grouped product: each row is multiplied with one expert's matrix."""
+    without_flops = pattern(text, linear=[{0}, {1}], **more)
+
+    def rule(call: Call) -> Rule | None:
+        found = without_flops(call)
+        return found and attrs.evolve(found, flops=2 * prod(found.sizes[factor] for factor in "sio"))
+
+    return rule
+
+
 RULES: dict[str, RuleFn] = {
-    "colofunc.grouped_mm": pattern("[s] i, [e] i o, [e] -> [s] o", reduce={"i": "sum"}, linear=[{0}, {1}]),
-    "colofunc.grouped_mm_dw": pattern("[s] i, [s] o, [e] -> [e] i o", linear=[{0}, {1}]),
+    "colofunc.grouped_mm": _grouped("[s] i, [e] i o, [e] -> [s] o", reduce={"i": "sum"}),
+    "colofunc.grouped_mm_dw": _grouped("[s] i, [s] o, [e] -> [e] i o"),
     "colofunc.experts": experts,
     "colofunc.experts_backward": experts_backward,
     "colofunc.expert_position": expert_position,

@@ -1,6 +1,7 @@
 """Operators that cut, join and shift along a dim.
 
     slice (8,) [4:8]                ([k] c) -> c                    blocks of gcd(start, length, size) stay free
+    slice (8,) [1::2]               (j [k]) -> j                    one of every k, which stay together
     split (12,) in 4, 8             ([k] c) -> c, ([k1] c)
     cat (6,), (3,)                  ([k0] c), ([k1] c) -> ([k] c)   the same, joined
     flip, roll, pad, diagonal       [d0] d1 -> [d0] d1              what moves is whole
@@ -70,8 +71,11 @@ def _slice_rule(
     if (low, high, step) == (0, size, 1):
         return full, full, {}
     sizes.pop(f"d{dim}", None)
+    taken = len(range(low, high, step))
+    if step != 1 and low < step and taken * step == size:
+        sizes |= {"j": taken, "k": step}
+        return put(full, dim, ("j", "k")), put(full, dim, ("j",)), {"whole": frozenset("k"), "scale": (dim, size, low, size, step)}
     if step != 1:
-        taken = len(range(low, high, step))
         sizes |= {"k": size, "j": taken}
         return put(full, dim, ("k",)), put(full, dim, ("j",)), {"whole": frozenset("kj")}
     cut = gcd(gcd(low, high - low), size)
@@ -79,20 +83,23 @@ def _slice_rule(
         sizes |= {"k": size, "j": high - low}
         return put(full, dim, ("k",)), put(full, dim, ("j",)), {"whole": frozenset("kj")}
     outer, inner = put(full, dim, blocks(cut, sizes, "k", size)), put(full, dim, blocks(cut, sizes, "j", high - low))
-    return outer, inner, {"whole": frozenset("kj") & frozenset(sizes), "scale": (dim, size, low, high)}
+    return outer, inner, {"whole": frozenset("kj") & frozenset(sizes), "scale": (dim, size, low, high, step)}
 
 
-def _scaled(at: int, scale: tuple[int, int, int, int] | None, which: int | None) -> Any:
-    """localize for slices: start and end shrink with the dim. `which`: operand with the whole dim, None: the result."""
+def _scaled(at: int, scale: tuple[int, int, int, int, int] | None, which: int | None) -> Any:
+    """localize for slices: start and end shrink with the dim, but not the place among each `step` elements.
+
+    `which`: operand with the whole dim, None: the result.
+    """
     if scale is None:
         return None
-    dim, size, low, high = scale
+    dim, size, low, high, step = scale
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
         whole = outs[0] if which is None else ins[which]
         assert whole is not None
         local = whole.local_shape[dim]
-        args, kwargs = with_arg(call, at, "start", low * local // size)
+        args, kwargs = with_arg(call, at, "start", low * local // size if step == 1 else low)
         from_call = Call(call.target, args, kwargs, call.ins, call.outs)
         return with_arg(from_call, at + 1, "end", high * local // size)
 
@@ -198,7 +205,8 @@ def keep(call: Call, whole_dims: Sequence[int], **more: Any) -> Rule | None:
     """Same dims before and after, some of them whole."""
     shape = call.ins[0].shape
     dims, sizes = dims_of(shape)
-    whole = frozenset(f for i in whole_dims for f in dims[wrap(i, len(shape))])
+    held = [wrap(i, len(shape)) for i in whole_dims] if shape else []  # dim 0 of a tensor without dims is none
+    whole = frozenset(f for i in held for f in dims[i])
     return moves([dims], [dims], sizes, whole=whole, **more)
 
 

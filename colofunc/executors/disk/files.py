@@ -25,11 +25,13 @@ import fcntl
 import json
 import os
 import platform
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from colofunc import owned
 from colofunc.errors import DiskError
 from colofunc.executors.disk.layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
 from colofunc.mesh.sizes import size_text
@@ -78,13 +80,13 @@ class Files:
         self.owner = os.getpid()
         self.direct = DIRECT != 0
         self._lock_fd = lock_fd
-        self._folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._folder_fd = owned.open_folder(path)
         self._fds: list[int] = []
 
     def open_versions(self, create: bool) -> None:
         for name in VERSIONS[: self.layout.versions]:
             # Opened without O_DIRECT: a file system that refuses it would have made the file already.
-            flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
             self._fds.append(os.open(name, flags, 0o600, dir_fd=self._folder_fd))
             if create and self.layout.file_bytes:
                 os.posix_fallocate(self._fds[-1], 0, self.layout.file_bytes)
@@ -127,7 +129,7 @@ class Files:
             for fd in self._fds:
                 os.fdatasync(fd)
         new = INDEX + ".new"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=self._folder_fd)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder_fd)
         with open(fd, "wb") as file:
             file.write(index_text(found))
             file.flush()
@@ -149,7 +151,7 @@ class Files:
 
 def create(directory: str | os.PathLike[str], layout: Layout, rank: int, keep: bool) -> Files:
     """A folder with everything allocated. Raises DiskError before anything is left behind."""
-    parent = Path(os.path.abspath(directory))
+    parent = owned.given(directory, "disk", DiskError)
     if not parent.exists():
         raise DiskError(f"the disk directory {str(parent)!r} does not exist. Try: mkdir -p {parent}")
     if not parent.is_dir():
@@ -176,7 +178,7 @@ def create(directory: str | os.PathLike[str], layout: Layout, rank: int, keep: b
 
 def reopen(directory: str | os.PathLike[str], rank: int | None) -> tuple[Files, Committed]:
     """The store in a directory (or the one at this path) that no process uses, and what its last commit says."""
-    given = Path(os.path.abspath(directory))
+    given = owned.given(directory, "disk", DiskError)
     if not given.is_dir():
         raise DiskError(f"there is no directory {str(given)!r} with a store in it. Try: the directory that the store was made in")
     try:
@@ -265,15 +267,30 @@ def _sign(fd: int, rank: int, keep: bool) -> None:
 
 
 def _owner(fd: int) -> dict[str, Any]:
-    """What the lock says; nothing where its owner was killed before it could sign."""
+    """What the lock says; nothing where its owner was killed before it could sign, or where it is no lock of ours."""
     try:
-        return dict(json.loads(os.pread(fd, 4096, 0)))
-    except ValueError:
+        said = json.loads(os.pread(fd, 4096, 0))
+    except (ValueError, RecursionError):
         return {}
+    kinds = {"host": str, "pid": int, "rank": int, "keep": bool}
+    signed = type(said) is dict and said.keys() == kinds.keys() and all(type(said[key]) is kind for key, kind in kinds.items())
+    return said if signed else {}
+
+
+def _open_lock(path: Path) -> int:
+    """The lock of a store. Raises OSError where it, or the store, is a link."""
+    folder_fd = owned.open_folder(path)
+    try:
+        return os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder_fd)
+    finally:
+        os.close(folder_fd)
 
 
 def _stores(parent: Path, rank: int | None = None) -> Iterator[Path]:
-    yield from sorted(parent.glob(f"{PREFIX}*" if rank is None else f"{PREFIX}{rank:05d}-*"))
+    """Folders that have the names of stores, and are no links."""
+    number = r"\d{5}" if rank is None else f"{rank:05d}"
+    pattern = re.compile(rf"{PREFIX}{number}-[0-9a-f]{{12}}")
+    yield from (p for p in sorted(parent.iterdir()) if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
 
 def _sweep(parent: Path) -> list[Path]:
@@ -281,20 +298,20 @@ def _sweep(parent: Path) -> list[Path]:
     others = []
     for path in _stores(parent):
         try:
-            fd = os.open(path / LOCK, os.O_RDWR)
+            fd = _open_lock(path)
         except FileNotFoundError:
             with contextlib.suppress(OSError):
                 path.rmdir()  # one that was killed between its first two system calls: empty
             continue
         except OSError:
-            others.append(path)  # another user's
+            others.append(path)  # another user's, or no store
             continue
         if not _lock(fd):
             others.append(path)
             continue
         owner = _owner(fd)
         if owner.get("host") == platform.node() and not owner["keep"]:
-            folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            folder_fd = owned.open_folder(path)
             _erase(path, folder_fd)
             os.close(folder_fd)
         else:
@@ -304,9 +321,8 @@ def _sweep(parent: Path) -> list[Path]:
 
 
 def _erase(path: Path, folder_fd: int) -> None:
-    for name in (INDEX, INDEX + ".new", *VERSIONS, LOCK):  # the lock last: without it nobody would finish this
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder_fd)
+    # The lock last: without it nobody would finish this.
+    owned.remove_files(folder_fd, dict.fromkeys((INDEX, INDEX + ".new", *VERSIONS, LOCK)), last=LOCK)
     with contextlib.suppress(OSError):  # gone, or moved, or it holds files of somebody else
         path.rmdir()
 
@@ -319,7 +335,7 @@ def _claim_one(given: Path, rank: int | None) -> tuple[Path, int]:
     for path in paths:
         if not (path / INDEX).exists():
             continue
-        fd = os.open(path / LOCK, os.O_RDWR)
+        fd = _open_lock(path)
         said = _owner(fd)
         if _lock(fd):
             free.append((path, fd))

@@ -1,8 +1,8 @@
 """Folders of `torch.distributed.checkpoint`: written through torch's own writer, read without running pickles.
 
 Problem: other tools speak DCP, whose metadata is a pickle, and a pickle may run anything. Idea: torch writes (our planner
-tells it which parts there are); the metadata is read by an unpickler that knows torch's own record classes by name and
-refuses everything else, and the data by `torch.load(weights_only=True)`.
+tells it which parts there are); metadata and data are read as plain data (`unpickled.py`, `torch_file.py`), in which the names
+of torch's own records stand for records of the reader, and every other name is refused.
 
     boxes("w", region)                      # the region as slices, for the writer in `dcp_planner`
     found = read_metadata(folder)            # name -> Stored (shape, dtype, chunks)
@@ -10,12 +10,11 @@ refuses everything else, and the data by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
-import zipfile
+import os
 import zlib
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,8 +24,12 @@ import torch
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint.files import Item, inside
 from colofunc.functional.checkpoint.regions import Pick, Region, Span, common, take
+from colofunc.functional.checkpoint.torch_file import Changed, read_saved, torch_dtype
+from colofunc.functional.checkpoint.unpickled import Maker, NoPickle, Record, read_pickle, record
 
 METADATA = ".metadata"
+MOST_METADATA_BYTES = 1 << 30
+MOST_KEYS = 100  # containers around a leaf
 MOST_BOXES = 4096  # of one part; a stripe of single elements has as many as elements
 
 
@@ -91,34 +94,86 @@ def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, Sto
     """
     path = folder / METADATA
     try:
+        if path.stat().st_size > MOST_METADATA_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {MOST_METADATA_BYTES}; it is not read")
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is incomplete") from error
     if crc32 is not None and zlib.crc32(data) != crc32:
         raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
     try:
-        metadata: Any = _Restricted(io.BytesIO(data), path).load()
-        infos: dict[tuple[str, Any], Any] = {(at.fqn, at.offset): info for at, info in metadata.storage_data.items()}
-        found = {name: _stored(name, entry, infos) for name, entry in metadata.state_dict_metadata.items()}
+        metadata = _state(read_pickle(data, partial(_known, path)), "Metadata")
+        infos = {_index(at): _state(info, "_StorageInfo") for at, info in metadata["storage_data"].items()}
+        found = {_text(name): _stored(_text(name), entry, infos) for name, entry in metadata["state_dict_metadata"].items()}
+        return found, _paths(metadata.get("planner_data"))
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}") from error
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return found, {name: tuple(keys) for name, keys in paths.items()}
 
 
-def _stored(name: str, entry: Any, infos: dict[tuple[str, Any], Any]) -> Stored:
-    if type(entry).__name__ == "BytesStorageMetadata":
-        info = infos[name, None]
-        return Stored((), None, (Chunk(inside(info.relative_path), info.offset, info.length, Region(())),))
+def _state(made: Any, *kinds: str) -> dict[str, Any]:
+    """The fields of a record of one of these kinds."""
+    if type(made) is not Record or made.kind not in kinds or type(made.state) is not dict:
+        raise NoPickle(f"a record of {' or '.join(kinds)} is expected")
+    return made.state
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise NoPickle(f"a name is expected, not {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    """A position or a size, as a file may have it."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise NoPickle(f"a position or size is expected, not {value!r:.40}")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is Record and value.kind == "Size":
+        (value,) = value.args
+    return tuple(_number(n) for n in value)
+
+
+def _index(at: Any) -> tuple[str, tuple[int, ...] | None]:
+    """(name, offset), under which torch keeps where a chunk is."""
+    fields = _state(at, "MetadataIndex")
+    offset = fields.get("offset")
+    return _text(fields["fqn"]), None if offset is None else _sizes(offset)
+
+
+def _paths(said: Any) -> dict[str, tuple[Any, ...]]:
+    """Name -> keys, with which the nesting is rebuilt; none where another planner left something else."""
+    paths = said if type(said) is dict else {}
+    for keys in paths.values():
+        if type(keys) not in (tuple, list) or not 0 < len(keys) <= MOST_KEYS or any(type(key) not in (str, int) for key in keys):
+            raise NoPickle(f"keys of a leaf are expected, not {keys!r:.40}")
+    return {_text(name): tuple(keys) for name, keys in paths.items()}
+
+
+def _stored(name: str, entry: Any, infos: dict[Any, dict[str, Any]]) -> Stored:
+    fields = _state(entry, "BytesStorageMetadata", "TensorStorageMetadata") if entry.state is not None else {}
+    if entry.kind == "BytesStorageMetadata":
+        return Stored((), None, (_chunk(name, infos[name, None], Region(())),))
+    dtype, *_ = fields["properties"].state
+    if not isinstance(dtype, torch.dtype):
+        raise NoPickle(f"{name!r} has no dtype")
     chunks = []
-    for chunk in entry.chunks:
-        info = infos.get((name, chunk.offsets)) or infos[name, None]
-        if info.transform_descriptors:
-            raise CheckpointError(f"{name!r} is stored through {info.transform_descriptors}, which only its writer can undo")
-        chunks.append(Chunk(inside(info.relative_path), info.offset, info.length, Region.box(chunk.offsets, chunk.sizes)))
-    return Stored(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+    for chunk in fields["chunks"]:
+        part = _state(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(part["offsets"]), _sizes(part["sizes"])
+        info = infos.get((name, offsets)) or infos[name, None]
+        chunks.append(_chunk(name, info, Region.box(offsets, sizes)))
+    return Stored(_sizes(fields["size"]), dtype, tuple(chunks))
+
+
+def _chunk(name: str, info: dict[str, Any], region: Region) -> Chunk:
+    if info.get("transform_descriptors"):
+        raise CheckpointError(f"{name!r} is stored through {info['transform_descriptors']!r:.80}, which only its writer can undo")
+    return Chunk(inside(_text(info["relative_path"])), _number(info["offset"]), _number(info["length"]), region)
 
 
 def read_chunk(folder: Path, name: str, verify: bool, chunk: Chunk, picks: tuple[Pick, ...]) -> torch.Tensor:
@@ -133,22 +188,28 @@ def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> A
     """What `torch.save` wrote. verify: compare the checksums that its zip archive has of each record."""
     path = folder / chunk.file
     try:
-        with open(path, "rb") as file:
-            file.seek(chunk.start)
-            data = file.read(chunk.nbytes)
-        if len(data) < chunk.nbytes:
-            raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {chunk.start + chunk.nbytes}")
-        changed = zipfile.ZipFile(io.BytesIO(data)).testzip() if verify else None
-        if changed is not None:
-            raise CheckpointError(
-                f"{path}: the bytes of {name!r} are not those that were saved (checksum of {changed!r}); load another checkpoint, copy "
-                "this one again, or write verify=False where torch was told to write no checksums"
-            )
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return read_saved(_bytes_of(path, name, chunk), verify)
+    except Changed as error:
+        raise CheckpointError(
+            f"{path}: the bytes of {name!r} are not those that were saved (checksum of {str(error)!r}); load another checkpoint, copy "
+            "this one again, or write verify=False where torch was told to write no checksums"
+        ) from error
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path}: {name!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _bytes_of(path: Path, name: str, chunk: Chunk) -> bytearray:
+    with open(path, "rb") as file:
+        if chunk.start + chunk.nbytes > os.fstat(file.fileno()).st_size:
+            raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {chunk.start + chunk.nbytes}")
+        memory = bytearray(chunk.nbytes)
+        file.seek(chunk.start)
+        count = file.readinto(memory)
+    if count < chunk.nbytes:
+        raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {chunk.start + chunk.nbytes}")
+    return memory
 
 
 _RECORDS = {
@@ -158,25 +219,22 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
     "torch": {"Size"},
 }  # fmt: skip
 
 
-class _Restricted(pickle.Unpickler):
-    """Knows the records that torch itself puts into a DCP metadata, and nothing else."""
-
-    def __init__(self, data: io.BytesIO, path: Path) -> None:
-        super().__init__(data)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath
-        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if name in _RECORDS.get(module, ()) or isinstance(found, torch.dtype):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"{self._path} asks for {module}.{name}, which is none of torch's checkpoint records; a pickle may run anything, "
-            "so it is not read. Load it with torch where you trust it, and save it as safetensors"
-        )
+def _known(path: Path, module: str, name: str) -> Any:
+    """The records that torch itself puts into a DCP metadata, and nothing else."""
+    if name in _RECORDS.get(module, ()):
+        return record(name)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Maker(dict)
+    if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+        return record("Path")
+    dtype = torch_dtype(module, name)
+    if dtype is not None:
+        return dtype
+    raise CheckpointError(
+        f"{path} asks for {module}.{name}, which is none of torch's checkpoint records; a pickle may run anything, "
+        "so it is not read. Load it with torch where you trust it, and save it as safetensors"
+    )

@@ -71,8 +71,12 @@ class Piece:
 
     @staticmethod
     def from_json(data: Sequence[Any]) -> Piece:
+        """Raises ValueError where the checksums are not those of so many bytes."""
         file, start, nbytes, region, sums = data
-        return Piece(inside(file), start, nbytes, Region.from_json(region), base64.b64decode(sums))
+        checksums = base64.b64decode(sums, validate=True)
+        if start < 0 or nbytes < 0 or len(checksums) != 4 * -(-nbytes // BLOCK_BYTES):
+            raise ValueError(f"a piece of {nbytes} bytes from byte {start} on has {len(checksums) // 4} checksums")
+        return Piece(inside(file), start, nbytes, Region.from_json(region), checksums)
 
 
 def inside(file: Any) -> str:

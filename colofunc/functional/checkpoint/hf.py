@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colofunc.dtensor.lazy import LazyTensor, without_data
+from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 
@@ -29,6 +30,17 @@ def is_transformers(module: nn.Module) -> bool:
 
 def is_peft(module: nn.Module) -> bool:
     return any(cls.__module__ == "peft.peft_model" and cls.__name__ == "PeftModel" for cls in type(module).__mro__)
+
+
+def is_diffusers(module: nn.Module) -> bool:
+    return any(cls.__module__ == "diffusers.models.modeling_utils" and cls.__name__ == "ModelMixin" for cls in type(module).__mro__)
+
+
+def stem(module: nn.Module) -> str:
+    """How the names of the library's weight files begin."""
+    if is_peft(module):
+        return plainfile.ADAPTERS
+    return plainfile.DIFFUSERS if is_diffusers(module) else plainfile.WHOLE
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
@@ -220,9 +232,9 @@ def save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     if is_peft(module):
         for config in module.peft_config.values():
             config.save_pretrained(folder)
-        (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
         return
     if not is_transformers(module):
+        _save_own_config(module, folder)
         return
     # A copy: the module is the user's.
     config = type(module.config).from_dict(module.config.to_dict())
@@ -231,3 +243,11 @@ def save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
+
+
+def _save_own_config(module: Any, folder: Path) -> None:
+    """The configuration of a module that writes it itself, under a name that its class has."""
+    name = getattr(type(module), "config_name", None)
+    if not isinstance(name, str) or not callable(getattr(module, "save_config", None)):
+        return
+    module.save_config(folder)

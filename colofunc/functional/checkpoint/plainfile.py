@@ -18,7 +18,9 @@ from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.functional.checkpoint.regions import Region
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# How the names of weight files begin: of whole models, of those of diffusers, of adapters alone.
+WHOLE, DIFFUSERS, ADAPTERS = "model", "diffusion_pytorch_model", "adapter_model"
+WHOLE_STEMS = (WHOLE, DIFFUSERS)
 OWN = re.compile(r"rank-\d{5}-\d{5}\.safetensors")  # files of cf.save
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -32,17 +34,29 @@ def entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
+def single(stem: str) -> str:
+    """The name of the file of a model that is not split."""
+    return f"{stem}.safetensors"
+
+
+def index(stem: str) -> str:
+    """The name of the list of the files of one that is."""
+    return f"{stem}.safetensors.index.json"
+
+
+def weight_globs(stem: str) -> tuple[str, ...]:
+    """What matches the names of weight files and of their list."""
+    return (index(stem), single(stem), f"{stem}-*-of-*.safetensors")
+
+
 def files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
-    if (folder / INDEX).exists():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is no index of safetensors: {error!r}") from error
-        return [_inside(folder, name) for name in names]
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
+    for stem in WHOLE_STEMS:
+        if (folder / index(stem)).exists():
+            return _listed(folder, folder / index(stem))
+        if (folder / single(stem)).exists():
+            return [folder / single(stem)]
     some = sorted(folder.glob("*.safetensors"))
     if not some:
         raise CheckpointError(_nothing(folder))
@@ -51,9 +65,17 @@ def files(folder: Path) -> list[Path]:
     return some
 
 
-def _inside(folder: Path, name: Any) -> Path:
+def _listed(folder: Path, listing: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(listing.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{listing} is no index of safetensors: {error!r}") from error
+    return [_inside(folder, listing, name) for name in names]
+
+
+def _inside(folder: Path, listing: Path, name: Any) -> Path:
     if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"{folder / INDEX} names the file {name!r}, which is not one of its folder")
+        raise CheckpointError(f"{listing} names the file {name!r}, which is not one of its folder")
     return folder / name
 
 

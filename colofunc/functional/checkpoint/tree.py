@@ -10,15 +10,17 @@ and other mappings are written with the names of their fields and come back as d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.checkpoint.files import dtype_name, dtype_of
 from colofunc.program.tracing.tree import container, join, rebuild
+from colofunc.untrusted import Wrong
 
 Json = Any
 
@@ -87,6 +89,41 @@ def _key(key: Any, name: str) -> Json:
 
 
 # ---- back ----
+
+MOST_DEPTH = 200
+_KINDS = ("tensor", "array", "list", "tuple", "dict", "record", "value", "float", "complex", "dtype")
+
+
+def check(tree: Json, tensors: Collection[str], depth: int = 0) -> None:
+    """Raise Wrong where this is no tree that `pack` gives, or where it names a tensor that there is not."""
+    kinds = [kind for kind in _KINDS if kind in tree] if type(tree) is dict else []
+    if len(kinds) != 1 or depth > MOST_DEPTH:
+        raise Wrong(f"the state holds {tree!r:.80} at depth {depth}")
+    (kind,) = kinds
+    said = tree[kind]
+    if kind in ("tensor", "array") and (type(said) is not str or said not in tensors):
+        raise Wrong(f"the state has the tensor {said!r:.80}, which is not described")
+    if kind in ("float", "complex", "dtype"):
+        _check_simple(tree)
+    if kind == "value" and type(said) not in (bool, int, str, type(None)):
+        raise Wrong(f"the state holds the value {said!r:.80}")
+    if kind in ("list", "tuple"):
+        for child in untrusted.check(tuple[Any, ...], said, kind):
+            check(child, tensors, depth + 1)
+    if kind in ("dict", "record"):
+        pairs = said.items() if type(said) is dict else untrusted.check(tuple[tuple[Any, Any], ...], said, kind)
+        for key, child in pairs:
+            if type(said) is not dict:
+                _check_simple(key)
+            check(child, tensors, depth + 1)
+
+
+def _check_simple(tree: Json) -> None:
+    try:
+        hash(_simple(tree))
+    except (TypeError, ValueError, CheckpointError) as error:
+        raise Wrong(f"the state holds {tree!r:.80}, which is no number, string or dtype") from error
+
 
 
 def names(tree: Json) -> Iterator[str]:

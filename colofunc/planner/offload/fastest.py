@@ -28,7 +28,7 @@ from colofunc.planner.offload.host_operators import check_where, told
 from colofunc.planner.offload.loops import opened
 from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, places
 from colofunc.planner.offload.trace import Ground, NodeS, ground_of, write
-from colofunc.planner.offload.updates import UPDATES
+from colofunc.planner.offload.updates import updates_of
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
@@ -259,9 +259,9 @@ def _words(best: Found, exposed_s: float) -> Iterator[str]:
         by_role[role] = by_role.get(role, 0) + best.trace.items[k].nbytes
     kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items())) or "no state"
     up, down = found.moved_bytes
-    updates = sum(k in best.on_host for k, node in enumerate(ground.program.nodes) if node.target in UPDATES)
-    total = sum(node.target in UPDATES for node in ground.program.nodes)
-    yield f"on the host: {kept}; {updates} of {total} updates run there"
+    updates = updates_of(ground)
+    on_host = sum(best.on_host.issuperset(update.nodes) for update in updates)
+    yield f"on the host: {kept}; {on_host} of {len(updates)} updates run there"
     if operators := told(ground.program, best.on_host):
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""

@@ -18,15 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from colofunc.errors import PlanError, near
-from colofunc.ops.update import IN_PLACE
-from colofunc.planner.offload.trace import GATHERS, LITTLE, Ground
-from colofunc.program.facts import kind_of, takes_device, written
+from colofunc.planner.offload.trace import GATHERS, LITTLE, UPDATES, Ground
+from colofunc.planner.offload.updates import CAST, able
+from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program
-from colofunc.program.passes.tiered import is_view
 
 SCATTERS = frozenset({"aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"})
-UPDATES = frozenset(target for target, _ in IN_PLACE.values())
-CAST = "aten._to_copy.default"
 CHEAP = frozenset("_to_copy add addcmul div linalg_vector_norm mean mul neg pow sqrt square sub sum".split())
 """Operators that read what they are given once: they go where it lies. In place forms too."""
 
@@ -60,7 +57,7 @@ def _asked(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | 
     """Operators of the modules that are to run on the host, and what goes with them."""
     nodes = ground.program.nodes
     globs = [glob for glob, place in where.items() if place == "host"]
-    found = {k for k, node in enumerate(nodes) if _able(node, ground) and any(fnmatchcase(node.path, glob) for glob in globs)}
+    found = {k for k, node in enumerate(nodes) if able(node, ground) and any(fnmatchcase(node.path, glob) for glob in globs)}
     if not found and not (globs and _made_in_loops(ground)):
         return frozenset()
     for s in placed:
@@ -142,7 +139,7 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
     nodes, lies, values = ground.program.nodes, ground.lies, ground.program.values
     made = _made_in_loops(ground)
     for k, node in enumerate(nodes):
-        if k not in found and _able(node, ground) and (_name(node) in CHEAP or _updates(ground, k)):
+        if k not in found and able(node, ground) and (_name(node) in CHEAP or _updates(ground, k)):
             read = {lies.home[i]: values[i].nbytes for i in node.refs}
             if _updates(ground, k):
                 goes = update != "device" and bool(made & {*read}) and _free(ground, k, placed)
@@ -152,13 +149,6 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
         if k in found and node.phase != "forward":
             made |= {lies.home[o] for o in node.outs if o is not None and lies.home[o] not in placed}
     return frozenset(found)
-
-
-def _able(node: Node, ground: Ground) -> bool:
-    """Whether an operator may run on the host: one that computes, from tensors that it is given."""
-    if kind_of(node) is not None or not node.refs or is_view(node, ground.lies):
-        return False
-    return not (node.target.startswith("aten.") and takes_device(node.target) and node.target != CAST)
 
 
 def _name(node: Node) -> str:

@@ -63,6 +63,8 @@ SCALAR = 8  # bytes of a step count, which goes with nobody
 AUTO = MemoryPolicy("auto")
 BYTES = MemoryPolicy("bytes", slack=inf)
 DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "device", activations=False)
+GIVEN = MemoryPolicy("given", lambda states, room: ["device"] * len(states), activations=False)
+"""Of a step that nobody offloads: what was given elsewhere stays there, and moves nothing else."""
 DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states])
 HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
 

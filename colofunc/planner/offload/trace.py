@@ -19,9 +19,10 @@ import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
+from colofunc.ops.update import IN_PLACE
 from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace
 from colofunc.planner.offload.timeline import Lanes, play
-from colofunc.program.facts import is_copy, is_wire, kind_of, written
+from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, lies
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
@@ -29,6 +30,8 @@ from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, reader
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
 """A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of it."""
+WORK = 2.0
+"""An operator that takes so many times longer than the memory that it touches is bound by its arithmetic."""
 FEW = 1 << 12
 """Of what one tier makes and the other reads, so many bytes are copied right before they are read, which nobody plans."""
 
@@ -73,7 +76,7 @@ def _held(found: Lies, count: int) -> list[int]:
 
 def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
     device_s = tuple(node_s(node, program.values) for node in program.nodes)
-    host_s = tuple(mesh.host_s(_touched(node, program)) for node in program.nodes)
+    host_s = tuple(_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, device_s, strict=True))
     return Ground(program, found, tuple(held), readers(program, found), device_s, host_s, links_of(mesh), given)
 
 
@@ -85,6 +88,7 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
+UPDATES = frozenset(target for target, _ in IN_PLACE.values())
 GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"})
 """Operators that read few rows of their first operand."""
 
@@ -94,6 +98,18 @@ def _touched(node: Node, program: Program) -> int:
     outs = tuple(o for o in node.outs if o is not None)
     ids = (*node.refs[1:], *outs, *outs) if node.target in GATHERS else (*node.refs, *written(node), *outs)
     return sum(program.values[i].nbytes for i in ids)
+
+
+def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
+    """Seconds of a node on the host, where the time of its arithmetic is to that of its memory as it is on the device."""
+    touched, device = _touched(node, program), mesh.topology.device
+    if node.target in UPDATES or is_pointwise(node.target):  # bound by memory, however slow it was measured on the device
+        return mesh.host_s(touched)
+    moved_s = touched / device.memory_bytes_per_s
+    work_s = device_s - device.launch_s
+    # Of gathers the device's seconds count the whole table, and copies between tiers have none of their own.
+    bound_by_work = work_s > WORK * moved_s > 0 and node.target not in GATHERS and kind_of(node) is None
+    return mesh.host_s(touched) * (work_s / moved_s if bound_by_work else 1.0)
 
 
 def trace_of(
@@ -302,8 +318,9 @@ class _Writer:
         program, found = self.ground.program, self.ground.lies
         read = {found.home[i] for k in self.on_host for i in program.nodes[k].refs if not is_view(program.nodes[k], found)}
         later = {found.home[i] for node in program.nodes for i in written(node)} | _shared(found)
-        makers = {s: program.nodes[found.storages[s].born] for s in read if found.storages[s].born >= 0}
-        later |= {s for s, node in makers.items() if found.storages[s].born in self.on_host or node.target.endswith("_start")}
+        made = {s: found.storages[s].born for s in read if found.storages[s].born >= 0}
+        later |= {s for s, k in made.items() if k in self.on_host or program.nodes[k].target.endswith("_start")}
+        later |= {s for s, k in made.items() if s in self.ground.host_reads.get(k, ())}  # by a loop, on the host
         later |= {*self.items, *self.tiered.home}
         return {s for s in read - later if found.storages[s].tier == self.tiered.near and found.storages[s].nbytes < FEW}
 

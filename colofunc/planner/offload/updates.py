@@ -7,6 +7,8 @@ run on the host, the rest on the device. A few shares are tried, then those half
     share 0.75    host: layer 3, 2, 1      device: layer 0, whose update hides the copies of the others
 
 Casts go with them where that makes narrower what travels: gradients leave as they were computed, masters come back narrow.
+
+An update is one operator, or all that was traced of it: Muon's products of matrices, an optimizer written by hand (`Update`).
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from colofunc.ops.update import IN_PLACE
-from colofunc.planner.offload.trace import Ground
-from colofunc.program.facts import written
+import attrs
+
+from colofunc.planner.offload.trace import UPDATES, Ground
+from colofunc.program.facts import is_pointwise, kind_of, takes_device, written
+from colofunc.program.ir import Node
+from colofunc.program.passes.tiered import is_view
 
 SPLITS = (0.0, 1.0, 0.5, 0.75)
 """Shares that are tried first."""
 EVERY = 8
 """Of up to so many updates every share is."""
-UPDATES = frozenset(target for target, _ in IN_PLACE.values())
+WRITE = "colofunc.write_"
 CAST = "aten._to_copy.default"
 LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})
 
@@ -36,20 +41,117 @@ def splits(
     share: the only one that is asked for. tried: shares before, best first; then those between it and its neighbours. seen: sets
     before.
     """
-    updates = [k for k, node in enumerate(ground.program.nodes) if node.target in UPDATES]
-    weigh = [sum(ground.program.values[i].nbytes for i in written(ground.program.nodes[k])) for k in updates]
+    updates = updates_of(ground)
+    weigh = [update.nbytes for update in updates]
     total = sum(weigh)
     for part in _shares(update, weigh, tried) if share is None or update is not None else (share,):
-        chosen, so_far = [], 0
-        for k, n in zip(updates, weigh, strict=True):
-            stays = any(placed.get(ground.lies.home[i]) == "device" for i in written(ground.program.nodes[k]))
-            if so_far + n <= part * total and not stays:
-                chosen.append(k)
-                so_far += n
-        found = _with_light(ground, frozenset(chosen)) | _narrowed(ground, chosen)
+        chosen: list[Update] = []
+        so_far = 0
+        for one, nbytes in zip(updates, weigh, strict=True):
+            stays = any(placed.get(storage) == "device" for storage in one.written)
+            if so_far + nbytes <= part * total and not stays:
+                chosen.append(one)
+                so_far += nbytes
+        nodes = frozenset(k for one in chosen for k in one.nodes)
+        found = _with_light(ground, nodes) | _narrowed(ground, chosen)
         if found not in seen:
             seen.add(found)
             yield part, found
+
+
+@attrs.frozen
+class Update:
+    """What runs together to bring a parameter and its state up to date.
+
+    writers: the nodes that write state. nodes: these and all whose results nobody else reads. written: storages of state.
+    """
+
+    writers: tuple[int, ...]
+    nodes: frozenset[int]
+    written: frozenset[int]
+    nbytes: int
+
+
+def updates_of(ground: Ground) -> list[Update]:
+    """All updates of a program, in the order in which they end.
+
+    From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one update where
+    the one reads the new value that the other writes, as a parameter's update reads the new momentum.
+    """
+    nodes = ground.program.nodes
+    state = {ground.lies.home[i] for i in ground.program.inputs if ground.program.values[i].role in ("param", "state")}
+    readers = _readers(ground)
+    outputs = set(ground.program.outputs)
+    owner: dict[int, int] = {}  # node -> the writer that names its update
+    joined: dict[int, int] = {}  # a writer that names no update any more -> the one that does
+
+    def name(k: int) -> int | None:
+        writer = owner.get(k)
+        while writer in joined:
+            writer = joined[writer]
+        return writer
+
+    for k in reversed(range(len(nodes))):
+        node = nodes[k]
+        writes_state = node.target == WRITE and ground.lies.home[node.refs[0]] in state
+        if node.target in UPDATES or writes_state:
+            owner[k] = k
+            continue
+        reading = {j for o in node.outs if o is not None for j in readers.get(o, ())}
+        names = {name(j) for j in reading}
+        if not names or None in names or outputs.intersection(node.outs) or not _belongs(node, ground):
+            continue
+        whole = {n for n in names if n is not None and nodes[n].target == WRITE}
+        if len(whole) < len(names) or (len(whole) > 1 and not any(nodes[j].target == WRITE for j in reading)):
+            continue
+        first, *others = sorted(whole, reverse=True)
+        joined.update(dict.fromkeys(others, first))
+        owner[k] = first
+    together: dict[int, list[int]] = {}
+    for k in sorted(owner):
+        together.setdefault(name(k) or k, []).append(k)
+    return [_update(ground, together[last]) for last in sorted(together) if _computes(ground, together[last])]
+
+
+def _computes(ground: Ground, group: Sequence[int]) -> bool:
+    """Whether nodes do more than write what was made elsewhere: a parameter that comes out of an all-gather is no update."""
+    nodes = ground.program.nodes
+    return any(nodes[k].target != WRITE and not is_view(nodes[k], ground.lies) for k in group)
+
+
+def _readers(ground: Ground) -> dict[int, set[int]]:
+    """Value -> the nodes that read it."""
+    found: dict[int, set[int]] = {}
+    for k, node in enumerate(ground.program.nodes):
+        for i in node.refs:
+            found.setdefault(i, set()).add(k)
+    return found
+
+
+def _belongs(node: Node, ground: Ground) -> bool:
+    """Whether a node that only an update reads is part of it: all of the phase, elsewhere what is elementwise and makes nothing smaller."""
+    if is_view(node, ground.lies):
+        return True
+    if not able(node, ground):
+        return False
+    values = ground.program.values
+    made = max((values[o].nbytes for o in node.outs if o is not None), default=0)
+    return node.phase == "update" or (is_pointwise(node.target) and made >= max(values[i].nbytes for i in node.refs))
+
+
+def _update(ground: Ground, nodes: Sequence[int]) -> Update:
+    program = ground.program
+    writers = tuple(k for k in nodes if program.nodes[k].target in UPDATES or program.nodes[k].target == WRITE)
+    ids = [i for k in writers for i in written(program.nodes[k])]
+    nbytes = sum(program.values[i].nbytes for i in ids)
+    return Update(writers, frozenset(nodes), frozenset(ground.lies.home[i] for i in ids), nbytes)
+
+
+def able(node: Node, ground: Ground) -> bool:
+    """Whether an operator may run on the host: one that computes, from tensors that it is given."""
+    if kind_of(node) is not None or not node.refs or is_view(node, ground.lies):
+        return False
+    return not (node.target.startswith("aten.") and takes_device(node.target) and node.target != CAST)
 
 
 def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) -> Sequence[float]:
@@ -67,10 +169,7 @@ def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
     if not chosen:
         return chosen
     program, found = ground.program, set(chosen)
-    read: dict[int, set[int]] = {}
-    for k, node in enumerate(program.nodes):
-        for i in node.refs:
-            read.setdefault(i, set()).add(k)
+    read = _readers(ground)
     kept = set(program.outputs)
     for k in reversed(range(len(program.nodes))):
         node = program.nodes[k]
@@ -83,15 +182,17 @@ def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _narrowed(ground: Ground, chosen: Sequence[int]) -> frozenset[int]:
+def _narrowed(ground: Ground, chosen: Sequence[Update]) -> frozenset[int]:
     """Casts of what is updated on the host to a narrower dtype: the narrow copy travels."""
-    program, mine = ground.program, {ground.lies.home[i] for k in chosen for i in written(ground.program.nodes[k])}
+    program = ground.program
+    state = {storage for update in chosen for storage in update.written}
+    first = min((k for update in chosen for k in update.writers), default=0)
     return frozenset(
         k
         for k, node in enumerate(program.nodes)
         if node.target == CAST
         and node.outs[0] is not None
-        and ground.lies.home[node.refs[0]] in mine
+        and ground.lies.home[node.refs[0]] in state
         and program.values[node.outs[0]].nbytes < program.values[node.refs[0]].nbytes
-        and not (chosen and k > min(chosen))  # an update may have changed it by then
+        and k <= first  # an update may have changed it by then
     )

@@ -25,7 +25,8 @@ from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, table
 from colofunc.planner.recompute.late import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import fastest
-from colofunc.planner.recompute.stages import Chain, Keeps, NodeS, chain_of
+from colofunc.planner.recompute.policies import NAMED, Policy, every
+from colofunc.planner.recompute.stages import Chain, NodeS, chain_of
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import within
@@ -33,6 +34,8 @@ from colofunc.program.passes.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
 """Memory is divided in so many slots: the fewer stages, the finer."""
+CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
+"""Policies that are counted beside what is searched for."""
 LEVELS, SHORT = 6, 5
 """Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
 FEW = 64
@@ -41,21 +44,9 @@ COUNTED, MIDDLE = 600, 4000
 """The same for what linear programs propose, and up to how many nodes they are asked."""
 
 
-@attrs.frozen
-class Policy:
-    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
-    given who reads it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
-
-    name: str
-    keeps: Keeps = attrs.field(repr=False)
-    every: int = 1
-    globs: tuple[str, ...] = ()
-
-
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
     """The program that keeps what the policy says, and what goes from stage to stage."""
-    change = partial(_by_policy, node_s=node_s, policy=policy)
-    return _with_again(within(change(program), change), finish, node_s, _seconds(program, node_s))
+    return _with_again(_by_policy_everywhere(program, node_s, policy), finish, node_s, _seconds(program, node_s))
 
 
 def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: Fitted | None = None) -> Fitted:
@@ -63,6 +54,12 @@ def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, li
     done, again_s = finish(made, like), _seconds(made, node_s) - plain_s
     words = (f"made again: {again_s / plain_s:.1%} of the step's work",) if again_s > 0 else ()
     return attrs.evolve(done, more_s=done.more_s + again_s, words=(*words, *done.words))
+
+
+def _by_policy_everywhere(program: Program, node_s: NodeS, policy: Policy) -> Program:
+    """The program and the bodies of its loops."""
+    change = partial(_by_policy, node_s=node_s, policy=policy)
+    return within(change(program), change)
 
 
 def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
@@ -90,6 +87,7 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
         found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s)
         best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=inf)
         found += _unmoved(orders, program, node_s, again_s, tried, budget_bytes, best_s)
+    found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
@@ -105,6 +103,25 @@ def _all(
             found.append(tried(one))
             bound_s = min(bound_s, found[-1].more_s) if found[-1].fits(budget) else bound_s
     return found
+
+
+def _named(
+    program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int
+) -> list[Fitted]:
+    """What policies with a name keep, as far as it may be faster than what was found."""
+    named = list[Fitted]()
+    best_s = min((one.more_s for one in found if one.fits(budget)), default=inf)
+    whole = found[0]
+    for one in sorted((_by_policy_everywhere(program, node_s, policy) for policy in CANDIDATES), key=again_s):
+        if again_s(one) >= best_s:
+            break
+        # Where copies have to be searched for, a sketch says whether that is worth it.
+        if whole.hint is not None and best_s < inf and tried(one, whole).more_s >= best_s:
+            continue
+        named.append(tried(one))
+        if named[-1].fits(budget):
+            best_s = min(best_s, named[-1].more_s)
+    return named
 
 
 def _unmoved(

@@ -10,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import attrs
+
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan import matches
-from colofunc.planner.recompute.fastest import Policy
+from colofunc.planner.recompute.stages import Keeps
 from colofunc.program.ir import Node, Program
 
 PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped", "experts")
+
+
+@attrs.frozen
+class Policy:
+    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
+    given who reads it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
+
+    name: str
+    keeps: Keeps = attrs.field(repr=False)
+    every: int = 1
+    globs: tuple[str, ...] = ()
 
 
 def save_only(*globs: str) -> Policy:

@@ -18,14 +18,19 @@ from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.describe import describe
 from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan
-from colofunc.planner.plan_table import time_text
+from colofunc.planner.plan_table import size_text, time_text
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.flows import Flow, settled
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.passes.simplify_known import ATTENTION
+from colofunc.program.text import target_text
 
+# A mask of more bytes than this is named in the plan: 16,384 rows and columns of bool.
+MAX_MASK_BYTES = 1 << 27
+SHOWN = 4  # readers and other specs of a leaf that a plan keeps
 RuleOf = Callable[[Node], Rule | None]
 
 
@@ -71,7 +76,8 @@ def make_plan(
             nodes = [m - found.ties.n_inputs for m in members]
             share = paid.get(c, _Share())
             decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted, taken))
-    leaves = tuple(_leaf(program.values[i], found.inputs[i], taken) for i in program.inputs)
+    readers = _readers(program)
+    leaves = tuple(_leaf(program, found, k, readers, constraints, taken) for k in range(len(program.inputs)))
     by = named or {}
     once = [program.inputs[k] for k, again in constraints.regather.items() if again is False]
     said = describe(program, mesh, found.strategies, found.inputs, once, any(constraints.scatter.values()))
@@ -88,7 +94,26 @@ def make_plan(
         found.peak_bytes,
         budget_bytes,
         tuple(program.values[i].name for i in program.inputs if i in found.regather),
+        notes=_dense_masks(program),
     )
+
+
+def _dense_masks(program: Program) -> tuple[str, ...]:
+    """A line for each large mask that attention reads as a tensor: no rank sees less of it than its own rows."""
+    readers: dict[int, Node] = {}
+    for node in program.nodes:
+        where = ATTENTION.get(node.target)
+        if where is not None and isinstance(node.args[where[0]], Ref):
+            readers.setdefault(node.args[where[0]].id, node)
+    notes = []
+    for vid, node in readers.items():
+        mask = program.values[vid]
+        if mask.nbytes > MAX_MASK_BYTES:
+            notes.append(
+                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is neither causal nor "
+                "a window, or depends on an input. Try: is_causal=True where it is causal"
+            )
+    return tuple(notes)
 
 
 def _decide(
@@ -154,8 +179,14 @@ def _alternatives(found: Assignment, c: int) -> tuple[Alternative, ...]:
     for o, s in enumerate(found.model.options[c]):
         if o != chosen:
             more = float(row[o] - row[chosen])
-            out.append(Alternative(s.name, s.axes, float("inf") if more >= BIG / 2 else more))
+            more_compute_s = found.model.weight[c] * (_computing(found, c, o) - _computing(found, c, chosen))
+            out.append(Alternative(s.name, s.axes, float("inf") if more >= BIG / 2 else more, more_compute_s))
     return tuple(sorted(out, key=lambda a: a.more_s))
+
+
+def _computing(found: Assignment, c: int, option: int) -> float:
+    """Seconds of one operator without the communication inside it."""
+    return float(found.model.seconds[c][option]) - found.model.options[c][option].cost.extra_s
 
 
 def _paid(found: Assignment, mesh: Mesh) -> dict[int, _Share]:
@@ -192,8 +223,50 @@ def _collectives(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> list[st
     return names
 
 
-def _leaf(value: Value, layout: Layout, taken: tuple[str, ...]) -> Leaf:
-    return Leaf(value.name, value.role, value.shape, str(value.dtype).removeprefix("torch."), layout.text(taken))
+def _leaf(
+    program: Program,
+    found: Assignment,
+    position: int,
+    readers: Mapping[int, Sequence[str]],
+    constraints: Constraints,
+    taken: tuple[str, ...],
+) -> Leaf:
+    id = program.inputs[position]
+    value = program.values[id]
+    wishes = [wish.says for wish in constraints.items.get(position, ()) if wish.says]
+    return Leaf(
+        value.name,
+        value.role,
+        value.shape,
+        str(value.dtype).removeprefix("torch."),
+        found.inputs[id].text(taken),
+        "wished: " + "; ".join(wishes) if wishes else "",
+        tuple(dict.fromkeys(readers.get(id, ())))[:SHOWN],
+        _specs(found, found.ties.of_item[position], taken),
+    )
+
+
+def _readers(program: Program) -> dict[int, list[str]]:
+    """Input -> the operators that read it, in the order of the program."""
+    readers: dict[int, list[str]] = {id: [] for id in program.inputs}
+    for node in program.nodes:
+        for id in node.refs:
+            if id in readers:
+                readers[id].append(f"{node.path} {target_text(node.target)}".strip())
+    return readers
+
+
+def _specs(found: Assignment, c: int, taken: tuple[str, ...]) -> tuple[Alternative, ...]:
+    """The best other specs of a class of leaves."""
+    chosen = found.choice[c]
+    row = found.model.row(c, found.choice)
+    others = []
+    for o, strategy in enumerate(found.model.options[c]):
+        layout = strategy.outs[0]
+        more_s = float(row[o] - row[chosen])
+        if o != chosen and layout is not None and more_s < BIG / 2:
+            others.append(Alternative(repr(layout.text(taken)), strategy.axes, more_s, 0.0))
+    return tuple(sorted(others, key=lambda other: other.more_s)[:SHOWN])
 
 
 def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:

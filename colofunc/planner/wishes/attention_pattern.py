@@ -48,7 +48,8 @@ class AttentionExchange(Protocol):
     """What stands around a pattern, over `axis`: other operands for it, and its results as the caller has them."""
 
     @property
-    def axis(self) -> str: ...
+    def axis(self) -> str:
+        """The mesh axis that it exchanges along."""
 
     @property
     def word(self) -> str:
@@ -125,7 +126,7 @@ class AttentionPattern(ABC):
             return
         around = [*([""] if axis else []), *(u for u in over if mesh.axis_size(u) > 1)]
         for striped, other in product((False, True) if axis else (False,), around):
-            rows, columns = ({f: f"{other} {f} {axis}" if striped else f"{axis} {other} {f}"} for f in "st")
+            rows, columns = ({f: f"{other} _ {axis}" if striped else f"{axis} {other} _"} for f in "st")
             for way in ways(call, mesh, *attention.own(rows, columns)):
                 outer = exchange(attention, mesh, other, way) if exchange is not None and other else None
                 if outer is None or outer.fits:

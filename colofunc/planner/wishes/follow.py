@@ -146,12 +146,12 @@ def _at_rest(layout: Layout, mesh: Mesh, rest: Mapping[int, str]) -> Layout:
 class Rules:
     """What the operators of a program can do on a mesh, for plans that look before they wish.
 
-    `rule_of`: None: the rules of the installed plugins and the built-in ones.
+    `rule_of`: None: the rules of `plugins`, as `cf.shard` takes them, of the installed ones, and the built-in ones.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None) -> None:
+    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None, plugins: Sequence[Any] = ()) -> None:
         self.program, self.mesh = program, mesh
-        self._rule_of, self._registry = rule_of, build_registry(())
+        self._rule_of, self._registry = rule_of, build_registry(tuple(plugins))
         self._known: dict[Call, Rule | None] = {}
         self._taken: dict[Any, Strategy | None] = {}
 

@@ -11,11 +11,8 @@ gradient from where it is made, through elementwise operators that keep its shap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
-import torch
-
-from colofunc.ops.targets import overload
+from colofunc.program.facts import is_pointwise
 from colofunc.program.ir import Program, Value
 
 
@@ -23,7 +20,7 @@ def worked_on(program: Program, meets: Callable[[str], bool]) -> Iterator[tuple[
     """(index of a node of the update, the gradient that it works on) for gradients whose name meets a test."""
     from_: dict[int, Value] = {v.id: v for v in program.values.values() if v.role == "grad" and meets(v.name)}
     for index, node in enumerate(program.nodes):
-        if node.phase != "update" or len(node.outs) != 1 or node.outs[0] is None or not _is_pointwise(node.target):
+        if node.phase != "update" or len(node.outs) != 1 or node.outs[0] is None or not is_pointwise(node.target):
             continue
         out = program.values[node.outs[0]]
         grads = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == out.shape}
@@ -31,8 +28,3 @@ def worked_on(program: Program, meets: Callable[[str], bool]) -> Iterator[tuple[
             (grad,) = grads.values()
             from_[out.id] = grad
             yield index, grad
-
-
-@cache
-def _is_pointwise(target: str) -> bool:
-    return target.startswith("aten.") and torch.Tag.pointwise in overload(target).tags

@@ -30,27 +30,32 @@ LOSSES = ("nll_loss", "cross_entropy")
 
 @attrs.frozen
 class Pairs:
-    """`columns`, `rows`: product -> stripes (1: plain). `vocabulary`: columns whose result reaches the loss split."""
+    """`columns`, `rows`: product -> stripes (1: plain). `vocabulary`: columns that are heads: no product comes behind them."""
 
     columns: Mapping[Product, int]
     rows: Mapping[Product, int]
     vocabulary: tuple[Product, ...]
 
 
-def product_pairs(program: Program, mesh: Mesh, axis: str) -> Pairs:
-    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.products.Product` -> stripes), `.vocabulary`."""
-    rules = Rules(program, mesh)
+def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None = None) -> Pairs:
+    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.products.Product` -> stripes), `.vocabulary`.
+
+    `rules`: those that the plan was given.
+    """
+    rules = rules or Rules(program, mesh)
     every = {p.index: p for p in weighted(program, rules)}
+    final, tables = _final(program, every), _table_rows(program)
     stripes = dict.fromkeys(every, 1)  # what each product is tried as; absent: whole
     tried: dict[int, set[int]] = {i: {1} for i in every}
     while True:
         walk = _Walk(program, mesh, axis, rules, every, stripes)
         walk.run()
-        lone = [i for i in walk.columns if i not in walk.paired or i in walk.summed]
+        heads = {i for i in final if walk.leaves(i) or program.values[every[i].leaf].shape[every[i].kept] in tables}
+        lone = [i for i in walk.columns if i in walk.summed or (i not in walk.paired and i not in heads)]
         if not lone:
             columns = {every[i]: stripes[i] for i in walk.columns}
             rows = {every[i]: n for i, n in walk.rows.items()}
-            return Pairs(columns, rows, tuple(every[i] for i in walk.columns if i in walk.lost))
+            return Pairs(columns, rows, tuple(every[i] for i in walk.columns if i in walk.lost or (i in heads and i not in walk.paired)))
         # Stripes first: what they join may make others part of a pair.
         more = {i: next((s for s in sorted(walk.cuts.get(i, ())) if s not in tried[i]), None) for i in lone}
         for i in lone:
@@ -85,6 +90,7 @@ class _Walk:
     summed: set[int] = attrs.field(factory=set)  # columns over which a statistic is taken (a norm): the flow is a stream's
     lost: set[int] = attrs.field(factory=set)  # columns that end in a loss
     guilty: set[int] = attrs.field(factory=set)  # columns that an operator does not take, whatever else it reads
+    ended: set[int] = attrs.field(factory=set)  # columns whose result some operator does not take split
     cuts: dict[int, set[int]] = attrs.field(factory=dict)  # column -> stripes that the operator where it ended may pass
 
     def run(self) -> None:
@@ -96,6 +102,11 @@ class _Walk:
             elif any(r in self.lies for r in node.refs):
                 self.passes(node)
 
+    def leaves(self, column: int) -> bool:
+        """Whether a column's result comes out of the step split."""
+        outputs = {out for out in self.program.outputs if column in self.origins.get(out, ())}
+        return bool(outputs) and column not in self.ended
+
     def product(self, index: int, node: Node) -> None:
         mine = self.every[index]
         seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
@@ -104,6 +115,8 @@ class _Walk:
             if strategy is not None and dict(strategy.axes).get(self.axis) == mine.weight_factors[0]:
                 self.rows[index] = max(_stripes(layout, self.axis) for layout in seeds.values())
                 self.paired |= frozenset().union(*(self.origins[r] for r in seeds))
+            else:
+                self.ended |= frozenset().union(*(self.origins[r] for r in seeds))
             return
         stripe = self.stripes.get(index)
         if stripe is None:
@@ -121,6 +134,7 @@ class _Walk:
         strategy = self.rules.take(node, seeds, opened="softmax" in node.target or loss)
         if strategy is None:
             alone = [r for r in seeds if self.rules.take(node, {r: seeds[r]}, opened=False) is None]
+            self.ended |= origins
             self.guilty |= frozenset().union(*(self.origins[r] for r in alone))
             for origin in origins:
                 self.cuts.setdefault(origin, set()).update(s for r in seeds for s in self.rules.cuts(node, r, self.lies[r]))
@@ -133,6 +147,30 @@ class _Walk:
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is not None and layout is not None and not layout.pending and not layout.is_replicated:
                 self.lies[out], self.origins[out] = layout, origins
+
+
+def _final(program: Program, every: Mapping[int, Product]) -> set[int]:
+    """Products behind which no other product with a weight comes, nor attention or experts."""
+    final = set(every)
+    behind: dict[int, frozenset[int]] = {}  # value -> products before it
+    for index, node in enumerate(program.nodes):
+        if node.phase != "forward":
+            continue
+        before = frozenset[int]().union(*(behind.get(ref, frozenset()) for ref in node.refs))
+        if index in every or node.target in ("colofunc.attention", "colofunc.experts"):
+            final -= before
+            before = frozenset({index} & final)
+        behind |= dict.fromkeys((out for out in node.outs if out is not None), before)
+    return final
+
+
+def _table_rows(program: Program) -> set[int]:
+    """How many rows the tables have that are looked up by index: sizes of vocabularies."""
+    found = set()
+    for node in program.nodes:
+        if node.phase == "forward" and node.target.startswith("aten.embedding."):
+            found.add(program.values[node.refs[0]].shape[0])
+    return found
 
 
 def _stripes(layout: Layout, axis: str) -> int:

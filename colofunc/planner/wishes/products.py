@@ -32,13 +32,18 @@ import torch
 
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.dtensor.rule import Call, Strategy
+from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.ways import ways
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
 
-__all__ = ["FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes", "work"]
+__all__ = [
+    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes",
+    "work", "worthwhile",
+]  # fmt: skip
 
 FORMS = {
     "colofunc.linear": ("b i, o i, o -> b o",),
@@ -53,6 +58,11 @@ _BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}  #
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.")
+
+FAIR_SHARE = 0.5
+"""A plan that splits products splits at least so much of the work with weights."""
+NAMED = 3
+"""At most so many operators are named in an error."""
 
 Lies = Mapping[str, Mapping[str, str]]  # "x", "w", "y", "bias" -> factor -> the axes in it: {"x": {"b": "z y", "i": "x"}}
 Words = Sequence[tuple[str, str]]  # (axis, what a wish calls its part)
@@ -79,7 +89,7 @@ class Form:
     def own(self, text: str, lies: Lies, stripes: int) -> dict[str, str]:
         """Factor of the rule -> what `cf.ways` is told; o in so many stripes."""
         cut = {"o": f"{stripes} "} if stripes > 1 else {}
-        return {self.factors[f]: f"{cut.get(f, '')}{axes} {self.factors[f]}" for f, axes in lies[_NAMES[text]].items()}
+        return {self.factors[f]: f"{cut.get(f, '')}{axes} _" for f, axes in lies[_NAMES[text]].items()}
 
     def matrices(self, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """ "x": (b, i), "w": (i, o), "y": (b, o), "bias": (o), as views; leading dims of b are folded."""
@@ -211,24 +221,35 @@ class Product:
     bias: int | None
     weight_factors: tuple[str, str]  # (summed, kept) factors of the rule
     path: str
+    dims: int = 2  # of the leaf; the first of three counts experts
 
-    def spec(self, summed: str = "i", kept: str = "o") -> str:
+    def spec(self, summed: str = "_", kept: str = "_") -> str:
         """The spec of the weight, whichever of its dims is summed."""
-        return f"{summed} {kept}" if self.kept else f"{kept} {summed}"
+        words = ["_"] * self.dims
+        words[self.summed], words[self.kept] = summed, kept
+        return " ".join(words)
 
 
 def weighted(program: Program, rules: Rules) -> Iterator[Product]:
-    """Forward products of an activation with a 2-dim weight leaf (as it is, cast or transposed)."""
+    """Forward products of an activation with a weight leaf, as it is, cast or transposed: a matrix, or one for each expert.
+
+    Each row may have a matrix of its own, chosen by index, or rows come in groups.
+    """
     made = program.producers()
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
         if rule is None or rule.flops is None or rule.outs[0] is None:
             continue
         out = {f for dim in rule.outs[0] for f in dim}
-        for k, ref in enumerate(node.refs):
-            leaf, swapped = leaf_of(program, made, ref)
-            operand = rule.ins[k]
-            if leaf is None or len(operand) != 2 or any(len(dim) != 1 for dim in operand):
+        matrices = [_matrix_of(program, made, ref) for ref in node.refs]
+        of_experts = [leaf for leaf, _ in matrices if leaf is not None and len(program.values[leaf].shape) == 3]
+        if len(of_experts) > 1:
+            continue  # both products of a layer of experts, as one operator
+        # Where both operands are leaves, as a table of positions and the weight that it is multiplied with, the weight is the second.
+        for k in reversed(range(len(matrices))):
+            leaf, swapped = matrices[k]
+            operand = rule.ins[k][-2:]
+            if leaf is None or any(len(dim) != 1 for dim in operand):
                 continue
             (a,), (b,) = operand
             if (a in out) == (b in out):
@@ -237,8 +258,33 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
             factors = (b, a) if kept == 0 else (a, b)
             bias = next((leaf_of(program, made, r)[0] for j, r in enumerate(node.refs) if rule.ins[j] == ((factors[1],),)), None)
             place = 1 - kept if swapped else kept
-            yield Product(index, leaf, 1 - place, place, bias, factors, node.path)
+            dims = len(program.values[leaf].shape)
+            yield Product(index, leaf, dims - 1 - place, dims - 2 + place, bias, factors, node.path, dims)
             break
+
+
+def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
+    """(leaf behind a value whose last two dims are those of a matrix, whether these are swapped); None: there is none.
+
+    Through casts, transposes, and choices among the matrices of a leaf of three dims.
+    """
+    swapped = False
+    while id in made:
+        node, shape = made[id], program.values[id].shape
+        before = program.values[node.refs[0]].shape if node.refs else ()
+        if len(shape) < 2 or len(before) != len(shape):
+            return None, False
+        if node.target in _TRANSPOSES and shape == (*before[:-2], before[-1], before[-2]):
+            swapped = not swapped
+        elif node.target == "aten.index.Tensor" and len(node.refs) == 2:
+            # Of three dims the first is what is chosen from.
+            if len(shape) != 3 or shape[1:] != before[1:]:
+                return None, False
+        elif len(node.refs) != 1 or before != shape:
+            return None, False
+        id = node.refs[0]
+    is_weight = program.values[id].role in ("param", "frozen") and len(program.values[id].shape) in (2, 3)
+    return (id if is_weight else None), swapped
 
 
 def work(program: Program, rules: Rules) -> dict[int, int]:
@@ -247,20 +293,55 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
     found = {}
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
-        if rule is not None and rule.flops is not None and any(leaf_of(program, made, r)[0] is not None for r in node.refs):
+        if rule is not None and rule.flops is not None and any(_is_weight(program, made, ref) for ref in node.refs):
             found[index] = rule.flops
     return found
+
+
+def _is_weight(program: Program, made: Mapping[int, Node], id: int) -> bool:
+    """Whether a value is a weight, or what was chosen from one by index (an expert's matrices)."""
+    while id in made and not made[id].target.startswith("aten.embedding"):
+        numbers = [ref for ref in made[id].refs if program.values[ref].dtype.is_floating_point]
+        if len(numbers) != 1:
+            return False
+        id = numbers[0]
+    return program.values[id].role in ("param", "frozen")
 
 
 def share(program: Program, rules: Rules, held: Collection[int]) -> tuple[float, str]:
     """(how much of `work` some nodes do, in words the one with the most of the rest). `held`: their indices."""
     flops = work(program, rules)
-    rest = [index for index in flops if index not in held]
+    rest = _most_first(flops, held)
     if not rest:
         return 1.0, "nothing"
-    most = program.nodes[max(rest, key=flops.__getitem__)]
-    shapes = " and ".join(str(tuple(program.values[r].shape)) for r in most.refs[:2])
-    return 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values())), f"{most.target} in {most.path!r} on {shapes}"
+    return 1 - sum(flops[k] for k in rest) / max(1, sum(flops.values())), _said(program, program.nodes[rest[0]])
+
+
+def worthwhile(program: Program, rules: Rules, held: Collection[int], name: str, instead: str) -> None:
+    """Raises PlanError, in the name of a plan, where it splits less than a fair share of `work`: each rank would do most of it.
+
+    `held`: indices of the nodes that it splits. `instead`: what to try. The error names the operators that stay whole.
+    """
+    split, _ = share(program, rules, held)
+    if split >= FAIR_SHARE:
+        return
+    whole: dict[str, None] = {}
+    for index in _most_first(work(program, rules), held):
+        node = program.nodes[index]
+        whole.setdefault(_said(program, attrs.evolve(node, path=starred(node.path))), None)
+    named = [*whole][:NAMED]
+    more = f" and {len(whole) - NAMED} more" if len(whole) > NAMED else ""
+    raise PlanError(f"{name} splits {100 * split:.0f} % of the work with weights; these stay whole: {', '.join(named)}{more}; {instead}")
+
+
+def _most_first(flops: Mapping[int, int], held: Collection[int]) -> list[int]:
+    """The nodes that are not held, those with most work first."""
+    return sorted((index for index in flops if index not in held), key=lambda index: (-flops[index], index))
+
+
+def _said(program: Program, node: Node) -> str:
+    shapes = " and ".join(str(tuple(program.values[r].shape)) for r in node.refs[:2])
+    return f"{node.target} in {node.path!r} on {shapes}"
 
 
 def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:

@@ -49,7 +49,7 @@ def rows(program: Program, ranks: int, name: str) -> list[Value]:
     if most % ranks:
         raise PlanError(
             f"{name}: the {most} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
-            "take a multiple of these (cf.pad adds rows without weight)"
+            f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask leave out)"
         )
     return [v for v in leaves if v.shape[0] == most]
 
@@ -142,11 +142,11 @@ _EXPERTS = ("colofunc.experts", "colofunc.experts_backward")  # (tokens, index, 
 
 
 def experts(
-    program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = ()
+    program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = (), rules: Rules | None = None
 ) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
     """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
-    index, wishes in the name of a plan, weight -> how it lies)."""
-    made, rules = program.producers(), Rules(program, mesh)
+    index, wishes in the name of a plan, weight -> how it lies). `rules`: those that the plan was given."""
+    made, rules = program.producers(), rules or Rules(program, mesh)
     words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
     for index, node in enumerate(program.nodes):
         way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None

@@ -44,11 +44,13 @@ def attention(program: Program, name: str, written: bool = False, instead: str =
     return [AttentionCall(call_of(node, program.values)[0]) for node in nodes]
 
 
-def wishes(program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], name: str, written: bool = False) -> list[Wish]:
+def wishes(
+    program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], name: str, written: bool = False, rules: Rules | None = None
+) -> list[Wish]:
     """Wishes that tokens lie over `axes` as an einops group says, wherever they come from.
 
     `written`: so do the rows of scores that a model writes out; the keys are gathered before the products.
-    Raises PlanError, in the name of a plan, where tokens do not divide over the ranks.
+    `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not divide over the ranks.
     """
     shapes = {id: value.shape for id, value in program.values.items()}
     rows = {id: shapes[id][-2] for node in _nodes(program) for id in node.refs[:3]}  # q, k and v
@@ -61,9 +63,9 @@ def wishes(program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], nam
     given = {leaf.shape[1] for leaf in leaves}
     _check(lengths, given, prod(mesh.axis_size(axis) for axis in mesh.atoms(axes)), name)
     how: dict[str, Any] = dict(source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written else ())
-    found = [Wish(leaf.name, f"b {tokens} ...", axes, ("batch",), **how) for leaf in leaves]
-    wanted = {id: Spec(f"... {tokens} e").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
-    arise = origins(program, Rules(program, mesh), wanted)
+    found = [Wish(leaf.name, f"_ {tokens} ...", axes, ("batch",), **how) for leaf in leaves]
+    wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
+    arise = origins(program, rules or Rules(program, mesh), wanted)
     return [*found, *(Wish("*", layout, axes, values=(id,), **how) for id, layout in arise.items())]
 
 

@@ -9,7 +9,8 @@ as the operator's rule allows. Idea: the plugin says what is its own, per operan
     for way in cf.ways(call, mesh, ins=[rows, keys, keys], outs=[rows, rows]):
         yield way.with_pattern([("cp", "ring")], local, extra_s=..., peak_bytes=...)
 
-The text of a factor is the inside of an einops group: `cp s` are contiguous blocks, `s cp` stripes.
+The text of a factor is the inside of an einops group: `cp s` are contiguous blocks, `s cp` stripes. `cp _` and `_ cp` say the
+same on every mesh, also where an axis is called as the factor is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from math import prod
 
 from colofunc.dtensor.layout import Dim, Layout, make_layout
 from colofunc.dtensor.rule import Call, Operand, Rule, Strategy, TensorType
+from colofunc.dtensor.spec import NAMELESS
 from colofunc.dtensor.strategies import build, cost_of, place, placements
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
@@ -70,6 +72,11 @@ def ways(
         yield Strategy(base.name, into, out, cost_of(call, rule, into, out, every), None, base.axes)
 
 
+def local_word(factor: str, text: str) -> str:
+    """The word for the local part of a factor in its text: `_`, or else its own name."""
+    return NAMELESS if NAMELESS in text.split() else factor
+
+
 class _DoesNotDivide(Exception):
     pass
 
@@ -82,7 +89,7 @@ def _axes(owns: Sequence[Own], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
             if factor not in rule.sizes:
                 raise RuleError(f"no factor {factor!r} in the rule {rule.text()}; it has {', '.join(rule.sizes)}")
             for word in text.split():
-                if word != factor and not word.isdigit():
+                if word != local_word(factor, text) and not word.isdigit():
                     mesh.axis_size(word)  # raises on unknown axes, with near names
                     found[word] = None
     return tuple(found)
@@ -108,13 +115,13 @@ def _inside(dim: Dim, factor: str, text: str, mesh: Mesh) -> Dim:
     outer, (size, owner) = dim[:-1], dim[-1]
     if owner is not None:  # the other axes take all of it
         outer, size = dim, 1
-    words = text.split()
-    known = prod(int(w) if w.isdigit() else mesh.axis_size(w) for w in words if w != factor)
-    if words.count(factor) != 1:
+    words, local = text.split(), local_word(factor, text)
+    known = prod(int(w) if w.isdigit() else mesh.axis_size(w) for w in words if w != local)
+    if words.count(local) != 1:
         raise RuleError(f"{text!r} must have {factor!r} itself once, where the local part stands, as in 'axis {factor}'")
     if size % known:
         raise _DoesNotDivide
     atoms = [
-        (size // known, None) if w == factor else (int(w), None) if w.isdigit() else (mesh.axis_size(w), w) for w in words
+        (size // known, None) if w == local else (int(w), None) if w.isdigit() else (mesh.axis_size(w), w) for w in words
     ]
     return (*outer, *(a for a in atoms if a[0] > 1))

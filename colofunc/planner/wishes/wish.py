@@ -13,6 +13,7 @@ for a program's leaves and operators, and that a clash is an error, is `wished`'
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from colofunc.dtensor.spec import Spec
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
+from colofunc.planner.wishes.follow import Rules
 from colofunc.program.ir import Program
 
 Want = str | Spec | Layout
@@ -77,9 +79,11 @@ class Wish:
 
     @property
     def on_operator(self) -> bool:
+        """Whether it wants a strategy `{axis: factor}` of operators, not a spec of leaves."""
         return all(isinstance(want, str) and want.lstrip().startswith("{") for want in self.wants)
 
     def meets(self, name: str) -> bool:
+        """Whether it is about the leaf or module of that name."""
         return matches(name, self.match) if isinstance(self.match, str) else bool(self.match(name))
 
     def __str__(self) -> str:
@@ -90,23 +94,32 @@ class Wish:
 
 @runtime_checkable
 class NamedPlan(Protocol):
-    """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh."""
+    """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh.
+
+    A plan that asks what operators can do takes a third argument, `rules` (`cf.Rules`): it knows the rules of the step's own plugins.
+    """
 
     axes: tuple[str, ...]
 
-    def wishes(self, program: Program, mesh: Mesh, /) -> Sequence[Wish]: ...
+    def wishes(self, program: Program, mesh: Mesh, /) -> Sequence[Wish]:
+        """What the plan wants of this program on this mesh."""
+        ...
 
 
-def wishes_of(plan: Any, program: Program, source: str = "the plan", mesh: Mesh | None = None) -> tuple[Wish, ...]:
+def wishes_of(
+    plan: Any, program: Program, source: str = "the plan", mesh: Mesh | None = None, rules: Rules | None = None
+) -> tuple[Wish, ...]:
     """Wishes from a dict of globs, a function (name, shape) -> spec or None, a Wish, or a sequence of these.
 
-    With `mesh` also from a named plan; its wishes speak for its axes only.
+    With `mesh` also from a named plan, which is told the `rules` if it takes them; its wishes speak for its axes only.
     """
     if isinstance(plan, Wish):
         return (plan,)
     if mesh is not None and isinstance(plan, NamedPlan):
         mesh.atoms(plan.axes)  # raises on unknown axes, with near names
-        return tuple(w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in plan.wishes(program, mesh))
+        wishes: Callable[..., Sequence[Wish]] = plan.wishes
+        told = {"rules": rules} if "rules" in inspect.signature(wishes).parameters else {}
+        return tuple(w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in wishes(program, mesh, **told))
     if isinstance(plan, Mapping):
         return tuple(
             attrs.evolve(want, match=match)
@@ -127,7 +140,7 @@ def wishes_of(plan: Any, program: Program, source: str = "the plan", mesh: Mesh 
             )
         return tuple(found)
     if isinstance(plan, Sequence) and not isinstance(plan, str):
-        return tuple(w for part in plan for w in wishes_of(part, program, source, mesh))
+        return tuple(w for part in plan for w in wishes_of(part, program, source, mesh, rules))
     raise PlanError(f"{source} is {plan!r}; give a dict of globs, a function (name, shape) -> spec, or a named plan")
 
 

@@ -70,7 +70,7 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: f
     nodes: list[Node] = []
     for index, node in enumerate(program.nodes):
         nodes += instead.get(index, [node])
-    return program.with_nodes(nodes, values)
+    return program.reordered(nodes, values)
 
 
 def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> list[_Bucket]:

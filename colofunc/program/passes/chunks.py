@@ -286,7 +286,7 @@ def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tupl
             live = _alive(made, scope.program.outputs)
             apart = {node.outs[0] for node in live if node.note.startswith("chunk of") and kind_of(node) is not None}
             apart |= {nodes[one.index].outs[0] for g in groups.values() if g not in together for one in g.members}
-            return scope.program.with_nodes(live, values), {o for o in apart if o is not None}
+            return scope.program.reordered(live, values), {o for o in apart if o is not None}
         together.remove(made)
     return scope.program, {o for one in scope.owned if (o := nodes[one.index].outs[0]) is not None}
 

@@ -53,7 +53,7 @@ def _early(program: Program, gathered: bool = False) -> Program:
             behind[k] = at
     # In the order of what they stand behind; a chain keeps its own order.
     order = sorted(range(len(program.nodes)), key=lambda k: (behind.get(k, k), k in behind, k))
-    return program.with_nodes(program.nodes[k] for k in order)
+    return program.reordered(program.nodes[k] for k in order)
 
 
 def _is_move(node: Node) -> bool:
@@ -85,7 +85,7 @@ def updates_late(program: Program, lag: int = 2) -> Program:
                 at = _free_until(program, memory, index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
         place.append((at, at != index))
     order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return program.with_nodes(program.nodes[k] for k in order)
+    return program.reordered(program.nodes[k] for k in order)
 
 
 def _free_until(program: Program, memory: Memory, index: int, end: int) -> int:
@@ -117,7 +117,7 @@ def views_late(program: Program) -> Program:
         for i in node.refs:
             readers[i] = min(readers.get(i, place[index]), place[index])
     order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return program.with_nodes(program.nodes[k] for k in order)
+    return program.reordered(program.nodes[k] for k in order)
 
 
 def outputs_late(body: Program) -> Program:
@@ -144,4 +144,4 @@ def outputs_late(body: Program) -> Program:
             moved.add(index)
             place[index] = (_free_until(body, memory, index, min(after[source], len(body.nodes) - 1)), 1)
     order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return body.with_nodes(body.nodes[k] for k in order)
+    return body.reordered(body.nodes[k] for k in order)

@@ -8,10 +8,13 @@ the old value or anything that may share memory with it.
     %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)          ->        adamw_(%p, %g, %m, %v, ...)      outputs: %p, %m, %v
 
 Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter alone, and
-what is gathered of them is written over the old parameter (`_gathered`):
+what is gathered of them is written over the old parameter (`_written_over`):
 
     adamw(take_shard(%p), %g, %m, %v, ...)          ->        %c = clone(take_shard(%p))  adamw_(%c, %g, %m, %v, ...)
     %n = all_gather(...)                                      write_(%p, all_gather(%c))                outputs: %p, %m, %v
+
+Where state may lie in another tier (`every_state`), so is every other new value of state, as an update that was written in aten
+makes them: else all of them would be held until the step is over.
 
 Temporaries are the other case: an elementwise operator writes over an operand that dies with it (see `reuse`).
 
@@ -36,10 +39,11 @@ from colofunc.program.passes.schedule import Memory, updates_early
 MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
 
 
-def in_place(program: Program, temporaries: bool = True) -> Program:
+def in_place(program: Program, temporaries: bool = True, every_state: bool = False) -> Program:
     """`program` with updates and temporaries in place where that is proven safe; stage "inplace".
 
-    temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries.
+    temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries. every_state: updates
+    without a twin are copied over the old values too, which takes a copy and holds less.
     """
     program = fuse(program) if temporaries else program
     memory = Memory(program)
@@ -71,7 +75,7 @@ def in_place(program: Program, temporaries: bool = True) -> Program:
         nodes.append(attrs.evolve(node, target=target, args=tuple(args), outs=()))
     outputs = tuple(renamed.get(o, o) for o in program.outputs)
     changed = attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, values=values, stage="inplace")
-    written = updates_early(_gathered(changed))
+    written = updates_early(_written_over(changed, every_state))
     return within(reuse(written), _body) if temporaries else within(written, _stage)
 
 
@@ -118,8 +122,8 @@ def _twin(
     return target, found, kept
 
 
-def _gathered(program: Program) -> Program:
-    """What is gathered of a donated input's new value is written over the old one, behind its last reader."""
+def _written_over(program: Program, every_state: bool) -> Program:
+    """What is gathered of a donated input's new value, or `every_state`, is written over the old one, behind its last reader."""
     memory, makers = Memory(program), program.producers()
     read = {i for node in program.nodes for i in node.refs}
     outputs, writes, gone = list(program.outputs), list[Node](), set[int]()
@@ -127,13 +131,16 @@ def _gathered(program: Program) -> Program:
         new, old = program.outputs[out], program.inputs[position]
         a, b = program.values[new], program.values[old]
         alike = (a.shape, a.dtype) == (b.shape, b.dtype) and a.layout is b.layout and program.outputs.count(new) == 1
-        if new == old or not alike or memory.is_output(memory.group(old)) or not _from_wire(new, makers):
+        if new == old or not alike or memory.is_output(memory.group(old)):
+            continue
+        if not _from_wire(new, makers) and not (every_state and a.shape and _is_fresh(new, memory, program)):
             continue
         maker, source = makers[new], new
         if maker.target == "colofunc.rearrange" and new not in read and _only_reshapes(maker, program):
             gone.add(new)  # writing is copying, in any shape
             source = maker.refs[0]
-        writes.append(attrs.evolve(maker, target="colofunc.write_", args=(Ref(old), Ref(source)), kwargs=(), outs=(), phase="update"))
+        write = Node("colofunc.write_", (Ref(old), Ref(source)), (), (), "update", maker.path, maker.line, maker.note)
+        writes.append(write)
         outputs[out] = old
     nodes = [node for node in program.nodes if not (node.outs and node.outs[0] in gone)]
     return attrs.evolve(program, nodes=(*nodes, *writes), outputs=tuple(outputs))
@@ -146,6 +153,11 @@ def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:
             return False
         id = node.refs[0]
     return node is not None
+
+
+def _is_fresh(id: int, memory: Memory, program: Program) -> bool:
+    """Whether no input shares memory with a value: what is written over inputs cannot change it."""
+    return memory.group(id) not in {memory.group(i) for i in program.inputs}
 
 
 def _only_reshapes(node: Node, program: Program) -> bool:

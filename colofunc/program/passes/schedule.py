@@ -83,7 +83,7 @@ def updates_early(program: Program) -> Program:
             wrote[g] = index
     # A moved node stands behind node `at`: that node's own place is (at, at), and at < index.
     order = sorted(range(len(place)), key=lambda k: place[k])
-    return program.with_nodes(program.nodes[k] for k in order)
+    return program.reordered(program.nodes[k] for k in order)
 
 
 def _casts(program: Program) -> dict[int, int]:
@@ -161,7 +161,8 @@ def overlap(
         values[fresh] = attrs.evolve(values[out], id=fresh)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
-        if packing is not None and at < packing:
+        # A start in front of its own pack takes the pack along, also where it only takes the pack's place.
+        if packing is not None and at <= packing:
             before.setdefault(at, []).append(program.nodes[packing])
             dropped.add(packing)
         before.setdefault(at, []).append(start)
@@ -174,7 +175,7 @@ def overlap(
         nodes += [n for n in here if n.target == "colofunc.wait"] + [n for n in here if n.target != "colofunc.wait"]
         if index < len(program.nodes) and index not in dropped:
             nodes.append(program.nodes[index])
-    return program.with_nodes(nodes, values)
+    return program.reordered(nodes, values)
 
 
 def _packing(program: Program, made: dict[int, int], node: Node) -> int | None:

@@ -1,8 +1,8 @@
 """What a program computes from no input: evaluate it, recognise attention masks, keep small tables.
 
 Problem: a model hands attention a dense (b, 1, s, s) mask that is the same in every step; nobody can shard it well and
-it costs s * s memory. Idea: its value is known while tracing. If it says "causal" or "a window of w", attention is told
-so and the tensor is dropped.
+it costs s * s memory. Idea: its value is known while tracing, as a band, whatever its size (`mask_bands`). If it says
+"causal" or "a window of w", attention is told so and the tensor is dropped.
 
     bias[i, j] visible for j <= i              ->  causal=True
     bias[i, j] visible for i - w < j <= i      ->  causal=True, window=w
@@ -22,8 +22,9 @@ import torch
 from colofunc import compat
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.passes.mask_bands import Band, band_of, runs_of
 
-# A mask is evaluated for real up to this many elements (bytes for bool).
+# A mask that is no band is made for real up to this many elements (bytes for bool).
 MAX_MASK = 1 << 28
 # Tables up to this size become constants.
 MAX_TABLE = 4096
@@ -55,6 +56,11 @@ class Known:
                 flat = out if isinstance(out, (list, tuple)) else [out]
                 self.real.update({o: t for o, t in zip(node.outs, flat, strict=True) if o is not None})
         return self.real[vid]
+
+    def band(self, vid: int, columns: int) -> Band | None:
+        """The value as a band of so many columns, without making it; None where it is none."""
+        with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+            return band_of(vid, columns, self.chain(vid), self.real, lambda value: self.program.values[value].shape)
 
     def chain(self, vid: int) -> list[Node]:
         """Nodes that `vid` needs and that have not run, in order."""
@@ -102,11 +108,12 @@ def _folded(node: Node, where: tuple[int, int, int], known: Known, verdicts: dic
     bias, causal, window = args[bias_at].id, args[causal_at], args[window_at]
     q, k = (known.program.values[node.args[bias_at - 3 + i].id].shape for i in (0, 1))
     shifted = any(isinstance(a, Ref) for a in node.args[window_at + 4 : window_at + 6])  # explicit positions
-    if shifted or prod(known.program.values[bias].shape) > MAX_MASK:
+    if shifted:
         return node
     key = (bias, causal, window, q[2], k[2])
     if key not in verdicts:
-        verdicts[key] = classify(known.value(bias), q[2], k[2], causal, window)
+        runs = _visible_runs(known, bias, k[2])
+        verdicts[key] = None if runs is None else classify_runs(*runs, q[2], k[2], causal, window)
     verdict = verdicts[key]
     if verdict is None:
         return node
@@ -114,38 +121,78 @@ def _folded(node: Node, where: tuple[int, int, int], known: Known, verdicts: dic
     return attrs.evolve(node, args=tuple(args))
 
 
-def classify(
-    mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
-) -> tuple[bool, int] | None:
+Runs = tuple[torch.Tensor, torch.Tensor]  # (lo, hi): the visible columns lo:hi of each row
+
+
+def _visible_runs(known: Known, bias: int, columns: int) -> Runs | None:
+    """What a known mask shows; None where it weighs scores, shows two runs in a row, or is too large to be made."""
+    band = known.band(bias, columns)
+    if band is not None:
+        return _runs_of_band(band)
+    if prod(known.program.values[bias].shape) > MAX_MASK:
+        return None
+    return _runs_of_mask(known.value(bias), columns)
+
+
+def _runs_of_band(band: Band) -> Runs | None:
+    inside, outside = _visible(band.inside), _visible(band.outside)
+    if inside is None or outside is None:
+        return None
+    every = torch.full_like(band.hi, band.shape[-1])
+    if bool(inside) and bool(outside):
+        return torch.zeros_like(band.lo), every
+    if bool(inside):
+        return band.lo, band.hi
+    if not bool(outside):
+        return torch.zeros_like(band.lo), torch.zeros_like(band.hi)
+    # What lies outside is one run where the inside begins or ends the row, or is empty.
+    empty, first, last = band.lo == band.hi, band.lo == 0, band.hi == every
+    if not bool((empty | first | last).all()):
+        return None
+    lo = torch.where(first, band.hi, 0).masked_fill(empty, 0)
+    hi = torch.where(first, every, band.lo).where(~empty, every)
+    return lo, hi
+
+
+def classify(mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0) -> tuple[bool, int] | None:
     """(causal, window) that show exactly what `mask` shows beside the given ones; None if there are none.
 
     `mask`: (..., rows or 1, columns or 1), bool (True is visible) or added to the scores (0 is visible).
     """
-    visible = _visible(mask)
-    if visible is None:
+    runs = _runs_of_mask(mask, columns)
+    return None if runs is None else classify_runs(*runs, rows, columns, causal, window)
+
+
+def classify_runs(
+    lo: torch.Tensor, hi: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
+) -> tuple[bool, int] | None:
+    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones; None if there are none."""
+    lo, hi = (x.reshape(-1, x.shape[-1]) for x in (lo, hi))
+    if not torch.equal(lo, lo[:1].expand_as(lo)) or not torch.equal(hi, hi[:1].expand_as(hi)):
         return None
-    visible = visible.reshape(-1, *visible.shape[-2:])
-    if not bool((visible == visible[:1]).all()):
-        return None
-    seen = visible[0].expand(rows, columns)
-    i, j = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    i = torch.arange(rows)
+    lo, hi = lo[0].expand(rows), hi[0].expand(rows)
     if causal:
-        seen = seen & (j <= i)
+        hi = torch.minimum(hi, i + 1)
     if window > 0:
-        seen = seen & (j > i - window)
-    if not bool(seen.any(1).all()):
+        lo = torch.maximum(lo, i - window + 1)
+    if bool((lo >= hi).any()):
         return None
-    if bool(seen.all()):
-        return False, 0
-    if torch.equal(seen, (j <= i).expand(rows, columns)):
-        return True, 0
-    first = int(seen[rows - 1].int().argmax())
-    width = rows - first
-    if width > 0 and torch.equal(seen, (j <= i) & (j > i - width)):
-        return True, width
-    if width > 0 and torch.equal(seen, (j > i - width).expand(rows, columns)):
+    whole, own = torch.full_like(i, columns), (i + 1).clamp(max=columns)
+    width = rows - int(lo[-1])
+    near = (i - width + 1).clamp(min=0)
+    if torch.equal(lo, torch.zeros_like(i)):
+        width = 0
+    elif not torch.equal(lo, near):
+        return None
+    if torch.equal(hi, whole):
         return False, width
-    return None
+    return (True, width) if torch.equal(hi, own) else None
+
+
+def _runs_of_mask(mask: torch.Tensor, columns: int) -> Runs | None:
+    visible = _visible(mask)
+    return None if visible is None else runs_of(visible.expand(*mask.shape[:-1], columns))
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor | None:

@@ -58,6 +58,9 @@ class TraceFunctions(TorchFunctionMode):
             inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
             inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             self._mark(inputs)
+            # What autograd goes on to differentiate lies in one more gradient; those of torch.func know of each other.
+            goes_on = any(g is not None and compat.unwrap_functorch(g).requires_grad for g in out)
+            self._deepen(inputs, (compat.functorch_gradients() or 1) + goes_on)
             for leaf, gradient in zip(inputs, out):
                 cell = _cell_of(leaf)
                 self._name(gradient, cell.storage.name if cell is not None else "")
@@ -75,10 +78,18 @@ class TraceFunctions(TorchFunctionMode):
                 cell.storage.differentiated = True
                 self.leaves.append((tensor, cell.storage.name))
 
+    def _deepen(self, tensors: Sequence[Tensor], depth: int) -> None:
+        """A gradient with respect to these is taken, `depth` deep inside of others."""
+        for tensor in tensors:
+            cell = _cell_of(tensor)
+            if cell is not None:
+                cell.storage.depth = min(cell.storage.depth or depth, depth)
+
     def _name_gradients(self) -> None:
         """After a backward pass: what stands in `.grad` of a leaf is the gradient of that input."""
         for leaf, name in self.leaves:
             if name and leaf.is_leaf and leaf.grad is not None:
+                self._deepen([leaf], 1)
                 self._name(leaf.grad, name)
 
     def _name(self, gradient: Any, name: str) -> None:

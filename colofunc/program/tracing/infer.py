@@ -113,7 +113,8 @@ _ONE_DTYPE = frozenset("aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv at
 
 def check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
     """Raise where an operator that wants one dtype is given several."""
-    if func._schema.name in _ONE_DTYPE and len({m.dtype for m in metas}) > 1:
+    schema = getattr(func, "_schema", None)  # a kernel of ours in the place of a view or a scatter has none
+    if schema is not None and schema.name in _ONE_DTYPE and len({m.dtype for m in metas}) > 1:
         operands = ", ".join(f"{str(m.dtype).removeprefix('torch.')} {tuple(m.shape)}" for m in metas)
         raise TraceError(
             f"{func} at {user_line()} mixes dtypes: {operands}; bring them to one dtype with .to(), or compute under torch.autocast"

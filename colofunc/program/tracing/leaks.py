@@ -8,8 +8,9 @@ that made it and what holds it. (Autograd graphs may form cycles: these are coll
     def step(x):
         seen.append(x.sum())     # TraceError: the step keeps a tensor of shape () made at train.py:2 in step, in a list
 
-Libraries keep tables of positions in attributes of their modules. Such a leak is a warning: the program is right, and
-whoever reads the attribute afterwards, in eager code or in another trace, gets an error that says what it is.
+Libraries keep tables of positions in attributes of their modules. Of a model's modules such attributes are put back as
+they were, with a warning if what was kept depends on the step's inputs. Of other modules such a leak is a warning: the
+program is right, and whoever reads the attribute afterwards gets an error that says what it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch
 
+from colofunc import compat
 from colofunc.errors import TraceError
+from colofunc.program.tracing.held import put_back
 from colofunc.program.tracing.record import Recorder
 
 KINDS: dict[Any, str] = {list: "a list", tuple: "a tuple", set: "a set", types.CellType: "a variable of an outer function"}
@@ -44,6 +47,23 @@ def refuse_leaks(rec: Recorder) -> None:
     if in_modules:
         tensor, where = in_modules[0]
         warnings.warn(f"the step keeps {_named(rec, tensor)} in {where}; {ADVICE}", stacklevel=2)
+
+
+def put_back_attributes(rec: Recorder) -> list[str]:
+    """Take what the trace put into attributes of models out again. In words: those tensors that are no mere tables."""
+    words = []
+    for kept in rec.where.kept:
+        for attribute, tensor in put_back(kept):
+            traced = compat.unwrap_functorch(tensor)
+            is_table = rec.values[rec.cell(traced).vid].device_free
+            if not is_table:
+                words.append(f"{_named(rec, traced)} in attribute {attribute!r} of a module {type(kept.module).__name__}")
+    return words
+
+
+def warn_of_put_back(words: list[str]) -> None:
+    if words:
+        warnings.warn(f"the step keeps {words[0]}, which is put back as it was before the trace; {ADVICE}", stacklevel=2)
 
 
 def _holders(tensor: torch.Tensor, ours: set[int]) -> list[tuple[str, bool]]:

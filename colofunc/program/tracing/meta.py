@@ -19,18 +19,33 @@ from contextvars import ContextVar
 from itertools import count
 from types import CodeType
 from typing import Any
+from weakref import ref
 
+import attrs
 import torch
 
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.ir import PHASES
+from colofunc.program.tracing.held import Kept
 
 _HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _GENERATED = ("<string>", "<frozen", "<attrs", "<eval_with_key>", "<__array_function__")
+
+
+@attrs.frozen
+class Attribute:
+    """Where a module holds a tensor that is no parameter or buffer. `known`: since before the model was taken apart."""
+
+    path: str
+    name: str
+    known: bool
+
+    def __str__(self) -> str:
+        return f"in attribute {self.name!r} of module {self.path or '(the model itself)'!r}"
 
 
 class Whereabouts:
@@ -40,6 +55,12 @@ class Whereabouts:
         self.phases: list[str] = ["forward"]
         self.paths: list[str] = [""]
         self.frozen: dict[int, str] = {}  # id of a tensor that is captured as a frozen weight -> its name
+        self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
+        self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
+        self.read: list[Attribute] = []  # of these, what was read
+        self.kept: list[Kept] = []  # what plain attributes of modules held before their first forward
+        self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
+        self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights
         self._origin: dict[int, tuple[str, str]] = {}
 
     def now(self) -> tuple[str, str, str]:

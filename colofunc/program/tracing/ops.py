@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
-from colofunc.program.tracing.infer import CPU, build
+from colofunc.program.tracing.infer import CPU, build, contiguous
 from colofunc.program.tracing.meta import user_line
-from colofunc.program.tracing.record import Recorder, flat_results
-from colofunc.program.tracing.strided import as_strided
+from colofunc.program.tracing.record import Cell, Recorder, flat_results
+from colofunc.program.tracing.strided import as_strided, strided_cell
 from colofunc.program.tracing.values import dynamic, index, index_put, item, item_of, plain
 from colofunc.program.tracing.views import view_calls
 
@@ -131,6 +132,8 @@ def mutating(func: Any) -> Handler:
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args)), **kwargs}
         targets = [t for n in out_names for t in (given[n] if isinstance(given[n], (list, tuple)) else [given[n]])]
+        for tensor in targets:
+            refuse_reshaped(rec, tensor, given.values())
         if func._schema.arguments[names.index(out_names[0])].is_out:
             kwargs = {k: v for k, v in kwargs.items() if k not in out_names}
         results = flat_results(rec.call(form, *args, **kwargs))
@@ -166,22 +169,79 @@ def inplace_view(func: Any) -> Handler:
         return unsupported
 
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        view_of = rec.cell(rec.call(form, *args, **kwargs))
-        with compat.no_dispatch():
-            func(*args, **kwargs)
-        rec.attach(args[0], view_of)
+        note_reshaped(rec, args[0])
+        become(rec, args[0], rec.cell(rec.call(form, *args, **kwargs)))
         return args[0]
 
     return handle
 
 
+# Note [Views that are reshaped in place]. Autograd recomputes the history of a view after a write to its memory. Of plain
+# tensors it knows sizes and strides; of tensors of a trace it repeats the calls that made the view, and forgets `unsqueeze_`
+# and its like among them: a gradient would be that of other elements. What would lead there is an error.
+def note_reshaped(rec: Recorder, tensor: torch.Tensor) -> None:
+    """Before a change of shape in place."""
+    others = [t for t in (ref() for ref in rec.made) if t is not None and compat.view_base(t) is tensor]
+    if others and tensor.requires_grad:
+        raise TraceError(
+            f"the shape of a tensor that is differentiated is changed in place at {user_line()} while there are views of it, "
+            "whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
+        )
+    if others or compat.view_base(tensor) is not None:
+        rec.cell(tensor).storage.reshaped = user_line()
+
+
+def refuse_reshaped(rec: Recorder, tensor: torch.Tensor, operands: Iterable[Any]) -> None:
+    """Before a write to memory of which a view was reshaped in place."""
+    reshaped = rec.cell(tensor).storage.reshaped
+    if reshaped and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (tensor, *operands)):
+        raise TraceError(
+            f"the shape of a view was changed in place at {reshaped}, and at {user_line()} something that is differentiated is written "
+            "to its memory, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
+        )
+
+
+def become(rec: Recorder, tensor: torch.Tensor, cell: Cell) -> None:
+    """From now on `tensor` is the tensor of `cell`: its value, and its shape and strides."""
+    with compat.no_function_modes(), compat.no_dispatch():
+        tensor.data = rec.tensor(cell)
+    rec.attach(tensor, cell)
+
+
+def resize_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Another shape in the same memory. New memory would hold what nobody has written."""
+    tensor, size = args[0], tuple(args[1])
+    if size == tensor.shape:
+        return tensor
+    cell = rec.cell(tensor)
+    root = cell.storage.root.meta
+    new = contiguous(size, tensor.dtype)
+    if (cell.meta.offset + prod(size)) * tensor.dtype.itemsize > prod(root.shape) * root.dtype.itemsize:
+        raise TraceError(
+            f"resize_ at {user_line()} to {size} makes a tensor of shape {tuple(tensor.shape)} larger than its memory; "
+            "make a new tensor of that shape"
+        )
+    become(rec, tensor, strided_cell(rec, tensor, size, new.strides))
+    return tensor
+
+
+def set_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The first tensor becomes an alias of the second."""
+    tensor, source = args
+    cell = rec.cell(source)
+    become(rec, tensor, cell.child(rec.read(cell), cell.meta, "", (), ()))
+    return tensor
+
+
 def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    refuse_reshaped(rec, args[0], args)
     assign(rec, args[0], args[1])
     return args[0]
 
 
 def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
+    refuse_reshaped(rec, tensor, args)
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
         assign(rec, tensor, args[1])
     else:
@@ -288,6 +348,8 @@ SPECIAL: dict[Any, Handler] = {
     aten.lift.default: lift_fresh,
     aten.as_strided.default: as_strided,
     aten.copy_.default: copy_,
+    aten.resize_.default: resize_,
+    aten.set_.source_Tensor: set_,
     aten.fill_.Scalar: fill_,
     aten.fill_.Tensor: fill_,
     aten.zero_.default: fill_,

@@ -28,6 +28,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.tracing import views as trace_views
+from colofunc.program.tracing.attributes import refuse_computed
 from colofunc.program.tracing.infer import Meta, Results, TraceTensor, remembered
 from colofunc.program.tracing.lift import SMALL_BYTES
 from colofunc.program.tracing.meta import Whereabouts, user_line
@@ -42,9 +43,12 @@ class Storage:
     """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf.
 
     `number`: it stands for a Python float, and takes part in type promotion like one (see `trace_numbers`).
+    `scattered`: an input that the caller does not have contiguous, though it counts as that.
+    `depth`: of the gradients taken with respect to it, how deep the outermost lies in others (1: in none); 0: none was seen.
+    `reshaped`: where a view of it was given another shape in place (see Note [Views that are reshaped in place]).
     """
 
-    __slots__ = ("differentiated", "kind", "name", "number", "owner", "root", "version")
+    __slots__ = ("depth", "differentiated", "kind", "name", "number", "owner", "reshaped", "root", "scattered", "version")
 
     def __init__(self, owner: Recorder, kind: str, name: str = "") -> None:
         self.owner = owner
@@ -52,7 +56,10 @@ class Storage:
         self.name = name
         self.version = 0
         self.differentiated = False
+        self.depth = 0
         self.number = False
+        self.reshaped = ""
+        self.scattered = False
         self.root: Cell
 
 
@@ -166,6 +173,8 @@ class Recorder(compat.TorchDispatchMode):
         if found is None:
             name = self.where.frozen.get(id(tensor))
             role = "constant" if name is None else "frozen"
+            if name is None:
+                refuse_computed(tensor)
             vid = self.new_value(tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None)
             with compat.disable_modes():
                 data = tensor.detach()
@@ -208,7 +217,7 @@ class Recorder(compat.TorchDispatchMode):
             parent = self.read(cell.parent)
             if cell.target:
                 value = self.values[cell.vid]
-                args = map_refs(cell.args, lambda i: Ref(parent) if i == -1 else Ref(i))
+                args = trace_views.on_parent(cell.args, parent)
                 cell.vid = self.emit(cell.target, args, cell.kwargs, [(value.shape, value.dtype)])[0]
             else:
                 cell.vid = parent
@@ -223,8 +232,10 @@ class Recorder(compat.TorchDispatchMode):
         if cell.parent is None:
             storage.version += 1
         else:
-            parent = self.read(cell.parent)
-            self.write(cell.parent, trace_views.write_back(self, cell, parent, vid))
+            path = trace_views.path_to_write(cell)
+            above = path[0].parent
+            assert above is not None
+            self.write(above, trace_views.write_back(self, path, self.read(above), vid))
         cell.vid = vid
         cell.version = storage.version
 

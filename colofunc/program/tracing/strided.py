@@ -13,8 +13,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
+
+from colofunc.errors import TraceError
 from colofunc.program.ir import Ref
 from colofunc.program.tracing.infer import Meta, contiguous
+from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.record import Cell, Recorder
 
 Step = tuple[str, tuple[Any, ...]]
@@ -27,7 +31,12 @@ def as_strided(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 def strided_cell(rec: Recorder, tensor: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Cell:
     cell = rec.cell(tensor)
-    base = _memory_order(rec, cell.storage.root)
+    if cell.storage.scattered:
+        raise TraceError(
+            f"as_strided at {user_line()} reads the memory of input {cell.storage.name!r}, which is not contiguous, and a step takes "
+            "its inputs as values without memory; pass it as .contiguous() and give the strides of that"
+        )
+    base = _in_dtype(rec, _memory_order(rec, cell.storage.root), cell.meta.dtype)
     offset = cell.meta.offset if storage_offset is None else storage_offset
     meta = Meta(tuple(size), tuple(stride), cell.meta.dtype, offset)
     steps = explain(base.meta.shape, meta.shape, meta.strides, offset)
@@ -77,6 +86,17 @@ def _step(rec: Recorder, cell: Cell, target: str, rest: tuple[Any, ...]) -> Cell
         return cell.child(rec.read(cell), cell.meta, "", (), ())
     vid = rec.emit1(target, (Ref(rec.read(cell)), *rest), shape, cell.meta.dtype)
     return cell.child(vid, contiguous(shape, cell.meta.dtype), target, (Ref(-1), *rest), ())
+
+
+def _in_dtype(rec: Recorder, base: Cell, dtype: torch.dtype) -> Cell:
+    """The same memory as elements of `dtype`; strides and offsets count these."""
+    if base.meta.dtype == dtype:
+        return base
+    if not base.meta.shape or base.meta.dtype.is_complex or dtype.is_complex:
+        raise TraceError(f"as_strided at {user_line()} on a view of {dtype} of a tensor of {base.meta.dtype}; clone the view first")
+    shape = (*base.meta.shape[:-1], base.meta.shape[-1] * base.meta.dtype.itemsize // dtype.itemsize)
+    vid = rec.emit1("aten.view.dtype", (Ref(rec.read(base)), dtype), shape, dtype)
+    return base.child(vid, contiguous(shape, dtype), "aten.view.dtype", (Ref(-1), dtype), ())
 
 
 def _memory_order(rec: Recorder, root: Cell) -> Cell:

@@ -31,11 +31,13 @@ from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
-from colofunc.program.tracing.leaks import refuse_leaks
+from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
 from colofunc.program.tracing.meta import activate, module_path, phase, watch_modules
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, Storage
+from colofunc.program.tracing.roles import Observed, comes_back, first_result
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
+from colofunc.program.tracing.used import HasFrozen, noted, noting
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
 
@@ -49,6 +51,7 @@ class Traced:
     `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
     those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
     that are no tensors. `captured`: value id -> the tensor that the function took from outside, as it stands there.
+    `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
     """
 
     program: Program
@@ -59,6 +62,8 @@ class Traced:
     static: tuple[tuple[str, Any], ...]
     uses_seed: bool
     captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
+    modules: tuple[torch.nn.Module, ...] = attrs.field(default=(), eq=False, repr=False)
+    models: tuple[HasFrozen, ...] = attrs.field(default=(), eq=False, repr=False)
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
@@ -95,20 +100,25 @@ def trace(
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
     rec = Recorder(handler_of)
-    differentiated, out_ids, out_tree = _observe(rec, fn, tree, leaves, modes)
+    try:
+        differentiated, out_ids, out_tree = _observe(rec, fn, tree, leaves, modes)
+    finally:
+        words = put_back_attributes(rec)
+    warn_of_put_back(words)
     refuse_leaks(rec)
-    found = {name: "param" for name in tree.names() if name in differentiated or name in set(params)}
-    values = _with_roles(rec, tree, {**found, **(roles or {})})
+    given = {**dict.fromkeys(params, "param"), **(roles or {})}
+    values = _with_roles(rec, tree, out_tree, out_ids, differentiated, given)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
     captured = {cell.vid: real for real, cell in rec.captured.values()}
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured)
+    modules, models = noted(rec.where)
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured, modules, models)
 
 
 def _observe(
     rec: Recorder, fn: Callable[..., Any], tree: Tree, leaves: Sequence[torch.Tensor], modes: Modes
-) -> tuple[set[str], list[int], Tree]:
-    """Run the function: names of differentiated inputs, value ids of the outputs, their tree.
+) -> tuple[dict[str, int], list[int], Tree]:
+    """Run the function: names of differentiated inputs and how deep they are that, value ids of the outputs, their tree.
 
     Every traced tensor that we hold is a local of this function, so that what lives on is held by the user's code.
     """
@@ -120,7 +130,8 @@ def _observe(
     host_state = _host_random_state()
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
     functions = TraceFunctions(rec, leaves_with_grad)
-    result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
+    with noting(rec.where):
+        result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
             f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would repeat for ever; "
@@ -129,7 +140,10 @@ def _observe(
     out_ids, out_tree = _outputs(rec, result)
     _check_gradients(rec)
     triples = zip(tree.names(), fakes, storages, strict=True)
-    differentiated = {name for name, fake, storage in triples if storage.differentiated or fake.grad is not None}
+    differentiated = {}
+    for name, fake, storage in triples:
+        if storage.differentiated or fake.grad is not None:
+            differentiated[name] = storage.depth or 1
     return differentiated, out_ids, out_tree
 
 
@@ -166,7 +180,7 @@ def _name_arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tree, list[torch.Tensor]]:
     """The tree of (args, kwargs), its leaves named by the function's own parameters: `state.params.w`."""
-    names = _parameter_names(fn, args)
+    names = argument_names(fn, len(args))
     leaves: list[torch.Tensor] = []
     parts = []
     for name, arg in zip(names, args, strict=True):
@@ -183,7 +197,8 @@ def _name_arguments(
     return Tree("sequence", "", tuple, (0, 1), (positional, keywords)), leaves
 
 
-def _parameter_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """What the function calls its first so many arguments."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -193,9 +208,9 @@ def _parameter_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
         elif p.kind is p.VAR_POSITIONAL:
-            names += [join(p.name, i) for i in range(len(args) - len(names))]
-    names = names[: len(args)]
-    return names + [f"arg{i}" for i in range(len(names), len(args))]
+            names += [join(p.name, i) for i in range(count - len(names))]
+    names = names[:count]
+    return names + [f"arg{i}" for i in range(len(names), count)]
 
 
 def _make_inputs(
@@ -210,6 +225,7 @@ def _make_input(
 ) -> tuple[torch.Tensor, Storage]:
     vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
     cell = rec.root(vid, contiguous(leaf.shape, leaf.dtype), "input", name)
+    cell.storage.scattered = not leaf.is_contiguous()
     return rec.tensor(cell).requires_grad_(leaf.requires_grad), cell.storage
 
 
@@ -257,19 +273,25 @@ def _check_gradients(rec: Recorder) -> None:
             )
 
 
-def _with_roles(rec: Recorder, tree: Tree, roles: Mapping[str, str]) -> dict[int, Value]:
-    """Values with the roles of the inputs: given, found, or guessed from where the leaf stands."""
+def _with_roles(
+    rec: Recorder,
+    tree: Tree,
+    out_tree: Tree,
+    out_ids: Sequence[int],
+    differentiated: Mapping[str, int],
+    given: Mapping[str, str],
+) -> dict[int, Value]:
+    """Values with the roles of the inputs: given, or observed."""
     values = dict(rec.values)
-    several = len(tree.children[0].children) + len(tree.children[1].children) > 1
-    first = tree.children[0].children[0].names() if tree.children[0].children else ()
-    for vid, name in enumerate(tree.names()):
-        role = roles.get(name)
-        if role is None:
-            parts = name.split(".")
-            role = "buffer" if "buffers" in parts else "frozen" if "frozen" in parts else None
-        if role is None:
-            role = "state" if several and name in set(first) else "batch"
-        values[vid] = attrs.evolve(values[vid], role=role)
+    ids = {name: vid for vid, name in enumerate(tree.names())}
+    arguments = tuple(argument for part in tree.children for argument in part.children)
+    again = False
+    if arguments:
+        before = [values[ids[name]] for name in arguments[0].names()]
+        again = comes_back(arguments[0], first_result(out_tree), before, [values[i] for i in out_ids])
+    observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again)
+    for name, role in {**observed.roles(), **given}.items():
+        values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
     return values
 
 

@@ -22,6 +22,8 @@ from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 aten = torch.ops.aten
 # Where transformers chooses how experts are computed; a loop that it leads to is its "eager" implementation.
 EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
+# Where torch.distributions looks at the values of its arguments.
+DISTRIBUTIONS = os.path.join("torch", "distributions", "distribution.py")
 
 
 def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -52,6 +54,11 @@ def data_dependent(what: str) -> TraceError:
         return TraceError(
             f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead"
         )
+    if inside_file(DISTRIBUTIONS):
+        return TraceError(
+            f"torch.distributions looks at the values of its arguments, to see that they are valid, at {user_line()}; a step has no "
+            "values while it is traced. Try: validate_args=False"
+        )
     if inside_file(EXPERTS_LOOP):
         return TraceError(
             f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts run in a Python loop "
@@ -73,6 +80,11 @@ def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     enc = tuple([rec.encode(a) for a in args])
     named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
     if not all(rec.values[r].device_free for r in refs_of((enc, named))):
+        if func._schema.name == "aten::_ctc_loss":
+            raise TraceError(
+                f"F.ctc_loss at {user_line()} makes tables whose sizes are the lengths that it is given, as values; a program has sizes "
+                "that are known before. Try: the loss outside of the step, on outputs that the step returns"
+            )
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
 
     def known(arg: Any) -> Any:

@@ -5,10 +5,14 @@ whole; views that only rename or reorder dims have an inverse. Anything else goe
 elements that the view shows.
 
     slice -> slice_scatter      select -> select_scatter      view, permute, t -> their inverse
+
+A view that shows an element twice (`expand`, overlapping `unfold`) has a value whose parts must stay equal. What is
+written to a part of it is put where that part lies in the nearest tensor above that has every element once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +20,14 @@ import torch
 
 from colofunc.errors import TraceError
 from colofunc.program.ir import Ref, map_refs
+from colofunc.program.tracing.infer import Meta
+from colofunc.program.tracing.meta import user_line
 
 if TYPE_CHECKING:
     from colofunc.program.tracing.record import Cell, Recorder
 
+# Elements of a tensor with odd strides whose places are compared one by one.
+MOST_COUNTED = 1 << 16
 _RESHAPES = {
     "aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default", "aten.unsqueeze.default",
     "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
@@ -36,8 +44,49 @@ _INVERSES = {
 }
 
 
-def write_back(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
-    """The parent's value with the part that `cell` shows replaced by value `new`."""
+def path_to_write(cell: Cell) -> list[Cell]:
+    """The views from the tensor that a write to `cell` gives a new value, outermost first; the last one is `cell`.
+
+    That tensor is the parent of the first. Mostly it is the parent of `cell`; see above for where it is further up.
+    """
+    path = [cell]
+    above = cell.parent
+    found = path
+    while above is not None and above.parent is not None:
+        path = [above, *path]
+        if repeats(above.meta):
+            found = path
+        above = above.parent
+    return found
+
+
+def repeats(meta: Meta) -> bool:
+    """Whether strides lead to one element twice; also said of large tensors whose strides are too odd to tell."""
+    reach = 0
+    odd = False
+    for stride, size in sorted((stride, size) for size, stride in zip(meta.shape, meta.strides, strict=True) if size > 1):
+        if stride == 0:
+            return True
+        odd = odd or stride <= reach
+        reach += (size - 1) * stride
+    if not odd or prod(meta.shape) > MOST_COUNTED:
+        return odd
+    places = [0]
+    for stride, size in zip(meta.strides, meta.shape, strict=True):
+        places = [place + i * stride for place in places for i in range(size)]
+    return len(set(places)) < len(places)
+
+
+def write_back(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> int:
+    """The value `parent` with the part that the views of `path` show of it replaced by value `new`."""
+    cell = path[-1]
+    if repeats(cell.meta) and cell.target != "":
+        raise TraceError(
+            f"an in-place write at {user_line()} to a tensor of shape {cell.meta.shape} whose elements share memory "
+            "(expand, overlapping windows); clone it first"
+        )
+    if len(path) > 1:
+        return _by_position(rec, path, parent, new)
     whole, part = rec.values[parent], rec.values[new]
     target = cell.target
     if target == "":
@@ -56,25 +105,36 @@ def write_back(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
         return rec.emit1(_INVERSES[target], (Ref(new),), whole.shape, whole.dtype)
     if target == "aten.view.dtype":
         return rec.emit1(target, (Ref(new), whole.dtype), whole.shape, whole.dtype)
-    if target == "aten.expand.default":
-        raise TraceError("an in-place write to an expanded tensor, whose elements share memory; clone it first")
-    return _by_position(rec, cell, parent, new)
+    return _by_position(rec, path, parent, new)
 
 
-def _by_position(rec: Recorder, cell: Cell, parent: int, new: int) -> int:
+def _by_position(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> int:
     """Any other view: look up which flat positions of the parent it shows, and put the new elements there."""
     whole, part = rec.values[parent], rec.values[new]
+    if any(cell.meta.dtype != whole.dtype for cell in path):
+        raise TraceError(
+            f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view of "
+            f"another dtype than {whole.dtype}; clone it first"
+        )
     numel = prod(whole.shape)
     flat = rec.emit1("aten.arange.default", (numel,), (numel,), torch.int64)
     grid = rec.emit1("aten.view.default", (Ref(flat), whole.shape), whole.shape, torch.int64)
-    args = map_refs(cell.args, lambda i: Ref(grid) if i == -1 else Ref(i))
-    shown = rec.emit(cell.target, args, cell.kwargs, [(part.shape, torch.int64)])[0]
+    shown = grid
+    for cell in path:
+        if cell.target:
+            args = on_parent(cell.args, shown)
+            shown = rec.emit(cell.target, args, cell.kwargs, [(cell.meta.shape, torch.int64)])[0]
     count = (prod(part.shape),)
     where = rec.emit1("aten.view.default", (Ref(shown), count), count, torch.int64)
     what = rec.emit1("aten.view.default", (Ref(new), count), count, part.dtype)
     source = rec.emit1("aten.view.default", (Ref(parent), (numel,)), (numel,), whole.dtype)
     put = rec.emit1("aten.index_put.default", (Ref(source), (Ref(where),), Ref(what)), (numel,), whole.dtype)
     return rec.emit1("aten.view.default", (Ref(put), whole.shape), whole.shape, whole.dtype)
+
+
+def on_parent(args: tuple[Any, ...], viewed: int) -> Any:
+    """The arguments of a view with `viewed` in the place of its parent."""
+    return map_refs(args, lambda i: Ref(viewed) if i == -1 else Ref(i))
 
 
 def view_calls(

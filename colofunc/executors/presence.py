@@ -1,0 +1,196 @@
+"""Presence: who the ranks are, whether they live, and what is said where one waits for another.
+
+Problem: a rank that saves, evaluates or calls `full()` alone waits in silence, and so does the peer of one that was killed or
+stopped between two steps, where no connection of the process group notices it. Idea: every rank writes who it is and, once a
+second, a number that grows; one that waits reads those of the ranks that it waits for.
+
+    [rank 0] has waited 10 s at full() of a DTensor (8, 4) at train.py:31 for rank 1 (after step 7 (train) at train.py:20; its
+    process 4711 is stopped); it gives up after 300 s
+
+A process on the same machine is known exactly (`/proc`, proc(5)): it runs, is stopped, or has ended. Of others only the time
+since their number grew is known, which is said and decides nothing: a process may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+WHO, BEAT, NOTICES = "colofunc/who", "colofunc/beat", "colofunc/notices"
+SILENT_S = 5.0  # a rank whose number has not grown for so long is said to be silent
+STATE, BEGAN = 0, 19  # fields of /proc/PID/stat behind the name: proc(5) numbers them 3 and 22
+
+
+@attrs.frozen
+class Limits:
+    """How long ranks wait for one another: until a line says who is where, and until it is an error."""
+
+    limit_s: float = 300.0
+    notice_s: float = 10.0
+
+
+@attrs.frozen
+class Process:
+    """One rank's process. `place`: of machine and process namespace; numbers of processes mean the same where it is equal."""
+
+    host: str
+    place: str
+    pid: int
+    began: str
+
+    @staticmethod
+    def own() -> Process:
+        host = socket.gethostname()
+        marks = [host]
+        with contextlib.suppress(OSError):  # not on Linux
+            marks += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        return Process(host, " ".join(marks), os.getpid(), started(os.getpid()))
+
+    def condition(self) -> str:
+        """"running", "stopped" or "ended"; "" where that cannot be seen from this process."""
+        if self.place != Process.own().place or not self.began:
+            return ""
+        state, began = _stat(self.pid)
+        if began != self.began or state in ("Z", "X"):
+            return "ended"
+        return "stopped" if state in ("T", "t") else "running"
+
+
+def started(pid: int) -> str:
+    """When a process was started, in the kernel's words; "" where that cannot be known."""
+    return _stat(pid)[1]
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """(state, time of start) of a process; ("", "") where there is none or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[STATE], fields[BEGAN]
+
+
+@attrs.define(eq=False)
+class Waiting:
+    """What this rank waits for. `keys`: what each rank writes when it comes there; () inside a step, where only steps are known."""
+
+    what: str
+    limit_s: float
+    keys: Sequence[str] = ()
+    began_s: float = attrs.field(factory=time.monotonic)
+    told: tuple[str, ...] | None = None  # of which processes in which condition
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+class Presence:
+    """What this rank knows of the others, through a store of its own. Used by one thread."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.size = size
+        self._who: dict[int, Process] = {}
+        self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when it was first seen
+        self._own_beats = 0
+        self._heard = 0
+        store.set(f"{WHO}/{rank}", json.dumps(attrs.astuple(Process.own())))
+
+    def beat(self) -> None:
+        """This rank lives. Who serves the store is asked as long as it answers."""
+        self.process(0)
+        self._own_beats += 1
+        self._store.set(f"{BEAT}/{self.rank}", str(self._own_beats))
+
+    def process(self, rank: int) -> Process | None:
+        """Who a rank is; None where it has not said so yet."""
+        key = f"{WHO}/{rank}"
+        if rank not in self._who and self._store.check([key]):
+            self._who[rank] = Process(*json.loads(self._store.get(key)))
+        return self._who.get(rank)
+
+    def known(self, rank: int) -> Process | None:
+        """Who a rank is, as far as this one has asked before."""
+        return self._who.get(rank)
+
+    def silent_s(self, rank: int) -> float:
+        """Seconds since the rank's number was seen to grow."""
+        key, now = f"{BEAT}/{rank}", time.monotonic()
+        number = self._store.get(key) if self._store.check([key]) else b""
+        last = self._beats.get(rank)
+        if last is None or last[0] != number:
+            self._beats[rank] = number, now
+            return 0.0
+        return now - last[1]
+
+    def words(self, rank: int) -> str:
+        """What is known of a rank's process beyond that it runs."""
+        silent_s, process = self.silent_s(rank), self.process(rank)
+        condition = "" if process is None else process.condition()
+        if process is not None and condition in ("stopped", "ended"):
+            return f"its process {process.pid} {'is stopped' if condition == 'stopped' else 'has ended'}"
+        if silent_s > SILENT_S:
+            where = "" if process is None else f" (process {process.pid} on {process.host})"
+            return f"not heard of for {silent_s:.0f} s{where}"
+        return ""
+
+    def condition(self, rank: int) -> str:
+        """Whether the rank's process runs, is stopped or has ended; "" where that cannot be known."""
+        process = self.process(rank)
+        return "" if process is None else process.condition()
+
+    def missing(self, keys: Sequence[str]) -> list[int]:
+        """Ranks whose keys are not there."""
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def tell(self, ranks: Sequence[int], text: str) -> None:
+        """Have `ranks` print that this one waits for them."""
+        number = self._store.add(NOTICES, 1)
+        self._store.set(f"{NOTICES}/{number}", json.dumps([list(ranks), text]))
+
+    def heard(self) -> Iterator[str]:
+        """What others have told this rank since the last time."""
+        number = self._store.add(NOTICES, 0)
+        while self._heard < number:
+            key = f"{NOTICES}/{self._heard + 1}"
+            if not self._store.check([key]):
+                return  # it is being written
+            self._heard += 1
+            ranks, text = json.loads(self._store.get(key))
+            if self.rank in ranks:
+                yield text
+
+
+def ranks_text(ranks: Sequence[int], others: Sequence[str]) -> str:
+    """`rank 1 (after step 3); rank 2 (in step 4)`, a few of many."""
+    shown = [f"rank {rank}" + (f" ({words})" if words else "") for rank, words in zip(ranks, others, strict=True)]
+    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def say(rank: int, text: str) -> None:
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def noticed(rank: int, what: str, limits: Limits) -> Iterator[None]:
+    """A line if what is inside, which waits for the other processes and knows nothing of them yet, takes long."""
+    text = f"has waited {limits.notice_s:g} s {what}; it gives up after {limits.limit_s:g} s"
+    timer = threading.Timer(limits.notice_s, say, (rank, text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,214 @@
+"""Roles: what each input leaf of a step is, a parameter, a buffer, optimizer state or the batch.
+
+Problem: plans are about weights, moments and rows, and a step is a function of trees in which these stand anywhere. Idea: who
+knows says so while the step runs. `cf.functional` marks the leaves that a model is called with, `cf.adapt` those of its state,
+and gradients say what is differentiated. Code that uses neither is read: its weights stand where operators have weights.
+
+    model.apply(params, buffers, x)          mark("param", ...), mark("buffer", ...)
+    opt.update(grads, state, params)         mark("state", ...)
+    F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
+
+Neither the position of an argument nor a word in a path decides, but for one thing that nothing else says: of several arguments
+that are never marked, differentiated or read as weights, the first is the state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc import compat
+from colofunc.program.ir import Node, Value
+from colofunc.program.tracing.meta import active
+from colofunc.program.tracing.tree import Tree
+
+WEIGHTS = {
+    "colofunc.linear": (1, 2),
+    "aten.embedding.default": (0,),
+    "aten.convolution.default": (1, 2),
+    "aten.native_layer_norm.default": (1, 2),
+    "aten.native_group_norm.default": (1, 2),
+    "aten._fused_rms_norm.default": (1,),
+}
+"""Operator -> which of its tensor operands are weights."""
+PRODUCTS = {"aten.mm.default": 1, "aten.bmm.default": 1, "aten.addmm.default": 2}
+"""Matrix product -> its second operand, before which the first stands: rows @ weight, as far as rows and weight can be told apart."""
+
+
+def mark(role: str, tensors: Iterable[torch.Tensor]) -> None:
+    """The leaves behind these tensors have a role. Does nothing outside of a trace."""
+    here = active()
+    if here is None:
+        return
+    for tensor in tensors:
+        name = _leaf_behind(tensor)
+        if name:
+            here.marks.setdefault(name, role)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value of a trace; others that a step uses are captured."""
+    return "_colofunc_cell" in compat.unwrap_functorch(tensor).__dict__
+
+
+def _leaf_behind(tensor: torch.Tensor) -> str:
+    """The name of the input leaf that a traced tensor is, or was cast or copied from; "" where there is none."""
+    cell: Any = compat.unwrap_functorch(tensor).__dict__.get("_colofunc_cell")
+    if cell is None:
+        return ""
+    if cell.storage.kind == "input":
+        return str(cell.storage.name)
+    recorder, value = cell.storage.owner, cell.vid
+    while value in recorder.producer:
+        node = recorder.producer[value]
+        if len(node.refs) != 1 or recorder.values[node.refs[0]].shape != recorder.values[value].shape:
+            return ""
+        value = node.refs[0]
+    return str(recorder.values[value].name)
+
+
+@attrs.frozen
+class Observed:
+    """What a trace has seen of its input leaves, by name."""
+
+    arguments: Sequence[Tree]
+    ids: Mapping[str, int]  # leaf -> its value
+    values: Mapping[int, Value]
+    nodes: Sequence[Node]
+    outputs: Sequence[int]
+    marks: Mapping[str, str]
+    differentiated: Mapping[str, int]  # leaf -> how deep inside other gradients
+    comes_back: bool  # whether output 0 is argument 0 anew
+
+    def roles(self) -> dict[str, str]:
+        """Leaf -> its role."""
+        trained = {*self.marks, *self._outermost()}
+        operands = set() if trained else self._weight_operands()
+        returned = self._returned(trained | operands)
+        said = {*self.marks, *returned}
+        params = self._params(said)
+        weights = said | params | operands
+        holds = [any(name in weights for name in argument.names()) for argument in self.arguments]
+        if not any(holds) and len(self.arguments) > 1:
+            holds[0] = True
+        found: dict[str, str] = {}
+        for argument, has_weights in zip(self.arguments, holds, strict=True):
+            # An argument without weights beside one that has them is the batch; alone, it is all that there is.
+            rest = "state" if has_weights and not all(holds) else "batch"
+            for name in argument.names():
+                found[name] = self._rest(name, rest)
+        found |= dict.fromkeys(operands - said, "param")
+        return {**found, **returned, **dict.fromkeys(params, "param"), **self.marks}
+
+    def _params(self, said: Collection[str]) -> set[str]:
+        """What is differentiated and not the batch, of which penalties and forces take a gradient too.
+
+        `said`: leaves that are marked or come back. Where there are any, an argument without them is the batch. Where there
+        are none, the outermost gradient is that of the weights: what is differentiated only inside of it is the batch.
+        """
+        if not said:
+            return self._outermost()
+        holding = [argument for argument in self.arguments if any(name in said for name in argument.names())]
+        return {name for argument in holding for name in argument.names() if name in self.differentiated}
+
+    def _outermost(self) -> set[str]:
+        """What is differentiated in no other gradient."""
+        outermost = min(self.differentiated.values(), default=1)
+        return {name for name, depth in self.differentiated.items() if depth == outermost}
+
+    def _rest(self, name: str, rest: str) -> str:
+        """Of a leaf that nothing is known of, but what its argument is. Where nothing else is known, numbers beside weights are weights."""
+        if rest == "state" and name in self.differentiated:
+            return "param"
+        value = self.values[self.ids[name]]
+        unknown = not self.differentiated and not self.marks
+        return "param" if rest == "state" and unknown and value.shape and value.dtype.is_floating_point else rest
+
+    def _returned(self, weights: Collection[str]) -> dict[str, str]:
+        """Leaves of argument 0 that come back in output 0, if it is more than a batch whose result has its shape.
+
+        State, where the new value depends on a gradient; a frozen weight, where it is read and comes back as it is; else a buffer.
+        """
+        if not self.comes_back or len(self.arguments) < 2:
+            return {}
+        first = self.arguments[0]
+        is_state = any(name in weights for name in first.names()) if weights else first.kind != "tensor"
+        if not is_state:
+            return {}
+        after_gradients: set[int] = set()
+        read: set[int] = set()
+        for node in self.nodes:
+            read.update(node.refs)
+            if node.phase != "forward" or any(ref in after_gradients for ref in node.refs):
+                after_gradients.update(out for out in node.outs if out is not None)
+        found = {}
+        for name, out in zip(self.arguments[0].names(), self.outputs, strict=False):
+            value = self.values[self.ids[name]]
+            if out in after_gradients or value.id not in read:
+                found[name] = "state"
+            else:
+                found[name] = "frozen" if out == value.id and value.shape and value.dtype.is_floating_point else "buffer"
+        return found
+
+    def _weight_operands(self) -> set[str]:
+        """Leaves that operators read as weights."""
+        made = {out: node for node in self.nodes for out in node.outs if out is not None}
+        names = {value: name for name, value in self.ids.items()}
+
+        def leaf_behind(value: int) -> str:
+            while value in made and len(made[value].refs) == 1:
+                value = made[value].refs[0]
+            return names.get(value, "")
+
+        found = {leaf_behind(node.refs[place]) for node in self.nodes for place in WEIGHTS.get(node.target, ()) if place < len(node.refs)}
+        found |= self._second_factors(leaf_behind)
+        return found - {""}
+
+    def _second_factors(self, leaf_behind: Callable[[int], str]) -> set[str]:
+        """Matrices that rows of another argument are multiplied with from the left, and that are never such rows themselves."""
+        behind = self._arguments_behind()
+        first: set[str] = set()
+        second: set[str] = set()
+        for node in self.nodes:
+            place = PRODUCTS.get(node.target)
+            if place is None:
+                continue
+            rows, matrix = node.refs[place - 1], leaf_behind(node.refs[place])
+            first.add(leaf_behind(rows))
+            # Within one argument nothing is told apart: x @ x.T, queries @ keys, two factors of a weight.
+            if matrix and len(self.values[self.ids[matrix]].shape) == 2 and behind[rows] - behind[self.ids[matrix]]:
+                second.add(matrix)
+        return second - first
+
+    def _arguments_behind(self) -> dict[int, set[int]]:
+        """Value -> the positions of the arguments that it is computed of."""
+        behind: defaultdict[int, set[int]] = defaultdict(set)
+        for position, argument in enumerate(self.arguments):
+            for name in argument.names():
+                behind[self.ids[name]] = {position}
+        for node in self.nodes:
+            sources = set().union(*(behind[ref] for ref in node.refs))
+            behind.update((out, sources) for out in node.outs if out is not None)
+        return behind
+
+
+def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
+    """Whether a result has the tree, shapes and dtypes of an argument, so that it can be its next value."""
+    if not argument.names() or _structure(argument) != _structure(result):
+        return False
+    pairs = zip(before, after, strict=False)
+    return all((old.shape, old.dtype) == (new.shape, new.dtype) for old, new in pairs)
+
+
+def first_result(out: Tree) -> Tree:
+    """Output 0 of a step: the first of a tuple, else all that it returns."""
+    several = out.kind in ("sequence", "namedtuple") and out.type is not list and out.children
+    return out.children[0] if several else out
+
+
+def _structure(tree: Tree) -> Any:
+    return (tree.kind, tree.type, tree.keys, tuple(_structure(child) for child in tree.children))

@@ -1,0 +1,153 @@
+"""Which modules, hooks and frozen weights a trace has used, whatever way the step came to them, and whether they are as they were.
+
+Problem: a step finds its model through a bound method, a partial, a list or a helper of another file, and whether that model
+is in train or eval mode is part of the program. Idea: nobody searches for it. A module that is called while a trace runs is
+noted, and so is a model with frozen weights; what was noted is compared at each later call.
+
+    with noting(here):            # while the step is traced
+        ...
+    modules, models = noted(here)
+
+Notes are weak: a module that the step makes for itself ends with the trace, and no later call can change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import ref
+
+import attrs
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from colofunc import compat
+from colofunc.program.tracing.meta import Whereabouts, active
+
+
+class HasFrozen(Protocol):
+    """A model of `cf.functional`."""
+
+    @property
+    def frozen(self) -> Mapping[str, torch.Tensor]: ...
+
+
+@attrs.frozen(eq=False)
+class Mode:
+    """One module as it was found."""
+
+    module: torch.nn.Module
+    training: bool
+    children: tuple[torch.nn.Module | None, ...]
+
+    @staticmethod
+    def of(module: torch.nn.Module) -> Mode:
+        return Mode(module, module.training, compat.children(module))
+
+    def stands(self) -> bool:
+        return self.module.training is self.training and compat.children(self.module) == self.children
+
+
+@attrs.frozen(eq=False)
+class Weights:
+    """Frozen weights as they were found; those of a trace are kept alive by it, so that their ids stay theirs."""
+
+    held: Mapping[str, torch.Tensor]
+    ids: list[int]
+
+    @staticmethod
+    def of(held: Mapping[str, torch.Tensor]) -> Weights:
+        return Weights(held, list(map(id, held.values())))
+
+    def stands(self) -> bool:
+        return list(map(id, self.held.values())) == self.ids
+
+
+@attrs.frozen(eq=False)
+class Hooks:
+    """What hangs on modules and on their parameters: it has run in the trace, or changes gradients there."""
+
+    modules: Sequence[torch.nn.Module]
+    parameters: Sequence[torch.Tensor]
+    on_modules: Sequence[tuple[Any, ...]]
+    on_parameters: Mapping[int, tuple[Any, ...]]
+
+    @staticmethod
+    def of(modules: Sequence[torch.nn.Module]) -> Hooks:
+        parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        hung = list(map(compat.module_hooks, modules))
+        return Hooks(modules, parameters, hung, compat.all_gradient_hooks(parameters))
+
+    def stands(self) -> bool:
+        same = compat.all_gradient_hooks(self.parameters) == self.on_parameters
+        return same and list(map(compat.module_hooks, self.modules)) == self.on_modules
+
+
+@attrs.frozen(eq=False)
+class Used:
+    """What a trace has used, as it was then."""
+
+    modes: tuple[Mode, ...]
+    frozen: tuple[Weights, ...]
+    hooks: Hooks
+
+    @staticmethod
+    def of(modules: Iterable[torch.nn.Module], models: Iterable[HasFrozen]) -> Used:
+        """These as they are now, each module once."""
+        parts: dict[int, torch.nn.Module] = {}
+        for module in modules:
+            parts.update({id(part): part for part in module.modules()})
+        held = {id(model.frozen): model.frozen for model in models}
+        return Used(tuple(map(Mode.of, parts.values())), tuple(map(Weights.of, held.values())), Hooks.of(list(parts.values())))
+
+    def stands(self) -> bool:
+        """Whether all of it is as it was."""
+        if not self.hooks.stands():
+            return False
+        return all(mode.stands() for mode in self.modes) and all(weights.stands() for weights in self.frozen)
+
+    def without(self, modes: Iterable[Mode], frozen: Iterable[Weights]) -> Used:
+        """What is left beside these, which somebody else looks at; hooks stay."""
+        modules, held = {id(mode.module) for mode in modes}, {id(weights.held) for weights in frozen}
+        rest = tuple(mode for mode in self.modes if id(mode.module) not in modules)
+        return Used(rest, tuple(weights for weights in self.frozen if id(weights.held) not in held), self.hooks)
+
+    def earlier(self, before: Used) -> Used:
+        """The same modules and weights, as they were `before` where that is known."""
+        modes = {id(mode.module): mode for mode in before.modes}
+        frozen = {id(weights.held): weights for weights in before.frozen}
+        return Used(
+            tuple(modes.get(id(mode.module), mode) for mode in self.modes),
+            tuple(frozen.get(id(weights.held), weights) for weights in self.frozen),
+            self.hooks,
+        )
+
+
+@contextmanager
+def noting(here: Whereabouts) -> Iterator[None]:
+    """Inside, every module that is called is noted."""
+
+    def note(module: torch.nn.Module, args: Any) -> None:
+        if active() is here:
+            here.modules[id(module)] = ref(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def note_model(model: HasFrozen) -> None:
+    """The step has called a model that brings frozen weights. Does nothing outside of a trace."""
+    here = active()
+    if here is not None:
+        here.models[id(model)] = ref(model)
+
+
+def noted(here: Whereabouts) -> tuple[tuple[torch.nn.Module, ...], tuple[HasFrozen, ...]]:
+    """(modules, models) that were noted and are still there."""
+    modules = (found() for found in here.modules.values())
+    models = (found() for found in here.models.values())
+    return tuple(x for x in modules if x is not None), tuple(x for x in models if x is not None)

@@ -1,0 +1,245 @@
+"""A step that is prepared for one signature: what it keeps between its calls, and one call of it.
+
+    ready = Ready(lowered, executor, watch, step_fn, disk, leaves, used)
+    out = ready.call(leaves, "step at train.py:12")       # place what is not placed, run, wrap what comes out
+
+Inputs that this step or another has placed as this one wants them (`DTensor.home`) are taken as they are; for all others
+`place` finds out what to do. A donated leaf is consumed where it lies, and its memory comes back in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from colofunc import compat
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.placed import SHELF, place, side_by_side
+from colofunc.dtensor.tensor import DTensor, Home, home_of
+from colofunc.errors import ConsumedError
+from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.disk.tensors import Scratch, Together
+from colofunc.executors.distributed import main_seed
+from colofunc.executors.pools import gpu_of
+from colofunc.executors.watch import Watch
+from colofunc.ops.seeds import draw_seed
+from colofunc.plugins.operators import OPERATORS
+from colofunc.program.passes.chunks import buffers_of
+from colofunc.program.tracing.used import Used
+from colofunc.transforms.agree import equal_leaves
+from colofunc.transforms.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
+from colofunc.transforms.guard import Guard
+from colofunc.transforms.lowered import Lowered
+from colofunc.transforms.measured import Warmup
+from colofunc.transforms.reads import reads_of
+
+Leaf = torch.Tensor
+Shards = list[torch.Tensor]
+
+
+class Ready:
+    """A lowered step and, from the first call on, the backend that runs it."""
+
+    def __init__(
+        self,
+        low: Lowered,
+        executor: str | None,
+        watch: Watch | None,
+        fn: Callable[..., Any],
+        disk: str | bool | None,
+        leaves: Sequence[Leaf],
+        used: Used,
+    ) -> None:
+        """leaves: of the first call, for their dtypes. used: the modules of its trace, as they have to be.
+
+        disk: the directory of what lies there; True: none is named yet.
+        """
+        self.low = low
+        self.watch = watch
+        self.disk = disk
+        self.used = used
+        self.guard: Guard | None = None  # of the last call that was looked up
+        self._executor = executor
+        self._dtypes = [leaf.dtype for leaf in leaves]
+        self.measure = 0  # of the steps to come so many are to be measured
+        self.warmup: Warmup | None = None  # what measures them
+        self.after: Ready | None = None  # planned by what was measured; state of this one moves there
+        self._compared: set[str] = set()
+        self._hidden: tuple[list[int], list[Shards]] | None = None
+        values, captured = low.traced.program.values, low.traced.captured
+        hidden = {vid for vid in captured if vid in values and values[vid].role == "frozen"}
+        self._baked = [tensor for vid, tensor in captured.items() if vid not in hidden]
+        self._versions = compat.versions(self._baked)
+        self._reads = reads_of(fn, captured.values())
+        targets = {node.target for node in low.traced.program.nodes}
+        self._operators = {name: OPERATORS[name] for name in targets if name in OPERATORS}
+        self._makers: list[Callable[[Shards], DTensor]] | None = None  # per output, from the first call on
+
+    def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
+        """On real ranks, once: plain tensors must be equal on all of them."""
+        if self.watch is not None and what not in self._compared:
+            self._compared.add(what)
+            names = [leaf.name for leaf in self.low.traced.in_tree.leaves()]
+            equal_leaves(self.watch, names[: len(leaves)], leaves)
+
+    def stale(self) -> str:
+        """What has changed since that is part of the program, in words; empty where nothing has."""
+        if compat.versions(self._baked) != self._versions:
+            return "a tensor that it captured was written to"
+        for name, before in self._operators.items():
+            if OPERATORS.get(name) is not before:
+                return f"operator {name!r} was defined again"
+        for read in self._reads:
+            if change := read.change():
+                return change
+        return ""
+
+    def hidden(self) -> list[Shards]:
+        """Parts of the captured tensors that are inputs, placed at the first call and again if they were written to."""
+        versions = compat.versions(self.low.hidden)
+        if self._hidden is None or self._hidden[0] != versions:
+            if self.watch is not None:
+                names = (self.low.program.values[i].name for i in self.low.hidden_ids)
+                pairs = zip(names, self.low.hidden, strict=True)
+                new = {name: tensor for name, tensor in pairs if SHELF.layout(tensor, self.low.mesh) is None}
+                equal_leaves(self.watch, tuple(new), tuple(new.values()))
+            shelves = shelves_of_hidden(self.low, self.disk, self.backend)
+            self._hidden = versions, self.low.hidden_parts(self.backend, shelves.keep)
+        return self._hidden[1]
+
+    @cached_property
+    def buffers(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of inputs whose parts lie one behind the other in one buffer per rank."""
+        return buffers_of(self.low.program)
+
+    @cached_property
+    def scratch(self) -> Scratch | None:
+        """Room on disk for values of the step itself; None where none goes there."""
+        sizes = scratch_sizes(self.low.program, len(self.backend.ranks(self.low.mesh)))
+        return Scratch(named(self.disk), sizes, self.backend.ranks(self.low.mesh)[0]) if sizes else None
+
+    @cached_property
+    def backend(self) -> Backend:
+        return backend_for(self.low.mesh, self._executor)
+
+    @cached_property
+    def homes(self) -> tuple[Home, ...]:
+        """Per leaf, what it is where it lies as planned."""
+        pairs = zip(self.low.input_layouts, self._dtypes, strict=False)
+        return tuple(home_of(layout, dtype, self.low.mesh, self.backend) for layout, dtype in pairs)
+
+    @cached_property
+    def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
+        return self.backend.compile(self.low.program, self.low.mesh)
+
+    @cached_property
+    def _has_gpu(self) -> bool:
+        return gpu_of(self.low.mesh) is not None
+
+    # ---- one call ----
+
+    def call(self, leaves: Sequence[Leaf], name: str) -> Any:
+        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for errors."""
+        low = self.low
+        inputs = self._placed(leaves, name)
+        if low.traced.uses_seed:
+            seed = main_seed(self.watch, draw_seed())
+            inputs.append([seed] * len(self.backend.ranks(low.mesh)))
+        inputs += self.hidden()
+        if self.buffers:
+            inputs = side_by_side(inputs, self.buffers)
+        given = [leaf for leaf in (leaves[i] for i in low.donated) if type(leaf) is DTensor and leaf.owned]
+        outs = self._ran(inputs, given, name)
+        for leaf in given:
+            leaf.consume(name)
+        return low.traced.unpack(self._wrapped(outs))
+
+    def _placed(self, leaves: Sequence[Leaf], name: str) -> list[Shards]:
+        """The parts of each leaf."""
+        inputs: list[Shards] = []
+        elsewhere: list[int] = []
+        for leaf, home in zip(leaves, self.homes, strict=True):
+            parts = leaf.parts_at(home) if type(leaf) is DTensor else None
+            if parts is None:
+                elsewhere.append(len(inputs))
+            inputs.append(parts or [])
+        if elsewhere:
+            self._bring(leaves, elsewhere, inputs, name)
+        return inputs
+
+    def _bring(self, leaves: Sequence[Leaf], which: Sequence[int], inputs: list[Shards], name: str) -> None:
+        """Place those leaves that are not at home."""
+        low, donated = self.low, set(self.low.donated)
+        copied = [i in donated and not _is_owned(leaves[i]) for i in which]
+        layouts = [low.input_layouts[i] for i in which]
+        shelves = None
+        if any(layout.tier == "disk" for layout in layouts):
+            shelves = Shelves(self.disk, [leaves[i] for i in which], layouts, copied, low.mesh, self.backend)
+        for i, layout, copy in zip(which, layouts, copied, strict=True):
+            try:
+                parts = place(leaves[i], layout, low.mesh, self.backend, copy, low.traced.names[i])
+            except ConsumedError as error:
+                error.add_note(f"as argument {low.traced.names[i]!r} of {name}")
+                raise
+            inputs[i] = parts if shelves is None else shelves.keep(parts, layout)
+        if shelves is not None:
+            shelves.commit()
+
+    def _ran(self, inputs: list[Shards], given: Sequence[DTensor], name: str) -> list[Shards]:
+        """The results; where it fails in the middle of an update, the `given` state is lost and says so."""
+        written = list(chain.from_iterable(leaf.parts for leaf in given))
+        before = compat.versions(written)
+        disk = Together(chain.from_iterable(inputs))
+        scratch = self.scratch
+        run = self.run if self.warmup is None else self.warmup.run
+        try:
+            with nullcontext() if scratch is None else scratch.used():
+                outs = run(inputs)
+            disk.commit()
+        except BaseException as error:  # an interrupt too: what it left on disk must not be taken for the state
+            disk.rollback()
+            # The error's traceback may hold what lies there: the next call has room of its own.
+            self.__dict__.pop("scratch", None)
+            if disk.committed or before != compat.versions(written):
+                for leaf in given:
+                    leaf.consume(
+                        f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)"
+                    )
+                error.add_note(
+                    f"{name} had begun to update its state in place: that state is lost; load the last checkpoint"
+                )
+            raise
+        return outs
+
+    def _wrapped(self, outs: Sequence[Shards]) -> list[DTensor]:
+        if self._makers is None:
+            self._makers = []
+            for parts, layout in zip(outs, self.low.output_layouts, strict=True):
+                home = home_of(layout, parts[0].dtype, self.low.mesh, self.backend)
+                self._makers.append(self._maker(parts, home))
+        return [make(parts) for make, parts in zip(self._makers, outs, strict=True)]
+
+    def owned(self, parts: Shards, home: Home) -> DTensor:
+        """A tensor that this step has placed."""
+        return self._maker(parts, home)(parts)
+
+    def _maker(self, parts: Shards, home: Home) -> Callable[[Shards], DTensor]:
+        """What makes tensors of parts like these. At home is what `place` would leave where it is, whatever it finds out."""
+        if home.layout.tier == "device" and (parts[0].is_cuda or not self._has_gpu):
+            return home.make
+        return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True)
+
+
+def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
+    """Plain and movable tensors can be placed anywhere; another DTensor stays where it is, so the plan must want it there."""
+    pairs = zip(leaves, layouts, strict=False)
+    return all(not isinstance(leaf, DTensor) or leaf.movable or leaf.sharding is layout for leaf, layout in pairs)
+
+
+def _is_owned(leaf: Leaf) -> bool:
+    return isinstance(leaf, DTensor) and leaf.owned

@@ -1,0 +1,112 @@
+"""Generated programs on generated meshes, specs and chains, against one device. A failure prints the case and its seed."""
+
+import pytest
+import random_cases
+import torch
+from colofunc_plugins import zero
+
+import colofunc as cf
+
+
+@pytest.mark.parametrize("first", range(0, 60, 12))
+def test_generated_cases_are_equal_to_one_device(first):
+    ran = [random_cases.draw(seed).check() for seed in range(first, first + 12)]
+    assert sum(ran) >= 6, "nearly all are refused"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(10_000, 15_000, 50))
+def test_many_generated_cases(first, record_property):
+    ran = [random_cases.draw(seed).check() for seed in range(first, first + 50)]
+    record_property("counts", {"equal": sum(ran), "refused": len(ran) - sum(ran)})
+
+
+def test_a_case_is_the_same_for_its_seed():
+    assert str(random_cases.draw(11)) == str(random_cases.draw(11)) != str(random_cases.draw(12))
+
+
+# ---- what such cases have found ----
+
+
+def test_flip_of_a_tensor_without_dims():
+    x = torch.tensor(0.5, dtype=torch.float64)
+    cf.testing.compare(cf.shard(lambda x: x.flip(0), cf.Mesh(dp=2))(x), x)
+
+
+def test_a_sum_with_its_own_view_is_no_leak():
+    def step(x):
+        y = x.roll(1, 0).repeat_interleave(2, 0)
+        y.add_(y.squeeze())
+        return y
+
+    x = torch.randn(4, 2, dtype=torch.float64)
+    cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(x), step(x))
+
+
+def squared(forward):
+    def step(x):
+        return cf.value_and_grad(lambda x: forward(x * 1.5).square().sum())(x)
+
+    return step
+
+
+def base_with_a_view(y):
+    view = y[0]
+    y.transpose_(0, 1)
+    return view
+
+
+def view_then_write(y):
+    y = y.view(6)
+    y.unsqueeze_(0)
+    y.index_copy_(0, torch.tensor([0]), y[[0]].sin())
+    return y
+
+
+def only_reshaped(y):
+    y = y.view(6)
+    y.unsqueeze_(0)
+    return y * 2
+
+
+def test_a_shape_changed_in_place_keeps_its_gradient_or_is_refused():
+    x = torch.randn(2, 3, dtype=torch.float64)
+    mesh = cf.Mesh(dp=2)
+    for forward in (base_with_a_view, view_then_write):
+        with pytest.raises(cf.TraceError, match=r"in place at test_random_cases.py:\d+ in .*gradient would be lost; write x = "):
+            cf.shard(squared(forward), mesh)(x)
+    cf.testing.compare(cf.shard(squared(only_reshaped), mesh)(x), squared(only_reshaped)(x))
+
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+SCRIPTED = torch.jit.script(torch.nn.Linear(3, 2).double())
+# Written for a GPU, for half precision, or compiled before: as it runs on one device (where there is no GPU, without that word).
+WRITTEN = {
+    "cuda": (lambda x: x.cuda() * 2, lambda x: x * 2),
+    "device=": (lambda x: x.to("cuda") + torch.ones(3, device="cuda"), lambda x: x + 1),
+    "float16": (lambda x: x.half() * 2, lambda x: x.half() * 2),
+    "TorchScript": (SCRIPTED, SCRIPTED),
+    "validate_args": (
+        lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).entropy(),
+        lambda x: torch.distributions.Normal(x, 1.0).entropy(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_steps_have_inside(name):
+    inside, plain = WRITTEN[name]
+    cf.testing.compare(cf.shard(lambda x: inside(x), cf.Mesh(dp=2))(X), plain(X))
+
+
+def test_gradients_with_respect_to_the_batch_under_zero():
+    model = cf.functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double())
+
+    def penalty(params, x):
+        def loss_of(params):
+            energy, forces = cf.value_and_grad(lambda x: model.apply(params, model.buffers, x)[0].sum())(x)
+            return energy + forces.square().mean()
+
+        return cf.value_and_grad(loss_of)(params)
+
+    cf.testing.compare(cf.shard(penalty, cf.Mesh(dp=2), zero(3, "dp"))(model.params, X), penalty(model.params, X))

@@ -1,0 +1,278 @@
+"""Roles of input leaves: given by who knows, observed in the program, whatever the order of arguments and the words in paths."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colofunc_plugins import tensor, ulysses, zero
+from torch import Tensor, nn
+
+import colofunc as cf
+from colofunc.program.tracing.trace import trace
+from colofunc.testing import models
+
+D = torch.float64
+
+
+def roles(fn: Callable[..., Any], *args: Any) -> dict[str, str]:
+    program = trace(fn, args).program
+    return {program.values[i].name: program.values[i].role for i in program.inputs if i not in program.constants}
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return cf.functional(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)).double())
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 8, dtype=D, generator=torch.Generator().manual_seed(1))
+
+
+# ---- given ----
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_the_order_of_arguments_and_their_names_decide_nothing(order: tuple[int, ...]) -> None:
+    model, opt = network(), cf.adapt(torch.optim.AdamW, lr=1e-2)
+
+    def step(*given: Any) -> Any:
+        weights, statistics, moments, x = (given[order.index(k)] for k in range(4))
+
+        def loss(p: Any) -> Any:
+            out, new = model.apply(p, statistics["params"], x["buffers"])
+            return (out**2).mean(), new
+
+        (value, new), grads = cf.value_and_grad(loss, has_aux=True)(weights)
+        return value, new, *opt.update(grads, moments["batch"], weights)
+
+    # Words that say something else: nobody listens to them.
+    parts = [model.params, {"params": model.buffers}, {"batch": opt.init(model.params)}, {"buffers": rows()}]
+    found = roles(step, *(parts[k] for k in order))
+    of = {f"given.{place}": ("param", "buffer", "state", "batch")[k] for place, k in enumerate(order)}
+    assert found and all(role == of[name[: len("given.0")]] for name, role in found.items())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forward_only_step_knows_its_weights(nested: bool) -> None:
+    model = network()
+    model.eval()
+    state = {"params": model.params, "buffers": model.buffers, "opt": {"exp_avg": dict(model.params)}}
+
+    def evaluate(x: Tensor, state: Any) -> Tensor:
+        state = state["of"]["mine"] if nested else state
+        return model.apply(state["params"], state["buffers"], x)[0]
+
+    found = roles(evaluate, rows(), {"of": {"mine": state}} if nested else state)
+    kinds = {"params": "param", "buffers": "buffer", "opt": "state"}
+    assert found == {name: next((kinds[w] for w in name.split(".") if w in kinds), "batch") for name in found}
+
+
+def test_a_gradient_with_respect_to_the_batch_leaves_it_the_batch() -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+
+    def forces(params: Any, x: Tensor) -> Any:
+        return cf.value_and_grad(lambda x: model.apply(params, {}, x)[0].sum())(x)[1]
+
+    found = roles(forces, model.params, rows())
+    assert found.pop("x") == "batch" and set(found.values()) == {"param"}
+
+
+# ---- observed ----
+
+
+def by_cf(f: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda x: cf.value_and_grad(f)(x)[1]
+
+
+def by_autograd(f: Callable[..., Tensor], inside: bool = False) -> Callable[..., Any]:
+    return lambda x: torch.autograd.grad(f(x.requires_grad_()), x, create_graph=inside)[0]
+
+
+inside_by_autograd = partial(by_autograd, inside=True)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (by_cf, by_cf),
+        (by_cf, inside_by_autograd),
+        (by_cf, torch.func.grad),
+        (torch.func.grad, torch.func.grad),
+        (by_autograd, inside_by_autograd),
+    ],
+)
+def test_the_outermost_gradient_is_that_of_the_weights(outer: Any, inner: Any, order: tuple[int, ...]) -> None:
+    def penalty(*given: Tensor) -> Any:
+        x = given[order.index(1)]
+        return outer(lambda w: inner(lambda x: torch.tanh(x @ w).sum())(x).square().sum())(given[order.index(0)])
+
+    arguments = [torch.randn(8, 8), torch.randn(4, 8)]
+    found = roles(penalty, *(arguments[k] for k in order))
+    assert [found[f"given.{order.index(k)}"] for k in range(2)] == ["param", "batch"]
+
+
+def test_a_weight_differentiated_inside_of_another_weights_gradient_stays_a_weight() -> None:
+    def tuned(state: Any, x: Tensor) -> Any:
+        def after(rate: Tensor) -> Tensor:
+            grad = cf.value_and_grad(lambda w: (x @ w).square().mean())(state["w"])[1]
+            return (x @ (state["w"] - rate * grad)).square().mean()
+
+        return cf.value_and_grad(after)(state["rate"])
+
+    found = roles(tuned, {"w": torch.randn(8, 8), "rate": torch.ones(())}, torch.randn(4, 8))
+    assert found == {"state.w": "param", "state.rate": "param", "x": "batch"}
+
+
+def test_zero_splits_the_rows_of_a_gradient_penalty() -> None:
+    def penalty(w: Tensor, x: Tensor) -> Any:
+        def loss(w: Tensor) -> Tensor:
+            energy, force = cf.value_and_grad(lambda x: torch.tanh(x @ w).sum())(x)
+            return energy + force.square().sum()
+
+        return cf.value_and_grad(loss)(w)
+
+    w, x = torch.randn(8, 8, dtype=D), rows()
+    step = cf.shard(penalty, cf.Mesh(dp=2), zero(1, "dp"))
+    assert {leaf.name: leaf.spec for leaf in step.lower(w, x).plan.inputs}["x"] == "(dp a) b"
+    torch.testing.assert_close(step(w, x)[1].full(), penalty(w, x)[1], rtol=0, atol=1e-10)
+
+
+def test_weights_of_code_that_marks_nothing_stand_where_operators_have_weights() -> None:
+    params = {"buffers": {"w": torch.randn(16, 8), "b": torch.randn(16)}, "table": torch.randn(10, 8)}
+
+    def logits(ids: Tensor, params: Any) -> Tensor:
+        return F.linear(F.embedding(ids, params["table"]), params["buffers"]["w"], params["buffers"]["b"])
+
+    found = roles(logits, torch.zeros(4, 3, dtype=torch.int64), params)
+    assert found.pop("ids") == "batch" and set(found.values()) == {"param"}
+
+
+def by_matmul(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def by_linear(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def by_bias(x: Tensor, w: Tensor) -> Tensor:
+    return torch.addmm(x[0], x, w)
+
+
+def by_expanded(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(x[None], w.t().expand(1, -1, -1))[0]
+
+
+PRODUCTS = [by_matmul, by_linear, by_bias, by_expanded]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+@pytest.mark.parametrize("times", PRODUCTS)
+def test_the_second_operand_of_a_product_is_the_weight(times: Any, order: tuple[int, ...]) -> None:
+    def network(*given: Any) -> Tensor:
+        x, w = (given[order.index(k)] for k in range(2))
+        return times(torch.relu(times(x, w[0])), w[1])
+
+    arguments = [torch.randn(4, 8), [torch.randn(8, 8), torch.randn(8, 8)]]
+    found = roles(network, *(arguments[k] for k in order))
+    rows, weights = (f"given.{order.index(k)}" for k in range(2))
+    assert found == {rows: "batch", f"{weights}.0": "param", f"{weights}.1": "param"}
+
+
+@pytest.mark.parametrize("times", PRODUCTS)
+def test_a_batch_that_comes_back_beside_weights_is_the_batch(times: Any) -> None:
+    def denoise(batch: Any, w: Any) -> Any:
+        return {"x": batch["x"] - 0.1 * times(0.1 * batch["x"], w["a"])}
+
+    batch, w = {"x": torch.randn(4, 8)}, {"a": torch.randn(8, 8)}
+    assert roles(denoise, batch, w) == {"batch.x": "batch", "w.a": "param"}
+    step = cf.shard(denoise, cf.Mesh())
+    placed = step.init(batch, w)
+    step(placed, w)
+    # It is no state, so nothing of it is consumed, unless somebody says so.
+    torch.testing.assert_close(placed["x"].full(), batch["x"])
+    assert cf.shard(denoise, cf.Mesh(), donate=(0,)).lower(batch, w).donated == (0,)
+
+
+def test_rows_that_are_multiplied_with_themselves_are_no_weight() -> None:
+    def attend(w: Tensor, x: Tensor) -> Tensor:
+        return torch.softmax((x @ w) @ x.T, -1) @ x
+
+    found = roles(attend, torch.randn(8, 8), torch.randn(4, 8))
+    assert found == {"w": "param", "x": "batch"}
+
+
+def test_momentum_and_statistics_by_hand() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        loss, grad = cf.value_and_grad(lambda w: ((x @ w * state["fixed"] - state["mean"]) ** 2).mean())(state["w"])
+        momentum = 0.9 * state["m"] + grad
+        mean = 0.9 * state["mean"] + 0.1 * x.mean()
+        return {"w": state["w"] - 0.1 * momentum, "m": momentum, "mean": mean, "fixed": state["fixed"], "never": state["never"]}, loss
+
+    state = {"w": torch.randn(8, 8), "m": torch.zeros(8, 8), "mean": torch.zeros(()), "fixed": torch.ones(8), "never": torch.ones(8)}
+    found = {name.removeprefix("state."): role for name, role in roles(step, state, torch.randn(4, 8)).items()}
+    assert found == {"w": "param", "m": "state", "mean": "buffer", "fixed": "frozen", "never": "state", "x": "batch"}
+
+
+def test_of_one_argument_what_is_no_weight_is_the_batch() -> None:
+    found = roles(lambda every: F.linear(every["x"], every["w"]), {"x": torch.randn(4, 8), "w": torch.randn(2, 8)})
+    assert found == {"every.x": "batch", "every.w": "param"}
+
+
+# ---- what plans make of it ----
+
+
+def language() -> Any:
+    torch.manual_seed(0)
+    return cf.functional(models.Language().double())
+
+
+PLANS = {
+    "1d": (cf.Mesh(tp=2), lambda: tensor("1d", "tp")),
+    "2d": (cf.Mesh(x=2, y=2), lambda: tensor("2d", ("x", "y"))),
+    "ulysses": (cf.Mesh(cp=2), lambda: ulysses("cp")),
+    "zero3": (cf.Mesh(dp=2), lambda: zero(3, "dp")),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_plans_split_the_weights_of_a_forward_pass(name: str, by_hand: bool) -> None:
+    mesh, plan = PLANS[name]
+    model = language()
+    ids = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
+
+    def logits(ids: Tensor, weights: Any) -> Tensor:
+        if by_hand:
+            found: Tensor = torch.func.functional_call(model.module, weights, (ids,))
+            return found
+        return model.apply(weights, {}, ids)[0]
+
+    step = cf.shard(logits, mesh, plan())
+    out = step(ids, model.params)
+    torch.testing.assert_close(out.full(), logits(ids, model.params), rtol=0, atol=1e-10)
+    work = cf.shard(logits, cf.Mesh()).lower(ids, model.params).cost().flops
+    assert step.lower(ids, model.params).cost().flops < 0.8 * work
+
+
+def test_weights_that_a_step_takes_from_outside_are_split_too() -> None:
+    model, ids = language(), torch.zeros(4, 8, dtype=torch.int64)
+    step = cf.shard(lambda ids: model.apply(model.params, {}, ids)[0], cf.Mesh(tp=2), tensor("1d", "tp"))
+    lies = {leaf.name: leaf.spec for leaf in step.lower(ids).plan.inputs}
+    assert lies["frozen.embed.weight"] == "(tp a) b" and lies["frozen.block.up.weight"] == "(tp a) b"
+    torch.testing.assert_close(step(ids).full(), model.apply(model.params, {}, ids)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("trainable", ["*", ()])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_evaluation_is_called_by_how_its_weights_lie(stage: int, trainable: Any) -> None:
+    torch.manual_seed(0)
+    model = cf.functional(models.Language().double(), trainable=trainable)
+    evaluate = cf.shard(lambda params, ids: model.apply(params, {}, ids)[0].sum(), cf.Mesh(dp=2), zero(stage, "dp"))
+    low = evaluate.lower(model.params, torch.zeros(4, 8, dtype=torch.int64))
+    assert ("dp: ZeRO-3" in str(low.plan)) == (stage == 3) and "ZeRO-1" not in str(low.plan)

@@ -1,0 +1,192 @@
+"""Tensors in plain attributes of modules: tables stay constants, what was computed of a parameter is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import colofunc as cf
+
+
+class Biased(nn.Module):
+    """Attention layers of several vision models keep their looked-up biases like this."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        self.holder = holder
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        self.biases = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.table = torch.tensor([[0, 1, 2], [1, 2, 3], [2, 3, 0]])  # a constant, of no parameter
+        self.scales = {"cpu": torch.linspace(1, 2, 3, dtype=torch.float64)}
+        self.in_dict: dict[str, torch.Tensor] = {}
+        self.in_list: list[torch.Tensor] = []
+        self.plain: torch.Tensor | None = None
+
+    def kept(self) -> torch.Tensor:
+        if self.training:
+            return self.biases[self.table]
+        if self.holder == "in_dict":
+            if not self.in_dict:
+                self.in_dict["cpu"] = self.biases[self.table]
+            return self.in_dict["cpu"]
+        if self.holder == "in_list":
+            self.in_list = self.in_list or [self.biases[self.table]]
+            return self.in_list[0]
+        self.plain = self.biases[self.table] if self.plain is None else self.plain
+        return self.plain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight * self.scales["cpu"] + self.kept()).square().mean()
+
+
+X = torch.ones(3, 3, dtype=torch.float64)
+
+
+def gradients(model: cf.Model) -> object:
+    def step(params, x):
+        return cf.value_and_grad(lambda p: model.apply(p, model.buffers, x)[0])(params)
+
+    return cf.shard(step, cf.Mesh(dp=1))(model.params, X)
+
+
+@pytest.mark.parametrize("holder", ["in_dict", "in_list", "plain"])
+@pytest.mark.parametrize("called", ["before", "since", "with a gradient"])
+def test_what_was_computed_of_a_parameter_is_refused(holder, called):
+    module = Biased(holder).eval()
+    model = cf.functional(module)
+    with torch.set_grad_enabled(called == "with a gradient"):
+        module(X)
+    if called == "before":
+        model = cf.functional(module)
+    with pytest.raises(cf.TraceError, match=rf"attribute .*'{holder}'.*clear that attribute"):
+        gradients(model)
+
+
+class Holder:
+    """What is no container and no module."""
+
+
+NESTED = {
+    "list": lambda x: [x],
+    "dict of lists": lambda x: {"a": [{"b": (x,)}]},
+    "object": lambda x: held_by(Holder(), x),
+    "dict of objects": lambda x: {"a": held_by(Holder(), (None, x))},
+    "itself": lambda x: in_itself([x]),
+}
+
+
+def held_by(holder: Holder, x: object) -> Holder:
+    holder.kept, holder.owner = x, holder
+    return holder
+
+
+def in_itself(items: list[object]) -> list[object]:
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize("nesting", NESTED)
+def test_what_was_computed_of_a_parameter_is_refused_however_deep_it_lies(nesting):
+    module = Biased("plain").eval()
+    model = cf.functional(module)
+    with torch.no_grad():
+        module(X)
+    module.nested = NESTED[nesting](module.plain)
+    with pytest.raises(cf.TraceError, match=r"attribute .*'nested'.*parameter 'biases'.*clear that attribute"):
+        gradients(model)
+
+
+class Angles(nn.Module):
+    """A table that is made at the first call, of no parameter; `around`: what it is kept in."""
+
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.around, self.cache, self.kept = NESTED[around], None, {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            table = torch.arange(3, dtype=torch.float64).cos()
+            self.cache, self.kept["table"] = self.around(table), table
+        return x * self.kept["table"]
+
+
+class Rotated(nn.Module):
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.angles, self.linear = Angles(around), nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.angles(x)).square().mean()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("around", NESTED)
+@pytest.mark.parametrize("filled", ["before", "since", "in the trace"])
+def test_a_table_is_filled_at_any_time(around, filled):
+    module = Rotated(around)
+    if filled == "before":
+        module(X)
+    model = cf.functional(module)
+    if filled == "since":
+        module(X)
+    _, grads = gradients(model)
+    assert (module.angles.cache is None) == (not module.angles.kept) == (filled == "in the trace")
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+class Offsets(nn.Module):
+    """Keeps in itself what its submodule makes of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.made_by, self.kept = nn.Parameter(torch.ones(3).double()), nn.Linear(3, 3).double(), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.made_by(X) if self.kept is None else self.kept
+        return (x * self.scale + self.kept).square().mean()
+
+
+def test_what_a_submodule_computed_is_refused_and_runs_once_it_is_cleared():
+    module = Offsets()
+    model = cf.functional(module)
+    with torch.no_grad():
+        module(X)
+    with pytest.raises(cf.TraceError, match=r"attribute 'kept'.*parameter 'made_by.weight'"):
+        gradients(model)
+    module.kept = None
+    with pytest.warns(UserWarning, match="in attribute 'kept' of a module Offsets, which is put back"):
+        _, grads = gradients(model)
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+def test_attributes_are_put_back_after_a_trace_that_fails():
+    module = Rotated("list")
+    model = cf.functional(module)
+
+    def fails(params, x):
+        model.apply(params, model.buffers, x)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        cf.shard(fails, cf.Mesh(dp=1))(model.params, X)
+    assert module.angles.cache is None and not module.angles.kept
+
+
+def test_tables_in_attributes_are_constants():
+    module = Biased("in_dict")
+    module(X)
+    model = cf.functional(module)
+    _, grads = gradients(model)
+    module.zero_grad()
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+def test_a_captured_tensor_with_a_history_is_refused():
+    weight = torch.ones(3, requires_grad=True)
+    outside = weight * 2
+    with pytest.raises(cf.TraceError, match=r"test_trace_attributes.py:\d+ in .*by MulBackward, of something that requires a gradient"):
+        cf.shard(lambda x: x + outside, cf.Mesh(dp=1))(torch.ones(3))
+    constant = outside.detach()
+    cf.testing.compare(cf.shard(lambda x: x + constant, cf.Mesh(dp=1))(torch.ones(3)), torch.ones(3) * 3)
