@@ -263,6 +263,8 @@ CASES |= {
         ("aten._weight_norm_interface_backward.default", r(4, 6), r(4, 6), r(1, 6), r(1, 6).abs() + 1, 1),
         "c",
     ),
+    "ctc": (("colofunc.ctc_loss", r(5, 6, 4), ints(4, 6, 3), ints(3, 6) + 3, ints(4, 6), 0, True), "n"),
+    "ctc back": (("colofunc.ctc_loss_backward", r(6), r(5, 6, 4), ints(4, 6, 3), ints(3, 6) + 3, ints(4, 6), 0, True), "n"),
     "renorm": (("aten.renorm.default", r(6, 4, 3), 2, 0, 1.0), "c"),
 }
 

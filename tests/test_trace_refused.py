@@ -127,8 +127,3 @@ def test_operators_that_look_at_values_say_so() -> None:
     with pytest.raises(TraceError, match=r"torch.distributions looks at .* test_trace_refused.py:\d+ .*validate_args=False"):
         trace(lambda x: torch.distributions.Categorical(logits=x).entropy(), (logits,))
     assert trace(lambda x: torch.distributions.Categorical(logits=x, validate_args=False).entropy(), (logits,)).program.nodes
-
-    scores, labels = torch.randn(6, 4, 5).log_softmax(-1), torch.ones(4, 3, dtype=torch.int64)
-    for lengths in (([6] * 4, [3] * 4), (torch.full((4,), 6), torch.full((4,), 3))):
-        with pytest.raises(TraceError, match=r"F.ctc_loss at test_trace_refused.py:\d+ .*Try: the loss outside of the step"):
-            trace(lambda x, y, lengths=lengths: torch.nn.functional.ctc_loss(x, y, *lengths), (scores, labels))

@@ -32,6 +32,7 @@ from colofunc.errors import TraceError
 from colofunc.ops.attention import attention
 from colofunc.ops.canonical_experts import Catcher
 from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
+from colofunc.ops.ctc import reduced_ctc_loss
 from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.linear import linear
 from colofunc.ops.seeds import draw_seed, stream
@@ -242,7 +243,20 @@ def _grouped_mm(mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | No
     return grouped_mm.apply(mat_a, mat_b, offs)
 
 
+def _ctc_loss(
+    mode: Canonical, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    as_tensors = [isinstance(given, Tensor) for given in (input_lengths, target_lengths)]
+    if log_probs.dim() not in (2, 3) or targets.dim() not in (1, 2) or (any(as_tensors) and not all(as_tensors)):
+        return NotImplemented  # torch says what is wrong
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        log_probs = log_probs.float() if log_probs.dtype in (torch.float16, torch.bfloat16) else log_probs
+    return reduced_ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
 HANDLERS: dict[Any, Handler] = {
+    torch.ctc_loss: _ctc_loss,
     F.grouped_mm: _grouped_mm,
     compat.grouped_mm: _grouped_mm,
     F.linear: _linear,

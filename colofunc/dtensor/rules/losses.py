@@ -3,6 +3,7 @@
     nll_loss_forward   n c, n -> 1, 1      n and c leave pending sums; a mean divides by the *global* weight
     nll_loss_backward  1, n c, n -> n c    c split: every rank writes into the classes that it has
     mse_loss           n d, n d -> 1       sum: pending; mean: local mean, weighted by its share
+    ctc_loss           [t] n [c], n [s], n, n -> n
 
 Where classes are split (vocabulary parallel), a target belongs to the rank that has its class: `locate` reads the
 class number as digits of the dim's atoms, so striped vocabularies work as well.
@@ -21,6 +22,7 @@ import torch
 
 from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.rule import Call, Operand, Ref, Rule
+from colofunc.dtensor.rules.build import Texts, bind
 from colofunc.dtensor.rules.pattern import RuleFn, dims_of
 from colofunc.dtensor.rules.pointwise import aligned
 from colofunc.mesh import Mesh
@@ -244,7 +246,20 @@ def _share(full: tuple[int, ...], call: Call, ins: tuple[Layout, ...], outs: Lay
     return None if split <= 1 else lambda *shards, mesh: rerun(call, shards) / split
 
 
+def ctc_loss(call: Call) -> Rule:
+    """Samples are free; the lattice of one is whole. Of each sample (t, 2 s + 1) forward variables are made, of three others each."""
+    at = 1 if "backward" in call.target else 0
+    texts: Texts = {at: "[t] n [c]", at + 1: "n [s]", at + 2: "n", at + 3: "n"}
+    (steps, samples, _), (_, longest) = call.ins[at].shape, call.ins[at + 1].shape
+    flops = 3 * steps * samples * (2 * longest + 1)
+    if not at:
+        return bind(call, texts, ["n"], flops=flops)
+    return bind(call, {0: "n", **texts}, ["[t] n [c]"], linear=[{0}], flops=3 * flops)
+
+
 RULES: dict[str, RuleFn] = {
+    "colofunc.ctc_loss": ctc_loss,
+    "colofunc.ctc_loss_backward": ctc_loss,
     "aten.nll_loss_forward": nll_forward,
     "aten.nll_loss_backward": nll_backward,
     "aten.nll_loss2d_forward": nll_forward,

@@ -80,11 +80,6 @@ def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     enc = tuple([rec.encode(a) for a in args])
     named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
     if not all(rec.values[r].device_free for r in refs_of((enc, named))):
-        if func._schema.name == "aten::_ctc_loss":
-            raise TraceError(
-                f"F.ctc_loss at {user_line()} makes tables whose sizes are the lengths that it is given, as values; a program has sizes "
-                "that are known before. Try: the loss outside of the step, on outputs that the step returns"
-            )
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
 
     def known(arg: Any) -> Any:
