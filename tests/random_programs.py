@@ -178,7 +178,7 @@ def view(d: Drawing) -> str | None:
             f".transpose({dim}, {d.dim(x)})", f".permute({order})", f".select({dim}, {d.rng.randrange(size)})",
             f".narrow({dim}, {start}, {d.rng.randrange(1, size + 1)})", f"[{start}:{end}:{step}]", f"[..., {start}:]",
             f"[..., ::{step}]", f".unfold({dim}, {d.rng.randrange(1, size + 1)}, {step})", f".unbind({dim})[-1]",
-            f".chunk(2, {dim})[0]", f".split({d.rng.randrange(1, size + 1)}, {dim})[-1]", f".squeeze({dim})",
+            f".chunk(2, {dim})[0]", f".unsafe_chunk(2, {dim})[-1]", f".split({d.rng.randrange(1, size + 1)}, {dim})[-1]", f".squeeze({dim})",
             ".squeeze()",
             f".unsqueeze({dim})", f".expand({expanded(d, x)})", ".flatten()", f".movedim({dim}, {d.dim(x)})", ".t()",
             ".mT",

@@ -132,7 +132,14 @@ def test_grouped_products_of_every_dtype() -> None:
 # ---- layers that are written out ----
 
 
-def written(x, index, weight, up, down, act=F.silu, change=lambda h: h):
+def undone(perm):
+    """The inverse of an order, as models write it."""
+    back = torch.empty_like(perm)
+    back[perm] = torch.arange(len(perm))
+    return back
+
+
+def written(x, index, weight, up, down, act=F.silu, change=lambda h: h, undo=undone):
     """A layer as models write it with grouped_mm."""
     n, k = index.shape
     ids, perm = torch.sort(index.reshape(-1))
@@ -140,9 +147,7 @@ def written(x, index, weight, up, down, act=F.silu, change=lambda h: h):
     gate, value = F.grouped_mm(x[perm // k], up.transpose(-2, -1), offs=offs).chunk(2, dim=-1)
     y = F.grouped_mm(change(act(gate) * value), down.transpose(-2, -1), offs=offs)
     y = y * weight.reshape(-1)[perm].unsqueeze(-1)
-    back = torch.empty_like(perm)
-    back[perm] = torch.arange(len(perm))
-    return y[back].view(n, k, -1).sum(dim=1)
+    return y[undo(perm)].view(n, k, -1).sum(dim=1)
 
 
 def targets(fn, *args):
@@ -175,6 +180,45 @@ def test_a_write_in_place_in_the_middle_is_not_lost() -> None:
 
     assert "colofunc.experts" not in targets(fn, *args)
     assert close(cf.shard(fn, cf.Mesh(dp=2))(*args).full(), 3 * one_by_one(*args, None, None, F.silu, True, False))
+
+
+def _hardtanh(g):
+    return F.hardtanh(F.silu(g), inplace=True)
+
+
+def _each_times_two(g):
+    h = F.silu(g)
+    torch._foreach_mul_([h], 2.0)
+    return h
+
+
+@pytest.mark.parametrize("act", [_hardtanh, _each_times_two])
+def test_writes_in_place_that_no_name_tells_are_not_lost(act) -> None:
+    args = operands(choices="starving")[:5]
+
+    def fn(*a):
+        return written(*a, act=act)
+
+    assert close(cf.shard(fn, cf.Mesh(dp=2))(*args).full(), one_by_one(*args, None, None, act, True, False))
+
+
+def _backwards(perm):
+    back = torch.empty_like(perm)
+    back[perm] = torch.arange(len(perm)).flip(0)
+    return back
+
+
+def _of_odd_numbers(perm):
+    back = torch.empty_like(perm)
+    back[perm] = torch.arange(1, 2 * len(perm), 2) % len(perm)
+    return back
+
+
+@pytest.mark.parametrize("undo", [_backwards, _of_odd_numbers, lambda perm: perm.argsort(descending=True)])
+def test_rows_that_come_back_in_another_order_are_not_taken_for_experts(undo) -> None:
+    args = operands(choices="starving")[:5]
+    assert "colofunc.experts" not in targets(lambda *a: written(*a, undo=undo), *args)
+    assert "colofunc.experts" in targets(lambda *a: written(*a, undo=torch.argsort), *args)
 
 
 def test_a_sum_over_other_rows_is_not_taken_for_experts() -> None:

@@ -1,5 +1,6 @@
 """Generated programs of operators, views and in-place writes against torch itself. A failure prints the program and its seed."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -106,11 +107,54 @@ def _other_memory(x: torch.Tensor) -> Any:
     return y, z, v
 
 
+def _parts_that_autograd_takes_for_copies(x: torch.Tensor) -> Any:
+    y = x.clone()
+    y.unsafe_chunk(2, 1)[1].mul_(3)
+    y.unsafe_split(2)[0].add_(1)
+    y.unsafe_split_with_sizes([1, 2])[1].neg_()
+    return y
+
+
+def _conjugate(x: torch.Tensor) -> Any:
+    c = torch.complex(x, x * 2)
+    d = c.conj()
+    d.imag.add_(1)
+    d.mT[0].mul_(1j)
+    return c.imag, d.imag, torch.view_as_real(d * 1), torch._neg_view(c.real) + 1
+
+
+def _gradient_beside_a_complex_number(x: torch.Tensor) -> Any:
+    w = x.clone().requires_grad_()
+    c = torch.complex(w, w * 2)
+    (c * torch.exp(1j * c.real)).real.pow(2).sum().backward()
+    return w.grad
+
+
+def _deep_copies(x: torch.Tensor) -> Any:
+    both = {"y": x.clone(), "z": x * 2}
+    both["again"] = both["y"]
+    copies = copy.deepcopy(both)
+    copies["y"][0] = 1
+    return both["y"], copies["again"], copies["z"]
+
+
+def _bits_in_place(x: torch.Tensor) -> Any:
+    y = (x * 10).long()
+    y <<= 2
+    y[0] ^= 3
+    y[1] >>= 1
+    mask = x > 0
+    mask[0] &= mask[1]
+    mask[:, 1] |= ~mask[:, 2]
+    return y, mask
+
+
 @pytest.mark.parametrize(
     "fn",
     [
         _copy_of_windows, _copy_of_rows, _part_of_windows, _part_of_repeated_rows, _strides_of_another_dtype, _strides_in_place,
-        _odd_strides, _smaller_in_place, _other_memory,
+        _odd_strides, _smaller_in_place, _other_memory, _parts_that_autograd_takes_for_copies, _conjugate,
+        _gradient_beside_a_complex_number, _deep_copies, _bits_in_place,
     ],
 )  # fmt: skip
 def test_memory_of_views_and_copies(fn: Any) -> None:

@@ -32,18 +32,25 @@ _FOLLOWS = frozenset(
     ("sort", "argsort", "__getitem__", "__floordiv__", "floor_divide", "chunk", "mul", "__mul__", "__rmul__", "unsqueeze", "squeeze",
      "view", "reshape", "histc", "bincount", "cumsum", *_CASTS, *_ACTS, *_PRODUCTS)
 )  # fmt: skip
-_STARTS = frozenset(("reshape", "view", "flatten", "transpose", "swapaxes", "repeat_interleave", "grouped_mm", "_grouped_mm"))
+_STARTS = frozenset(
+    ("reshape", "view", "flatten", "transpose", "swapaxes", "repeat_interleave", "grouped_mm", "_grouped_mm", "arange")
+)  # fmt: skip
 
 
 @attrs.frozen(eq=False)
 class Made:
-    """The call that made a tensor. `part`: which of several results it is; `epoch`: writes in place before it."""
+    """The call that made a tensor. `part`: which of several results it is; `epoch`: writes in place before it.
+
+    `versions`: how often its result and its operands had been written to then, by torch's own count. It also sees what names
+    do not tell (`F.dropout(x, inplace=True)`); it has no numbers in inference mode.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     part: int
     epoch: int
+    versions: tuple[int, ...]
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
@@ -75,24 +82,35 @@ class Catcher:
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if isinstance(out, Tensor):
             if not any(out is a for a in args) and _worth(name, out, args):
-                out.__dict__[_KEY] = Made(name, args, kwargs, 0, self.epoch)
+                self._put(out, name, args, kwargs)
         elif isinstance(out, (tuple, list)):
             for k, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    part.__dict__[_KEY] = Made(name, args, kwargs, k, self.epoch)
+                    self._put(part, name, args, kwargs, k)
+
+    def _put(self, out: Tensor, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], part: int = 0) -> None:
+        out.__dict__[_KEY] = Made(name, args, kwargs, part, self.epoch, _versions(out, args, kwargs))
 
     def _write(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not args or not isinstance(args[0], Tensor):
+            self.epoch += bool(args) and isinstance(args[0], (tuple, list))  # `_foreach_mul_`, which torch does not count
             return
         target = args[0]
         known = len(args) == 2 and not kwargs and self._maybe(target) is not None and self._maybe(args[1]) is not None
         # A view of the target remembers the target: each would keep the other alive, where no collector sees it.
         if name == "add_" and known and _memory(target) is not _memory(args[1]):
-            target.__dict__[_KEY] = Made("add_", (target.__dict__[_KEY], args[1]), {}, 0, self.epoch)
-        elif name == "__setitem__" and not target.is_floating_point() and not _has(target):
-            target.__dict__[_KEY] = Made(name, args[1:], {}, 0, self.epoch)
+            self._put(target, "add_", (target.__dict__[_KEY], args[1]), {})
+        elif name == "__setitem__" and not _has(target) and self._inverts(target, *args[1:]):
+            self._put(target, name, args[1:], {})
         elif not name.startswith("__") or name.startswith("__i") or name == "__setitem__":
             self.epoch += name not in ("requires_grad_", "retain_grad")
+
+    def _inverts(self, target: Tensor, perm: Any, value: Any) -> bool:
+        """Whether `target[perm] = value` makes the inverse of an order: `value` counts up from 0."""
+        order, counted = self._maybe(perm), self._maybe(value)
+        if order is None or counted is None or order.name not in ("sort", "argsort") or counted.name != "arange":
+            return False
+        return tuple(target.shape) == tuple(perm.shape) == tuple(value.shape)
 
     # ---- reading backwards ----
 
@@ -107,7 +125,10 @@ class Catcher:
 
     def _maybe(self, x: Any) -> Made | None:
         made = x if isinstance(x, Made) else x.__dict__.get(_KEY) if isinstance(x, Tensor) else None
-        return made if isinstance(made, Made) and made.epoch == self.epoch else None
+        if not isinstance(made, Made) or made.epoch != self.epoch:
+            return None
+        now = _versions(x, made.args, made.kwargs)
+        return made if now[1:] == made.versions[1:] and (x is made or now == made.versions) else None
 
     def _made(self, x: Any, *names: str) -> Made:
         made = self._maybe(x)
@@ -148,6 +169,8 @@ class Catcher:
     def _inverse(self, inverse: Any) -> Any:
         """The permutation that `inverse[perm] = arange` or `argsort(perm)` undoes."""
         made = self._made(inverse, "__setitem__", "argsort")
+        if made.name == "argsort" and _descends(made):
+            raise _No
         return made.args[0]
 
     def _scaled(self, x: Any) -> tuple[Any, Any]:
@@ -223,7 +246,7 @@ class _Sorted:
     def _sorted(self, x: Any, part: int = 0) -> Any:
         """What was sorted to give x: its values (0) or its order (1)."""
         made = self.of._made(x, "sort", "argsort")
-        if (made.name == "argsort" and part != 1) or (made.name == "sort" and made.part != part) or made.arg(2, "descending", False):
+        if (made.name == "argsort" and part != 1) or (made.name == "sort" and made.part != part) or _descends(made):
             raise _No
         return made.args[0]
 
@@ -276,6 +299,19 @@ class _Each:
         return found
 
 
+def _versions(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """How often a result and the operands of its call have been written to, the result first."""
+    operands: list[Any] = [out]
+    for arg in (*args, *kwargs.values()):
+        operands += arg if isinstance(arg, (tuple, list)) else (arg,)
+    return tuple(compat.version(x) if isinstance(x, Tensor) else 0 for x in operands)
+
+
+def _descends(made: Made) -> bool:
+    """Whether a `sort` or `argsort` puts the largest first."""
+    return bool(made.arg(2, "descending", False))
+
+
 def _memory(x: Any) -> Any:
     """The tensor that `x` is a view of, or `x`."""
     base = compat.view_base(x)
@@ -302,6 +338,8 @@ def _worth(name: str, out: Tensor, args: tuple[Any, ...]) -> bool:
     if any(_has(a) for a in args):
         return True
     source = args[0] if args and isinstance(args[0], Tensor) else out
+    if name == "arange":  # that counts up from 0
+        return out.dim() == 1 and len(args) == 1
     if name in ("reshape", "view", "flatten"):
         return out.dim() == 1 and source.dim() == 2
     return source.dim() == (3 if name in ("transpose", "swapaxes") else 2)

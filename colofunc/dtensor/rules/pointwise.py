@@ -38,6 +38,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "conj": ((0,),),
     "_conj": ((0,),),
     "conj_physical": ((0,),),
+    "_conj_physical": ((0,),),
     "resolve_conj": ((0,),),
     "resolve_neg": ((0,),),
     "_neg_view": ((0,),),
@@ -99,7 +100,8 @@ MONOTONE: dict[str, tuple[int, ...]] = {
 
 # Elementwise operators without torch's pointwise tag, or whose decompositions a trace may keep.
 _UNTAGGED = (
-    "to _to_copy detach alias lift_fresh lift_fresh_copy contiguous copy fill zero real imag conj _conj _neg_view "
+    "to _to_copy detach alias lift_fresh lift_fresh_copy contiguous copy fill zero real imag conj _conj "
+    "_conj_physical _neg_view "
     "resolve_conj resolve_neg isclose isreal float_power floor_divide special_xlog1py hardswish hardswish_backward "
     "hardsigmoid_backward hardtanh_backward leaky_relu_backward elu_backward softplus_backward softshrink_backward "
     "hardshrink_backward log_sigmoid_forward log_sigmoid_backward logit mish_backward _prelu_kernel "

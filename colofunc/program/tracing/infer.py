@@ -11,6 +11,7 @@ torch's fake tensors and kept in a table keyed by operator, arguments and operan
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,17 @@ class TraceTensor(compat.FakeTensor):
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A clone, as of a tensor with data. What is known of a traced tensor stands for that one only."""
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise TraceError(f"a tensor that has a history of autograd is deep-copied at {user_line()}; write x.detach().clone()")
+            with torch.no_grad():
+                made = self.clone().requires_grad_(self.requires_grad)
+                made.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = made
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -39,9 +39,11 @@ aten = torch.ops.aten
 
 
 def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], complex):  # the gradient of `1j * x` has the conjugate of the number
+        return rec.call(func, rec.call(aten.full.default, [], args[0], dtype=torch.complex128))
     parent = rec.cell(args[0])
     enc, named, results = rec.encode_call(func, args, kwargs)
-    target = target_of(func)
+    target = PHYSICAL.get(func) or target_of(func)
     metas = [m._replace(offset=m.offset + parent.meta.offset) for m in results.metas]
     if target in EXPLICIT:
         enc, named = EXPLICIT[target](enc, dict(named), parent.meta.shape, metas[0].shape), ()
@@ -81,6 +83,10 @@ EXPLICIT: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
+# Torch marks a view as conjugated or negated, and some operators refuse such values. Those of a program have no marks.
+PHYSICAL = {aten._conj.default: "aten._conj_physical.default", aten._neg_view.default: "aten.neg.default"}
+
+
 def alias(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """detach, alias: the same value, no node."""
     cell = rec.cell(args[0])
@@ -90,6 +96,8 @@ def alias(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A literal (`torch.tensor([1, 2])`): a constant, but in a tensor that the function made and may write to."""
     cell = rec.cell(args[0])
+    if cell.storage.kind != "captured":
+        return alias(rec, func, args, kwargs)
     return rec.fresh(rec.read(cell), cell.meta)
 
 
@@ -109,7 +117,7 @@ def functional_form(func: Any) -> Any:
     if outs:
         want = [(a.name, str(a.type)) for i, a in enumerate(schema.arguments) if i not in outs]
     elif name.endswith("_"):
-        name = name[:-1]
+        name = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # `__ilshift__` has `__lshift__`
         want = [(a.name, str(a.type)) for a in schema.arguments]
     else:
         return None
@@ -152,14 +160,20 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Give `tensor` the value of `result`, in its own dtype and shape."""
     cell = rec.cell(tensor)
     if result.shape != tensor.shape:
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or not _fits(result.shape, tensor.shape):
             raise TraceError(
-                f"out= would resize a tensor at {user_line()}; give it the right shape {tuple(result.shape)}"
+                f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would resize it) at {user_line()}; give it the right shape {tuple(result.shape)}"
             )
         result = rec.call(aten.expand.default, result, list(tensor.shape))
     if result.dtype != tensor.dtype:
         result = rec.call(aten._to_copy.default, result, dtype=tensor.dtype)
     rec.write(cell, rec.read(rec.cell(result)))
+
+
+def _fits(shape: torch.Size, into: torch.Size) -> bool:
+    """Whether a shape can be repeated to another."""
+    at_end = into[len(into) - len(shape) :] if len(shape) <= len(into) else ()
+    return len(at_end) == len(shape) and all(n in (1, wide) for n, wide in zip(shape, at_end))
 
 
 def inplace_view(func: Any) -> Handler:
@@ -378,7 +392,7 @@ SPECIAL: dict[Any, Handler] = {
     aten.scalar_tensor.default: factory(0, 0),
 }
 
-_ALIASES_UNSAID = {aten._unsafe_view.default}
+_ALIASES_UNSAID = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 
 
 def handler_of(func: Any) -> Handler:

@@ -37,7 +37,12 @@ _SCATTERS = {
     "aten.select.int": "aten.select_scatter.default",
     "aten.diagonal.default": "aten.diagonal_scatter.default",
 }
-_INVOLUTIONS = {"aten.t.default", "aten.transpose.int", "aten._conj.default", "aten._neg_view.default"}
+_OTHER_VALUES = {"aten._conj_physical.default", "aten.neg.default"}
+_INVOLUTIONS = {"aten.t.default", "aten.transpose.int", *_OTHER_VALUES}
+SPLITS = (
+    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unsafe_split.Tensor",
+    "aten.unsafe_split_with_sizes.default",
+)  # fmt: skip
 _INVERSES = {
     "aten.view_as_real.default": "aten.view_as_complex.default",
     "aten.view_as_complex.default": "aten.view_as_real.default",
@@ -111,10 +116,10 @@ def write_back(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> in
 def _by_position(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> int:
     """Any other view: look up which flat positions of the parent it shows, and put the new elements there."""
     whole, part = rec.values[parent], rec.values[new]
-    if any(cell.meta.dtype != whole.dtype for cell in path):
+    if any(cell.meta.dtype != whole.dtype or cell.target in _OTHER_VALUES for cell in path):
         raise TraceError(
-            f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view of "
-            f"another dtype than {whole.dtype}; clone it first"
+            f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view that shows "
+            f"them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
         )
     numel = prod(whole.shape)
     flat = rec.emit1("aten.arange.default", (numel,), (numel,), torch.int64)
@@ -147,7 +152,7 @@ def view_calls(
     if target == "aten.unbind.int":
         dim = rest[0] if rest else named.get("dim", 0)
         return [("aten.select.int", (here, dim, i)) for i in range(len(shapes))]
-    if target in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"):
+    if target in SPLITS:
         dim = rest[1] if len(rest) > 1 else named.get("dim", 0)
         calls, start = [], 0
         for shape in shapes:
