@@ -162,7 +162,8 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     if result.shape != tensor.shape:
         if tensor.numel() == 0 or not _fits(result.shape, tensor.shape):
             raise TraceError(
-                f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would resize it) at {user_line()}; give it the right shape {tuple(result.shape)}"
+                f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would resize it) "
+                f"at {user_line()}; give it the right shape {tuple(result.shape)}"
             )
         result = rec.call(aten.expand.default, result, list(tensor.shape))
     if result.dtype != tensor.dtype:
