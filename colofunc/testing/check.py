@@ -12,6 +12,7 @@ integer must be equal.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -21,6 +22,7 @@ from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
 from colofunc.program.tracing.tree import map_tensors, walk
 from colofunc.testing.bounds import Bounds
+from colofunc.testing.overflow import comparable, policy_of
 from colofunc.testing.trees import NARROW, compare, plain_copy
 from colofunc.transforms.staged import Staged
 
@@ -47,6 +49,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
         raise InputError(f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)")
     reference, batch = plain_copy(state), plain_copy(batch)
     reference, batch = doubled_inside((reference, batch))
+    policy = policy_of(step)
     worst, leaves, done = 0.0, 0, 0
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(FIRST_SEED)
@@ -54,10 +57,17 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
         placed = step.init(reference, *batch)
         for n in range(steps):
             low = step.lower(placed, *batch)
-            expected = seeded(FIRST_SEED + n, run_reference, step.reference, plain_copy(reference), *plain_copy(batch))
+            expected = _device_run(step, batch, FIRST_SEED + n, reference)
             got = seeded(FIRST_SEED + n, step, placed, *plain_copy(batch))
+            began = reference
+            if policy is not None:
+                mesh_run = partial(_mesh_run, step, batch, FIRST_SEED + n)
+                device_run = partial(_device_run, step, batch, FIRST_SEED + n)
+                got, expected, began = comparable(
+                    policy, reference, got, expected, low.mesh.size, mesh_run, device_run, f"step {n}: "
+                )  # fmt: skip
             goes_on = _continues(expected, reference)
-            bounds = Bounds(low, (reference, *batch), FIRST_SEED + n, f"step {n}: ", goes_on)
+            bounds = Bounds(low, (began, *batch), FIRST_SEED + n, f"step {n}: ", goes_on)
             worst = max(worst, compare(got, expected, f"step {n}: out", tolerance, bounds))
             leaves, done = len(list(walk(expected))), n + 1
             if n + 1 == steps or not goes_on:
@@ -77,6 +87,17 @@ def doubled_inside(tree: Any) -> Any:
 def doubled(x: torch.Tensor) -> torch.Tensor:
     """float32 as float64; anything else as it is."""
     return x.detach().double().requires_grad_(x.requires_grad) if x.dtype is torch.float32 else x
+
+
+def _device_run(step: Staged, batch: Any, seed: int, state: Any) -> Any:
+    """One step of the function on one device, on copies."""
+    return seeded(seed, run_reference, step.reference, plain_copy(state), *plain_copy(batch))
+
+
+def _mesh_run(step: Staged, batch: Any, seed: int, state: Any) -> Any:
+    """One step on the mesh, from a plain state and on copies."""
+    placed = step.init(plain_copy(state), *batch)
+    return seeded(seed, step, placed, *plain_copy(batch))
 
 
 def seeded(seed: int, fn: Callable[..., Any], *args: Any) -> Any:

@@ -6,7 +6,8 @@ this way or that. Idea: three derivations.
 
     by dtype          the design's tolerance, of the coarsest dtype that the value was computed through: bound * max(1, max|b|)
     half precisions   what one last place of every input does to this value, times PLACES: sums that cancel lose more than the bound,
-                      small values less. But not less than bound * max|b|
+                      small values less. But not less than bound * max|b|, and of a sum not less than what is lost where each of
+                      its terms is rounded once: eps * sqrt(sum of squares / 12)
     an update         what its operator makes of a gradient that is off by as much as gradients may be, element by element:
                       |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not
 
@@ -15,6 +16,7 @@ Values that are made of updated ones are allowed what updates are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +34,7 @@ PLACES = 4.0  # a sum over k ranks rounds k terms and their sum, about sqrt(k + 
 TRIES = 2
 FEW = 32  # elements, of which two tries may by chance show no rounding at all
 STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)
+SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
 UPDATES = {"colofunc.adamw": 1, "colofunc.sgd": 1, "colofunc.update": 2}  # elementwise over a parameter; which argument is the gradient
 Ran = Callable[[Node, Mapping[int, Tensor], Sequence[Any]], None]
 
@@ -92,6 +95,7 @@ class Allowed:
         self.known: dict[int, float] = {}
         self.makers = program.producers()
         self.relative: dict[int, float] = {}  # what rounding does, as a share of the value
+        self.terms: dict[int, float] = {}  # of sums: what rounding each term once does to them, absolute
         self.elements: dict[int, Tensor] = {}  # of results of updates, absolute
         self.spread = 0.0  # the largest of these
 
@@ -119,12 +123,14 @@ class Allowed:
             return bound
         size, scale = float(finite.abs().max()), _scale(expected)
         if expected.numel() < FEW and id in self.makers:  # then as much as in what it is made of
-            noise = max([noise, *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)])
+            noise = max([noise, self.terms.get(id, 0.0), *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)])
         self.relative[id] = min(noise / size, 1.0) if size else 0.0
         return max(bound * size, PLACES * noise) / scale
 
     def ran(self, node: Node, values: Mapping[int, Tensor], results: Sequence[Any]) -> None:
-        """Behind a node of the reference: how far its results may be off, if it is an update."""
+        """Behind a node of the reference: how far its results may be off, if it is an update or a sum."""
+        if self.near and node.target in SUMS:
+            self._terms(node, values)
         place = UPDATES.get(node.target) if self.updates else None
         grad = None if place is None else node.args[place]
         if place is None or not isinstance(grad, Ref):
@@ -143,6 +149,18 @@ class Allowed:
                     most[k] = torch.maximum(allowed, (y - x).abs())
         self.elements.update({o: x for o, x in zip(node.outs, most) if o is not None and x is not None})
         self.spread = max(self.spread, *(float(x.max()) for x in most if x is not None and x.numel()), 0.0)
+
+
+    def _terms(self, node: Node, values: Mapping[int, Tensor]) -> None:
+        """A term that went through a half precision is off by up to half a last place either way, independently of the others."""
+        (term,), (out,) = node.refs, node.outs
+        if out is None or self.bounds[term] not in _OF_HALVES or not values[term].is_floating_point():
+            return
+        place = max(torch.finfo(dtype).eps for dtype in HALVES if TOLERANCE[dtype] == self.bounds[term])
+        args = map_refs(node.args, lambda i: values[i].double().square())
+        squares = resolve(node.target)(*args, **dict(node.kwargs) | {"dtype": torch.float64})
+        worst = float(squares.max()) if squares.numel() else 0.0
+        self.terms[out] = place * (worst / 12) ** 0.5 if math.isfinite(worst) else 0.0
 
 
 def moved(inputs: Sequence[Tensor], place: float, seed: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ really runs is compared too, in whatever of it still is a value of the step (see
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from colofunc.transforms.lowered import Lowered
 
 SHOWN = 8
+OVERFLOW = (
+    "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: compare with a smaller "
+    "loss scale in the state"
+)
 PASSES = "the passes after lowering (microbatches, order, chunks, buckets, fusion, updates in place)"
 
 
@@ -131,6 +136,7 @@ class _Look:
         self.makers = low.global_program.producers()
         self.local_makers = plain.program.producers()
         self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
+        self.scaled = any(value.dtype is torch.float16 for value in low.global_program.values.values())
         self.found: list[Difference] = []
         self.values, self.ran, self.worst = 0, 0, 0.0
         self.wrong: set[int] = set()  # global values of which the program that runs has a wrong copy
@@ -171,6 +177,8 @@ class _Look:
         where = (source.line, source.path, source.phase) if source is not None else ("", "", "input")
         operator = maker.target if maker is not None else "input"
         strategy = self.strategies[id(maker)] if maker is not None else ""
+        if self.scaled and math.isinf(worst):
+            made_by += OVERFLOW
         return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
 
     def executed(self, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:

@@ -93,13 +93,13 @@ class _Grow:
             state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
         if self.policy.scales is None:
             return state
-        record, bare = _apart(state)
+        record, bare = split_scale(state)
         if record is not None:
             self._look(record)
             return state
         first = FIRST if self.policy.scales == "dynamic" else float(self.policy.scales)
         zero = torch.zeros((), dtype=torch.int64)
-        return _with(bare, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
+        return join_scale(bare, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
 
     def _look(self, record: Any) -> None:
         self.calls += 1
@@ -118,7 +118,7 @@ def _narrower(t: Tensor, wide: torch.dtype) -> bool:
     return t.is_floating_point() and t.dtype.itemsize < wide.itemsize
 
 
-def _apart(state: Any) -> tuple[Any, Any]:
+def split_scale(state: Any) -> tuple[Any, Any]:
     """(the loss scale in a state, None where there is none yet; the state without it). Raises InputError where it has no place."""
     if isinstance(state, Mapping):
         return state.get(KEY), {k: v for k, v in state.items() if k != KEY}
@@ -137,12 +137,12 @@ def _apart(state: Any) -> tuple[Any, Any]:
     )
 
 
-def _with(bare: Any, record: Any) -> Any:
-    """The state with this loss scale, from what `_apart` gives."""
+def join_scale(bare: Any, record: Any) -> Any:
+    """The state with this loss scale, from what `split_scale` gives."""
     if isinstance(bare, Mapping):
         return {**bare, KEY: record}
     parts = container(bare)
-    assert parts is not None, "asked by _apart"
+    assert parts is not None, "asked by split_scale"
     kind, keys, items, context = parts
     if kind == "sequence":
         return type(bare)([*items, record])
@@ -160,7 +160,7 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
                 out = fn(*args)
             mixed.check_overrides()
             return _checked(policy, args, out)
-        record, state = _apart(args[0])
+        record, state = split_scale(args[0])
         with Mixed(policy, record["scale"]) as mixed:
             out = _checked(policy, (state,), fn(state, *args[1:]))
         mixed.check_overrides()
@@ -169,7 +169,7 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
     return stepped
 
 
-def _first(out: Any) -> tuple[Any, Callable[[Any], Any]]:
+def state_of(out: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The new state in what a step returns, and how to put another in its place."""
     if isinstance(out, tuple) and out:
         make = out._make if hasattr(out, "_make") else type(out)
@@ -182,7 +182,7 @@ def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:
     if not args:
         return out
     old, tree = flatten(args[0])
-    new, new_tree = flatten(_first(out)[0])
+    new, new_tree = flatten(state_of(out)[0])
     if tree.key() == new_tree.key():
         for name, a, b in zip(tree.names(), old, new, strict=True):
             if a.is_floating_point() and b.is_floating_point() and b.dtype.itemsize < a.dtype.itemsize and a.shape == b.shape:
@@ -195,7 +195,7 @@ def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:
 
 def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> Any:
     """What the step returns with the loss scale in it; the old state where a gradient was not finite."""
-    new, back = _first(out)
+    new, back = state_of(out)
     old_leaves, old_tree = flatten(state)
     leaves, tree = flatten(new)
     if tree.key() != old_tree.key():
@@ -207,12 +207,13 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()
     if finite is None:
-        return back(_with(new, record))
+        return back(join_scale(new, record))
     kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
-    return back(_with(unflatten(tree, kept), _next(policy, record, finite)))
+    return back(join_scale(unflatten(tree, kept), next_scale(policy, record, finite)))
 
 
-def _next(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:
+def next_scale(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:
+    """The loss scale behind a step, from the one before it and whether the step's gradients are finite."""
     scale, good, skipped = record["scale"], record["good"], record["skipped"]
     counted = torch.where(finite, good + 1, torch.zeros_like(good))
     new = scale
