@@ -58,11 +58,24 @@ def is_ours(path: Path | str, size: int | None, folder_fd: int | None = None) ->
 
 
 def write_text(path: Any, text: str, mark: str, what: str, kind: type[ColofuncError]) -> None:
-    """Write a file that has `mark` near its beginning. Raises `kind` where it cannot be written, and as `check_own_kind` does."""
+    """Write a file that has `mark` near its beginning. Raises `kind` where it cannot be written, and as `check_own_kind` does.
+
+    A file that is there is whole until the new one is, and another hard link to it keeps what it holds; a link stays a link.
+    """
     where = given(path, what, kind, A_FILE)
     check_own_kind(where, mark, what, kind)
     try:
-        where.write_text(text, encoding="utf-8")
+        if not os.path.isfile(where):
+            where.write_text(text, encoding="utf-8")
+            return
+        there = Path(os.path.realpath(where))
+        beside = there.with_name(f".colofunc-{os.urandom(6).hex()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.chmod(stat.S_IMODE(there.stat().st_mode))
+            os.replace(beside, there)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise kind(f"{what}: {str(where)!r} cannot be written: {error.strerror or error}; name {A_FILE}") from error
 

@@ -1,5 +1,6 @@
 """Files of others: no save, no store and no cache removes, replaces or follows what colofunc did not write."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -120,6 +121,24 @@ def test_checkpoints_of_before_files_were_listed_are_known(tmp_path) -> None:
     assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"]) and len(os.listdir(tmp_path / "c")) == 2
 
 
+@pytest.mark.parametrize("kind", [None, index.PLAIN, index.INCOMPLETE])
+@pytest.mark.parametrize("name", ["../precious", "sub/precious", "/precious", "..", "train.py"])
+def test_an_index_that_somebody_crafted_makes_no_file_its_own(tmp_path, kind, name) -> None:
+    (tmp_path / "precious").write_text("mine")
+    cf.save(tmp_path / "c", tensors())
+    (tmp_path / "c" / "sub").mkdir()
+    mine = {"sub/precious": "mine", "train.py": "mine"}
+    put(tmp_path / "c", mine)
+    content = index.read_index(tmp_path / "c")
+    absolute = name.replace("/precious", f"{tmp_path}/precious") if name[0] == "/" else name
+    content["files"] |= {absolute: None}
+    index.write_durably(tmp_path / "c" / index.INDEX, index.index_bytes(content | ({"format": kind} if kind else {})))
+    for overwrite in (False, True):
+        with contextlib.suppress(CheckpointError):
+            cf.save(tmp_path / "c", tensors(1), overwrite=overwrite, keep=1)
+        assert texts(tmp_path / "c").items() >= mine.items() and (tmp_path / "precious").read_text() == "mine"
+
+
 @pytest.mark.parametrize("at", ["exchange", "_discard", "sync"])
 def test_a_save_that_is_killed_loses_no_file_of_others(tmp_path, monkeypatch, at) -> None:
     cf.save(tmp_path / "c", tensors())
@@ -216,6 +235,22 @@ def test_a_plan_or_a_topology_replaces_its_own_kind_only(tmp_path) -> None:
         assert (tmp_path / "train.py").read_text() == "print(1)"
         for _ in range(2):
             thing.save(tmp_path / f"{name}.json")
+
+
+def test_a_plan_is_replaced_whole_and_its_links_keep_what_they_hold(tmp_path, monkeypatch) -> None:
+    for shape in ((2,), (2, 2)):
+        plan = cf.shard(lambda x: x + 1, cf.Mesh(dp=2)).lower(torch.ones(shape)).plan
+        plan.save(tmp_path / "plan.json")
+        if len(shape) == 1:
+            os.link(tmp_path / "plan.json", tmp_path / "backup.json")
+            (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
+    assert cf.Plan.load(tmp_path / "backup.json").inputs[0].shape == (2,) and cf.Plan.load(tmp_path / "plan.json").inputs[0].shape == (2, 2)
+    before = (tmp_path / "plan.json").read_text()
+    with monkeypatch.context() as patch, pytest.raises(cf.ColofuncError, match="cannot be written: no space"):
+        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "no space")))
+        plan.save(tmp_path / "link.json")
+    plan.save(tmp_path / "link.json")
+    assert (tmp_path / "plan.json").read_text() == before and (tmp_path / "link.json").is_symlink() and len(os.listdir(tmp_path)) == 3
 
 
 def writers(tmp_path: Path) -> dict[str, Callable[[object], object]]:

@@ -24,8 +24,9 @@ VERSION = 1
 PLAIN = "pretrained"  # the format of a folder that other libraries read: the index lists files and says nothing of tensors
 INCOMPLETE = "incomplete"  # the format of a folder whose files are being exchanged one by one
 _HEAD = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "checkpoint": ')
-# Names that saves gave before their index listed them.
-_UNLISTED = re.compile(r"rank-\d{5}-\d{5}\.safetensors|__\d+_\d+\.distcp|\.metadata")
+# Names that `cf.save` gives.
+_ENDINGS = (".safetensors", ".distcp", ".metadata", ".json")  # all else is ours with its size only
+_NAMED = re.compile(r"rank-\d{5}-\d{5}\.safetensors|__\d+_\d+\.distcp|\.metadata")
 
 
 def write_index(folder: Path, content: dict[str, Any], kept: Mapping[str, int | None] | None = None) -> None:
@@ -57,7 +58,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
     try:
         content = untrusted.check(dict[str, Any], untrusted.parse_json(text), "the index")
-        untrusted.check(dict[str, int | None], content.get("files", {}), "files")
+        for name in untrusted.check(dict[str, int | None], content.get("files", {}), "files"):
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise untrusted.Wrong(f"files has {name!r:.80}, which is no name of a file in this folder")
     except untrusted.Wrong as error:
         raise CheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
     if content.get("version") != VERSION:
@@ -66,14 +69,20 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def written(folder: Path) -> dict[str, int | None] | None:
-    """The files that the save which made this folder wrote, with their sizes; None where no save of colofunc made it."""
+    """The files that the save which made this folder wrote, with their sizes; None where no save of colofunc made it.
+
+    An index that somebody crafted makes no file its own that has another name than saves give.
+    """
     try:
         content = read_index(folder)
     except CheckpointError:
         return None
     files = content.get("files")
-    if files is None:
-        files = dict.fromkeys(name for name in os.listdir(folder) if _UNLISTED.fullmatch(name))
+    if files is None:  # written before the index listed them
+        files = dict.fromkeys(os.listdir(folder))
+    if content.get("format") not in (PLAIN, INCOMPLETE):
+        files = {name: size for name, size in files.items() if _NAMED.fullmatch(name)}
+    files = {name: size for name, size in files.items() if size is not None or name.endswith(_ENDINGS)}
     return {**files, INDEX: None, MARK: None}
 
 
