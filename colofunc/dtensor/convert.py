@@ -118,9 +118,8 @@ def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | Non
     if (src.dims, src.pending) == (dst.dims, dst.pending):
         return _NOTHING
     if 0 in src.shape:
-        # Nothing moves; only the shape of nothing may change.
-        same = src.local_shape == dst.local_shape
-        return _NOTHING if same else _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
+        # Nothing moves. The copy in the other layout is a value of its own all the same: the one that was there keeps its layout.
+        return _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
     found = refine(src, dst, mesh)
     if isinstance(found, Puzzle):
         return _solve(found, src, dst, mesh, itemsize, limit)

@@ -68,7 +68,7 @@ def _slice_rule(
     """(whole operand, sliced operand, more) of slice and its scatter and backward; slice arguments begin at `at`."""
     step = call.arg(at + 2, "step", 1)
     low, high = _bounds(size, call.arg(at, "start"), call.arg(at + 1, "end"), step)
-    if (low, high, step) == (0, size, 1):
+    if (low, high, step) == (0, size, 1) or size == 0:  # nothing cut from nothing, with any step, is nothing
         return full, full, {}
     sizes.pop(f"d{dim}", None)
     taken = len(range(low, high, step))
