@@ -9,12 +9,16 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 
 import colofunc as cf
 from colofunc.cache import Cache
+from colofunc.dtensor.convert_pattern import pattern_s
+from colofunc.dtensor.layout import make_layout, replicated
 from colofunc.executors.launch import launch
 from colofunc.executors.watch import Watch
 from colofunc.mesh.topology import KINDS, Measured
+from colofunc.planner.sharding.flows import Conversions
 from colofunc.transforms import machine
 
 
@@ -142,3 +146,48 @@ def test_a_large_plan_for_an_unknown_machine_says_so(width: int, topology: str |
     said = [str(w.message) for w in found if "names no topology" in str(w.message)]
     assert bool(said) == complains
     assert not complains or ("GiB a rank" in said[0] and 'cf.Mesh(dp=8, topology="8xa100-80g")' in said[0] and "cf.profile_mesh" in said[0])
+
+
+def perceptron(width: int, depth: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*(layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())))
+
+
+def figures(start_s: float, axis: str = "dp", ranks: int = 2) -> cf.Topology:
+    """A small CPU box as it might have been measured, where a collective starts in so many seconds."""
+    base = cf.Mesh().topology
+    rates = tuple(attrs.evolve(rate, flops_per_s=1e11) for rate in base.device.rates)
+    device = attrs.evolve(base.device, rates=rates, memory_bytes_per_s=1.5e10, launch_s=5e-6)
+    return attrs.evolve(base, device=device, measured=tuple(Measured(axis, ranks, kind, start_s, 1e-9) for kind in KINDS))
+
+
+def trained(module: torch.nn.Module, x: torch.Tensor, topology: cf.Topology, *plans: Any) -> Any:
+    """A training step, planned."""
+    step_fn, state = cf.train_step(cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4), loss=lambda out: out.square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that every rank computes everything
+        return cf.shard(step_fn, cf.Mesh(dp=2, topology=topology), *plans).lower(state, x)
+
+
+@pytest.mark.parametrize("start_s", [1e-5, 3e-4, 2e-3])
+@pytest.mark.parametrize(("depth", "rows"), [(2, 64), (4, 512), (8, 1024)])
+def test_what_is_found_is_no_slower_than_a_named_plan_and_starts_no_more_collectives(depth: int, rows: int, start_s: float) -> None:
+    """Many small gradients are one collective in the end, and the search has to know it: else it shares nothing out."""
+    module, x, topology = perceptron(256, depth), torch.ones(rows, 256), figures(start_s)
+    found = trained(module, x, topology)
+    named = min((trained(module, x, topology, zero(stage, "dp")) for stage in (1, 2, 3)), key=lambda low: low.lanes().end_s)
+    assert found.lanes().end_s <= named.lanes().end_s
+    assert sum(found.cost().calls.values()) <= sum(named.cost().calls.values())
+
+
+def test_gradients_share_a_start_and_what_layers_wait_for_does_not() -> None:
+    topology = figures(1e-3)
+    low = trained(perceptron(256, 4), torch.ones(512, 256), topology)
+    assert str(low.plan).startswith("dp: data parallel (found)") and dict(low.cost().calls) == {("all_reduce", "dp"): 1}
+    mesh = cf.Mesh(dp=2, topology=topology)
+    known, usual = Conversions(pattern_s, mesh), Conversions(pattern_s, cf.Mesh(dp=2, topology=attrs.evolve(topology, measured=())))
+    whole = replicated((256,))
+    pending = make_layout(whole.dims, whole.shape, (("dp", "sum"),))
+    alone_s, shared_s = known.second(pending, whole, 4), known.second(pending, whole, 4, together=True)
+    assert alone_s > 1e-3 > 20 * shared_s > 0
+    assert known.second(whole, whole, 4, together=True) == 0
+    assert usual.second(pending, whole, 4, together=True) == usual.second(pending, whole, 4)

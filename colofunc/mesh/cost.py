@@ -26,6 +26,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import attrs
+
 from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
 
@@ -151,6 +153,13 @@ def measured_alpha_beta(topology: Topology, kind: str, axes: Sequence[tuple[str,
                 return None
             alpha_s, beta_s = alpha_s + part[0], beta_s + part[1] * fraction
     return alpha_s, beta_s
+
+
+def without_starts(topology: Topology) -> Topology:
+    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway."""
+    levels = tuple(attrs.evolve(level, latency_s=0.0) for level in topology.levels)
+    measured = tuple(attrs.evolve(one, alpha_s=0.0) for one in topology.measured)
+    return attrs.evolve(topology, levels=levels, measured=measured)
 
 
 def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str) -> float:

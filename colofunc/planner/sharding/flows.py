@@ -25,12 +25,15 @@ from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.strategies import FREE
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
+from colofunc.mesh.cost import without_starts
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array
 from colofunc.program.ir import Program
+from colofunc.program.passes.buckets import COPIES
 
 ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Step = tuple[int, int, float]  # from layout, to layout, seconds
+STATE = ("param", "frozen", "state", "buffer")
 
 
 @attrs.frozen
@@ -41,6 +44,7 @@ class Flow:
     every strategy wants alike only the first is named. Conversions are shared within a group only (a parameter that is
     gathered anew in each phase has one group per phase).
     `settle`: the value is an output of the step, so that a pending or wrongly placed one must be brought to rest.
+    `together`: its collectives can join a bucket, see `Conversions`.
     """
 
     producer: int
@@ -49,6 +53,7 @@ class Flow:
     settle: Layout | str | None
     itemsize: int
     sum_itemsize: int  # while it is summed over the mesh
+    together: bool
     count: int
     values: tuple[int, ...]
 
@@ -61,25 +66,42 @@ def settled(source: Layout, how: Layout | str) -> Layout:
 
 
 class Conversions:
-    """Seconds of conversions on one mesh, BIG where there is no way from one layout to the other."""
+    """Seconds of conversions on one mesh, BIG where there is no way from one layout to the other.
+
+    Note [Starts that are shared]. A model has dozens of small gradients, and each collective takes a while to start. What the
+    update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
+    (`program/passes/buckets.py`): of each counts what it moves, and to be copied into a bucket and out of it, where that is less than
+    a start of its own. What flows through the layers is waited for at once and pays its start. Only where starts were measured:
+    latencies of a data sheet are those of a wire, and weigh little.
+    """
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int], Array] = {}
+        self._unstarted = mesh.with_topology(without_starts(mesh.topology)) if mesh.topology.measured else None
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, bool], Array] = {}
 
-    def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0) -> float:
+    def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: bool = False) -> float:
         itemsize = max(itemsize, sum_itemsize) if src.pending else itemsize
+        if src is dst:
+            return 0.0
         try:
-            return 0.0 if src is dst else min(self._convert_s(src, dst, self._mesh, itemsize), BIG)
+            alone_s = self._convert_s(src, dst, self._mesh, itemsize)
+            if self._unstarted is None or not together:
+                return min(alone_s, BIG)
+            nbytes = max(src.local_numel, dst.local_numel) * itemsize
+            copied_s = COPIES * (nbytes / self._mesh.topology.device.memory_bytes_per_s + self._mesh.topology.device.launch_s)
+            return min(alone_s, self._convert_s(src, dst, self._unstarted, itemsize) + copied_s, BIG)
         except SpecError:
             return BIG
 
-    def table(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0) -> Array:
+    def table(
+        self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0, together: bool = False
+    ) -> Array:
         """From each to each; values of one shape often ask for the same."""
-        key = (srcs, dsts, itemsize, sum_itemsize)
+        key = (srcs, dsts, itemsize, sum_itemsize, together)
         found = self._tables.get(key)
         if found is None:
-            rows = [[self.second(a, b, itemsize, sum_itemsize) for b in dsts] for a in srcs]
+            rows = [[self.second(a, b, itemsize, sum_itemsize, together) for b in dsts] for a in srcs]
             found = self._tables[key] = np.array(rows, dtype=float)
         return found
 
@@ -126,7 +148,9 @@ class Coded:
         key = a * len(self.layouts) + b
         found = self._known.get(key)
         if found is None:
-            found = self.conversions.second(self.layouts[a], self.layouts[b], self.flow.itemsize, self.flow.sum_itemsize)
+            found = self.conversions.second(
+                self.layouts[a], self.layouts[b], self.flow.itemsize, self.flow.sum_itemsize, self.flow.together
+            )
             self._known[key] = found
         return found
 
@@ -202,7 +226,7 @@ class Coded:
         sources, at = np.unique(np.array(self.source), return_inverse=True)
         targets, which = np.unique(np.array(self.targets[k]), return_inverse=True)
         srcs, dsts = (tuple(self.layouts[n] for n in numbers.tolist()) for numbers in (sources, targets))
-        table = self.conversions.table(srcs, dsts, self.flow.itemsize, self.flow.sum_itemsize)
+        table = self.conversions.table(srcs, dsts, self.flow.itemsize, self.flow.sum_itemsize, self.flow.together)
         if not table.any():
             return None
         return np.minimum(self.flow.count * table, BIG)[np.ix_(at, which)]
@@ -255,13 +279,21 @@ def flows_of(
             uses[id][(ties.of_input(leaf_of[position]), -1, 0)] = None
         else:
             settle[id] = outputs.get(position, "rest")
+    late = _can_wait(program)
     grouped: dict[Flow, list[int]] = {}
     for id, (c, j) in made.items():
         if uses[id] or id in settle:
             size = program.values[id].dtype.itemsize
-            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), 0, ())
+            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), id in late, 0, ())
             grouped.setdefault(like, []).append(id)
     return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
+
+
+def _can_wait(program: Program) -> frozenset[int]:
+    """Values whose collectives can join others: state that is there from the start, and what nobody but the update reads."""
+    read_at_once = {i for node in program.nodes if node.phase != "update" for i in node.refs}
+    state = {i for i in program.inputs if program.values[i].role in STATE}
+    return frozenset(i for i in program.values if i in state or i not in read_at_once)
 
 
 def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
