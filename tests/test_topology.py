@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from colofunc import env
 from colofunc.errors import MeshError, TopologyError
-from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, resolve_topology
+from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology
 from colofunc.mesh.profile import fit, profile_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -204,6 +205,16 @@ def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
     assert found.tier("host").capacity_bytes == env.memory_limit_bytes()
     found.save(tmp_path / "t.json")
     assert Mesh(dp=2, tp=2, topology=tmp_path / "t.json", device="cpu") == mesh.with_topology(found)
+
+
+def test_a_run_that_another_program_interrupts_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slices = [0.0], iter([0.0, 0.3, 0.0, 0.7, 2.0, 0.1])  # of others, the first while it warms up
+
+    def run() -> None:
+        clock[0] += 0.001 + next(slices)
+
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert math.isclose(profile._seconds(run, torch.device("cpu"), 5), 0.001)
 
 
 def test_profile_needs_two_sizes() -> None:

@@ -8,6 +8,11 @@ ranks end with the figures of rank 0; the caller saves them.
 
 The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares
 would let the largest size decide alone, and a negative latency would break the planner.
+
+Note [As in a step]. A plan compares seconds of operators with seconds of collectives, so all are measured alike: the least of a
+few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on two cores the
+middle of three copies of 32 MiB was six times the least), and each behind a write to other memory, because what a step reads
+lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the time that it takes between layers).
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, To
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_REPEATS = 3
+_REPEATS = 5
+_LONG_S = 0.005  # longer runs are seldom left alone by others
+_COLD_BYTES = 1 << 22  # what is written between two runs: more than a core keeps for itself
+_COPIED_BYTES = 1 << 22  # of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
 
@@ -94,16 +102,17 @@ def _sync(device: torch.device) -> None:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median seconds of one run, after one to warm up."""
+    """Least seconds of one run, after one to warm up. See Note [As in a step]."""
     run()
-    taken = []
+    elsewhere, taken = torch.zeros(_COLD_BYTES, dtype=torch.uint8, device=device), []
     for _ in range(repeats):
+        elsewhere.add_(1)
         _sync(device)
         start = time.perf_counter()
         run()
         _sync(device)
         taken.append(time.perf_counter() - start)
-    return max(statistics.median(taken), 1e-9)
+    return max(min(taken), 1e-9)
 
 
 # --- collectives
@@ -189,7 +198,7 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
         for _ in range(100):
             tiny.add_(1)
 
-    big = torch.ones(1 << (26 if device.type == "cuda" else 23))  # float32: 256 or 32 MiB
+    big = torch.ones(1 << 28 if device.type == "cuda" else _COPIED_BYTES, dtype=torch.uint8)
     here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
     record = Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -223,9 +232,13 @@ def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], n
 
 
 def _matmul_rates(device: torch.device, deadline: float) -> Iterator[tuple[str, float]]:
-    """(dtype, operations per second) of square matrix products, grown until one takes 20 ms or time is up."""
+    """(dtype, operations per second) of square matrix products, grown until one is long or time is up.
+
+    On a CPU the middle of all sizes: a step has products of every size and shape, and none does better than these. On a GPU small
+    ones are nothing but launches, which count by themselves, so there the best is the rate.
+    """
     for place, dtype in enumerate(DTYPES):
-        n, flops_per_s = 128, 0.0
+        n, rates = 128, list[float]()
         # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
         until = time.perf_counter() + max(0.0, deadline - time.perf_counter()) / (len(DTYPES) - place + 1)
         while n <= 8192:
@@ -234,13 +247,13 @@ def _matmul_rates(device: torch.device, deadline: float) -> Iterator[tuple[str, 
                 taken_s = _seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
             except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
                 break
-            flops_per_s = max(flops_per_s, 2.0 * n**3 / taken_s)
-            # The next size takes eight times as long, four runs of it.
-            if taken_s > 0.02 or time.perf_counter() + 32 * taken_s > until:
+            rates.append(2.0 * n**3 / taken_s)
+            # The next size takes eight times as long, and runs once more than it counts.
+            if taken_s > _LONG_S or time.perf_counter() + 8 * (_REPEATS + 1) * taken_s > until:
                 break
             n *= 2
-        if flops_per_s:
-            yield str(dtype).removeprefix("torch."), flops_per_s
+        if rates:
+            yield str(dtype).removeprefix("torch."), max(rates) if device.type == "cuda" else statistics.median(rates)
 
 
 def _capacities(base: Topology, device: torch.device, node_ranks: int) -> Iterator[Tier]:

@@ -34,6 +34,9 @@ SECONDS = 2.0
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the buffers that collectives are timed at; the smallest shows what it takes to start one."""
 
+METHOD = 2
+"""Figures that were measured in another way are not read."""
+
 CAUTION = 1.25
 """To start a collective counts as so many times what was measured. Starts vary most of all that is measured, and add up: where two
 plans take the same time within the clock's error, the one of fewer collectives wins."""
@@ -76,7 +79,7 @@ def _found(mesh: Mesh, watch: Watch, say: Callable[[str], None]) -> Topology:
 
 def key_of_machine(mesh: Mesh, backend: str) -> str:
     """The name under which the figures of this machine under a mesh are kept."""
-    said = env.machine(), mesh.axes, sorted(mesh.views.items()), mesh.device, backend, torch.__version__, SIZES
+    said = env.machine(), mesh.axes, sorted(mesh.views.items()), mesh.device, backend, torch.__version__, SIZES, METHOD
     return hashlib.sha256(repr(said).encode()).hexdigest()[:40]
 
 
