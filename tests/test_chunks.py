@@ -155,6 +155,19 @@ def test_flat_buffers() -> None:
     assert flat_of([b, a]).tolist() == [2, 3, 4, 5, 0, 1] and are_adjacent(together([b, a, other, torch.empty(0)]))
 
 
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pack_is_the_same_however_its_tensors_lie(lead: int, dtype: torch.dtype) -> None:
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, dtype=dtype)
+
+    plain, striding, empty = [make(3), make(4, 5), make()], [make(5, 4).mT, make(3)], [make(0), make(3)]
+    for xs in (plain, striding, empty, [make(1).expand(2, 7)], [make(2), make(3).float()]):
+        found = torch.ops.colofunc.pack(xs, lead, dtype)
+        assert found.dtype == dtype and found.equal(torch.cat([x.reshape(*x.shape[:lead], -1) for x in xs], lead).to(dtype))
+        assert all(found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for x in xs)
+
+
 def test_neighbours_in_a_buffer_are_not_copied_and_overlaps_are() -> None:
     buffer = torch.zeros(8)
     for ends, kept in (((0, 4, 8), [True, True]), ((0, 5, 8), [False, False])):

@@ -56,8 +56,10 @@ def together(xs: Sequence[Tensor]) -> list[Tensor]:
 def _pack(xs: Sequence[Tensor], lead: int, dtype: torch.dtype) -> Tensor:
     if lead == 0 and len({x.dtype for x in xs}) == 1 and are_adjacent(xs):
         return flat_of(xs).to(dtype, copy=True)
-    out = _pack_fake(xs, lead, dtype)
-    start, rows = 0, xs[0].shape[:lead]
+    rows = xs[0].shape[:lead]
+    if all(x.dtype == dtype and x.is_contiguous() for x in xs):  # views, and one call for all copies
+        return torch.cat([x.view(*rows, -1) if x.numel() else x.new_empty((*rows, 0)) for x in xs], lead)
+    out, start = _pack_fake(xs, lead, dtype), 0
     for x in xs:
         size = prod(x.shape[lead:])
         out.narrow(lead, start, size).view((*rows, *x.shape[lead:])).copy_(x)
