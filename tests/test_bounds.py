@@ -29,6 +29,33 @@ def test_a_right_step_needs_no_tolerance_by_hand(optimizer: Any, policy: Any) ->
     assert cf.testing.check(cf.shard(step, MESH, zero(3, "dp")), state, batch, steps=2).steps == 2
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_right_step_in_half_precision_needs_none_inside_float64_either(optimizer: Any, policy: Any) -> None:
+    """Masters and moments are float64 there, and what they are made of is not."""
+    step_fn, state, batch = training(optimizer)
+    with cf.testing.float64():
+        assert cf.testing.check(cf.shard(cf.precision(step_fn, policy), MESH, zero(3, "dp")), state, batch, steps=2).steps == 2
+
+
+def test_a_leaf_is_allowed_what_it_was_computed_through() -> None:
+    step = cf.shard(lambda x: (x * 2, x.to(torch.bfloat16).double() * 2, x.float().sum(0).double()), MESH, in_specs=("(dp a) b",))
+    x = torch.randn(4, 4, dtype=torch.float64)
+    bounds = Bounds(step.lower(x), (x,), 0)
+    allowed = [bounds.of(k, out) for k, out in enumerate(step.eager(x))]
+    assert allowed[0] == 1e-10 and allowed[2] == 1e-5
+    assert isinstance(allowed[1], float) and 2.0**-9 < allowed[1] < 0.1
+    with pytest.raises(CheckError, match=r"out.0: differs by.*allowed 1e-10"):
+        cf.testing.compare([y + 1e-6 for y in step.eager(x)], list(step.eager(x)), "out", bounds=bounds)
+
+
+def test_what_is_made_of_float32_constants_alone_is_made_once_for_all_ranks() -> None:
+    table = torch.linspace(-1, 1, 1 << 15) + 3.0
+    step = cf.shard(lambda x: (x * table.square().sum(), x * 2), cf.Mesh(dp=2, topology="ideal"), in_specs=("(dp a)",))
+    with cf.testing.float64():
+        assert cf.testing.check(step, torch.randn(8, dtype=torch.float64)).worst < 1e-10
+
+
 @pytest.mark.parametrize("policy", ["bf16", cf.Policy(compute="fp16", loss_scale=16.0)], ids=["bf16", "fp16"])
 def test_a_wrong_step_is_found_in_half_precision(policy: Any) -> None:
     """Half of a gradient is missing: within the dtype's bound times max(1, ...), and not within what rounding does."""

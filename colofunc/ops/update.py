@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.ops.define import define
 
 aten = torch.ops.aten
@@ -68,12 +69,14 @@ def _adamw_(
     exact = param.device.type == "cpu" or param.dtype != torch.float64
     if exact and _fusable(param, exp_avg, exp_avg_sq, *maxima):
         fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
-        fused(
-            [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, [step.to(torch.float32)],
-            lr=lr if param.device.type == "cpu" else lr.to(param.device, torch.float32), beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize,
-            found_inf=None if finite is None else finite.logical_not().to(torch.float32),
-        )  # fmt: skip
+        # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
+        with compat.no_function_modes():
+            fused(
+                [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, [step.to(torch.float32)],
+                lr=lr if param.device.type == "cpu" else lr.to(param.device, torch.float32), beta1=beta1, beta2=beta2,
+                weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize,
+                found_inf=None if finite is None else finite.logical_not().to(torch.float32),
+            )  # fmt: skip
         return
     wide = torch.promote_types(param.dtype, torch.float32)
     p, g, lr, count = param.to(wide), grad.to(wide), lr.to(wide), step.to(torch.float64)

@@ -53,7 +53,8 @@ def compare(
 ) -> float:
     """The largest scaled difference of two trees. Raises CheckError that lists the leaves beyond their tolerance.
 
-    bounds: of leaves narrower than float64, in place of those of their dtypes.
+    bounds: in place of those of the leaves' dtypes, of half precisions and where those do not hold: a leaf may have come through
+    a dtype narrower than its own.
     """
     a, b = list(walk(got, where)), list(walk(expected, where))
     there, wanted = [path for path, _ in a], [path for path, _ in b]
@@ -103,8 +104,8 @@ def compare_leaf(
     worst = scaled_difference(whole, y)
     by_dtype = tolerance if tolerance is not None else TOLERANCE.get(y.dtype, 1e-1)
     bound: float | torch.Tensor = by_dtype
-    # What is derived for float32 is no less than its bound, so it is asked for only where that does not hold.
-    if tolerance is None and derived is not None and (y.dtype in HALVES or (y.dtype in NARROW and not worst <= by_dtype)):
+    # What is derived for float32 and float64 is no less than their bounds, so it is asked for only where those do not hold.
+    if tolerance is None and derived is not None and (y.dtype in HALVES or not worst <= by_dtype):
         known = derived(y)
         bound = by_dtype if known is None else known
     _, fine = judged(whole, y, bound)
