@@ -147,7 +147,7 @@ def test_no_length_leaves_a_square(batch: int, s: int) -> None:
 def test_a_dense_mask_is_named_in_the_plan() -> None:
     def step(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         q = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=keep[:, None, None, :] & keep[:, None, :, None])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=keep[:, None, None, :] | keep[:, None, :, None])
 
     def notes(s: int) -> tuple[str, ...]:
         abstract = cf.abstract((1, s, 16), torch.float32), cf.abstract((1, s), torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -309,13 +310,16 @@ def attend(
 
 
 def attend_back(
-    bias: torch.Tensor | None = None, *rest: Any, need_dbias: bool = False, **options: Any
+    bias: torch.Tensor | None = None, *rest: Any, need_dbias: bool = False, box: Sequence[Any] = (None,) * 3, **options: Any
 ) -> tuple[Any, ...]:
     _, q, k, v, bias, *options_ = attend(bias, *rest, **options)
-    out, lse = torch.ops.colofunc.attention(q, k, v, bias, *options_)
-    tail = [None, [], [], None, need_dbias, None]
+    out, lse = torch.ops.colofunc.attention(q, k, v, bias, *options_, None, [], [], None, *box)
+    tail = [None, [], [], None, *box, need_dbias, None]
     return ("colofunc.attention_backward", r(*out.shape), q, k, v, bias, out, lse, *options_, *tail)
 
+
+BOUNDS = (ints(5, B, 2, T), ints(3, 1, 2, S), ints(3, 1, 2, S) + 2)
+"""Two codes of columns, and their least and most for each row, of which all of a batch have the same."""
 
 PLACED = {
     "bits": (("colofunc.random_bits", SEED, 3, [4, 6, 5]), "d0 d1 d2"),
@@ -331,6 +335,9 @@ PLACED = {
     "attention mask": (attend(r(B, 1, S, T) > -1), "b g r s"),
     "attention row mask": (attend(r(S, T) > -1), "b g r s"),
     "attention dropout": (attend(None, True, 0, 0.3, SEED, t=S), "b g r s"),
+    "attention bounds": ((*attend(), None, [], [], None, *BOUNDS), "b g r s"),
+    "attention causal bounds": ((*attend(None, True, t=S), None, [], [], None, BOUNDS[1], *BOUNDS[1:]), "b g r s"),
+    "attention back bounds": (attend_back(box=BOUNDS), "b g r s"),
     "attention back": (attend_back(), "b g r s"),
     "attention back causal": (attend_back(causal=True, t=S), "b g r s"),
     "attention back bias": (attend_back(r(1, H, S, T), need_dbias=True), "b g r s"),

@@ -32,19 +32,22 @@ def mesh(**axes: int) -> cf.Mesh:
 
 def calls(
     b: int = 2, h: int = 4, g: int = 2, s: int = 12, t: int = 12, e: int = 4, f: int = 4, bias: Any = None, causal: bool = False,
-    window: int = 0, dropout: float = 0.0, offset: Any = None, seed: int = 0,
+    window: int = 0, dropout: float = 0.0, offset: Any = None, box: int = 0, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Calls of attention and of its backward on random tensors. `bias`: its shape, or a tensor."""
+    """Calls of attention and of its backward on random tensors. `bias`: its shape, or a tensor. `box`: of how many rows of the batch bounds are."""
     gen = torch.Generator().manual_seed(seed)
     r = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
     q, k, v = r(b, h, s, e), r(b, g, t, e), r(b, g, t, f)
     mask = r(*bias) if isinstance(bias, tuple) else bias
     options = (0.5, causal, window, dropout, torch.tensor(5) if dropout else None, 0, offset)
-    out, lse = torch.ops.colofunc.attention(q, k, v, mask, *options)
+    number = lambda *shape: torch.randint(0, 4, shape, generator=gen)  # noqa: E731
+    least = number(box, 2, s)
+    bounds = dict(code=number(b, 2, t), least=least, most=least + 2) if box else {}
+    out, lse = torch.ops.colofunc.attention(q, k, v, mask, *options, **bounds)
     needed = mask is not None and mask.is_floating_point()
     return {
-        FORWARD: sample(q, k, v, mask, *options),
-        BACKWARD: sample(r(*out.shape), q, k, v, mask, out, lse, *options, need_dbias=needed),
+        FORWARD: sample(q, k, v, mask, *options, **bounds),
+        BACKWARD: sample(r(*out.shape), q, k, v, mask, out, lse, *options, need_dbias=needed, **bounds),
     }
 
 
@@ -72,6 +75,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bias of columns": {"bias": (2, 1, 1, 12)},
     "bias of rows": {"bias": (1, 4, 12, 1)},
     "mask": {"bias": torch.arange(12)[None, None, None] < torch.tensor([12, 7])[:, None, None, None]},
+    "bounds": {"box": 2, "causal": True},
+    "bounds for all": {"box": 1, "window": 5, "t": 24},
     "dropout": {"dropout": 0.3, "causal": True},
     "rows that see nothing": {"causal": True, "offset": torch.tensor(-4)},
     "positions listed": {"causal": True, "offset": torch.arange(12).flip(0)},

@@ -6,6 +6,8 @@ can compute its block and blocks can be merged:
 
     row i has position q_offset + i, column j has k_offset + j     (or the offsets list every position: striped blocks)
     causal: sees columns with position <= its own       window w > 0: and position > its own - w
+    code (b, n, t), least, most (b, n, s): and those whose n codes lie in least[i] .. most[i]: documents that are packed into
+      one row of a batch, columns that are padding. Sizes of 1 are broadcast in b.
     lse = log sum exp of the visible scores; a row that sees nothing gives out = 0 and lse = -inf
 
 Two blocks of keys merge as `out = sum_k exp(lse_k - lse) out_k` with `lse = logaddexp(lse_k)` (`merge`), and the
@@ -76,9 +78,10 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool = False, window: int = 0,
     dropout: float = 0.0, seed: Tensor | None = None, site: int = 0, q_offset: Tensor | None = None,
     k_offset: Tensor | None = None, sizes: Sequence[int] = (), strides: Sequence[int] = (),
-    offset: Tensor | None = None,
+    offset: Tensor | None = None, code: Tensor | None = None, least: Tensor | None = None, most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    opt = make_options(q, k, scale, causal, window, dropout, seed, site, q_offset, k_offset, sizes, strides, offset)
+    placed = (q_offset, k_offset, sizes, strides, offset)
+    opt = make_options(q, k, scale, causal, window, dropout, seed, site, *placed, code, least, most)
     if _flash_can(q, k, v, opt):
         if _one_call(bias, opt):
             out, lse = _flash(q, k, v, float_bias(bias, q.dtype), opt)
@@ -86,7 +89,7 @@ def _attention(
         late = _late(q, k, bias, opt)
         if late is not None:
             return _late_rows(q, k, v, opt, late)
-        return _by_rows(q, k, v, bias, opt, _flash_block, mask_rows(q, k))
+        return _by_rows(q, k, v, bias, opt, _flash_block, mask_rows(q, k, opt))
     return _by_rows(q, k, v, bias, opt, _math_block, score_rows(q, k))
 
 
@@ -98,6 +101,8 @@ def _flash_can(q: Tensor, k: Tensor, v: Tensor, opt: Options) -> bool:
 
 
 def _one_call(bias: Tensor | None, opt: Options) -> bool:
+    if opt.code is not None:
+        return False
     return not opt.positional or (bias is None and opt.causal and opt.window == 0 and not opt.shifted)
 
 
@@ -108,7 +113,7 @@ def _one_call(bias: Tensor | None, opt: Options) -> bool:
 def _late(q: Tensor, k: Tensor, bias: Tensor | None, opt: Options) -> int | None:
     """How many rows see nothing (0: all rows see all columns); None where that does not say it all. See Note [Late rows]."""
     offsets = [o for o in (opt.q_offset, opt.k_offset) if o is not None]
-    if bias is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
+    if bias is not None or opt.code is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
         return None
     late = (0 if opt.k_offset is None else int(opt.k_offset)) - (0 if opt.q_offset is None else int(opt.q_offset))
     return 0 if late <= 1 - k.shape[2] else late if late > 0 else None
@@ -195,19 +200,20 @@ def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float,
     causal: bool = False, window: int = 0, dropout: float = 0.0, seed: Tensor | None = None, site: int = 0,
     q_offset: Tensor | None = None, k_offset: Tensor | None = None, sizes: Sequence[int] = (),
-    strides: Sequence[int] = (),
-    offset: Tensor | None = None, need_dbias: bool = False, grad_lse: Tensor | None = None,
+    strides: Sequence[int] = (), offset: Tensor | None = None, code: Tensor | None = None, least: Tensor | None = None,
+    most: Tensor | None = None, need_dbias: bool = False, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    opt = make_options(q, k, scale, causal, window, dropout, seed, site, q_offset, k_offset, sizes, strides, offset)
+    placed = (q_offset, k_offset, sizes, strides, offset)
+    opt = make_options(q, k, scale, causal, window, dropout, seed, site, *placed, code, least, most)
     dbias = torch.zeros_like(bias) if need_dbias and bias is not None else q.new_empty(0)
     if _flash_can(q, k, v, opt) and not need_dbias and grad_lse is None:
-        finite = lse.nan_to_num(neginf=0.0) if bias is not None or opt.positional else lse
+        finite = lse.nan_to_num(neginf=0.0) if bias is not None or opt.masked else lse
         if _one_call(bias, opt):
             return *_flash_grads(grad_out, q, k, v, float_bias(bias, q.dtype), out, finite, opt, opt.causal), dbias
         late = _late(q, k, bias, opt)
         if late is not None:
             return *_late_grads(grad_out, q, k, v, out, finite, opt, late), dbias
-        return *_grads_by_rows(grad_out, q, k, v, bias, out, finite, opt, None, None, mask_rows(q, k)), dbias
+        return *_grads_by_rows(grad_out, q, k, v, bias, out, finite, opt, None, None, mask_rows(q, k, opt)), dbias
     finite = lse.nan_to_num(neginf=0.0)
     wide_bias = dbias if need_dbias else None
     return *_grads_by_rows(
@@ -318,8 +324,8 @@ def _backward_fake(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # 17 arguments before need_dbias, of which 8 are named above.
-    need_dbias = options.get("need_dbias", rest[10] if len(rest) > 10 else False)
+    # 21 arguments before need_dbias, of which 8 are named above.
+    need_dbias = options.get("need_dbias", rest[13] if len(rest) > 13 else False)
     dbias = torch.empty_like(bias) if need_dbias and bias is not None else q.new_empty(0)
     return like_rows(q), like_rows(k), like_rows(v), dbias
 
@@ -341,31 +347,33 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         sizes,
         strides,
         offset,
+        *box,
     ) = inputs
     ctx.sizes, ctx.strides = sizes, strides
-    ctx.save_for_backward(q, k, v, bias, *output, seed, q_offset, k_offset, offset)
+    ctx.save_for_backward(q, k, v, bias, *output, seed, q_offset, k_offset, offset, *box)
     ctx.set_materialize_grads(False)
 
 
 def _attention_grad(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, bias, out, lse, seed, q_offset, k_offset, offset = ctx.saved_tensors
+    q, k, v, bias, out, lse, seed, q_offset, k_offset, offset, *box = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
-            return (None,) * 15
+            return (None,) * 18
         grad_out = torch.zeros_like(out)
     need_dbias = ctx.needs_input_grad[3]
     *grads, dbias = attention_backward(
         grad_out, q, k, v, bias, out, lse, ctx.scale, ctx.causal, ctx.window, ctx.dropout, seed, ctx.site, q_offset,
         k_offset,
-        ctx.sizes, ctx.strides, offset, need_dbias, grad_lse,
+        ctx.sizes, ctx.strides, offset, *box, need_dbias, grad_lse,
     )  # fmt: skip
-    return (*grads, dbias if need_dbias else None, *(None,) * 11)
+    return (*grads, dbias if need_dbias else None, *(None,) * 14)
 
 
 _OPTIONS = (
     "float scale, bool causal=False, int window=0, float dropout=0.0, Tensor? seed=None, int site=0, "
     "Tensor? q_offset=None, "
-    "Tensor? k_offset=None, int[] sizes=[], int[] strides=[], Tensor? offset=None"
+    "Tensor? k_offset=None, int[] sizes=[], int[] strides=[], Tensor? offset=None, "
+    "Tensor? code=None, Tensor? least=None, Tensor? most=None"
 )
 attention_backward = define(
     f"attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor "

@@ -39,10 +39,17 @@ class Options:
     q_offset: Tensor | None
     k_offset: Tensor | None
     index: Sequence[Tensor] | None  # of dropout: what each of b, h, s, t adds to the global index
+    code: Tensor | None = None  # (b, n, t): row i sees the columns whose n codes lie in
+    least: Tensor | None = None  # (b, n, s) ...
+    most: Tensor | None = None  # (b, n, s)
 
     @property
     def positional(self) -> bool:
         return self.causal or self.window > 0
+
+    @property
+    def masked(self) -> bool:
+        return self.positional or self.code is not None
 
     @property
     def shifted(self) -> bool:
@@ -51,7 +58,7 @@ class Options:
 
 @attrs.frozen(eq=False)
 class Block:
-    """Rows i0:i1 and the columns j0:j1 that any of them may see; `keep` (rows, columns) or None if all are visible."""
+    """Rows i0:i1 and the columns j0:j1 that any of them may see; `keep` (b or 1, 1, rows, columns) or None if all are visible."""
 
     i0: int
     i1: int
@@ -73,28 +80,42 @@ def positions(offset: Tensor | None, n: int, device: torch.device) -> Tensor:
 
 def blocks(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
     s, t = q.shape[2], k.shape[2]
-    if not opt.positional:
+    if not opt.masked:
         yield from (Block(i, min(i + rows, s), 0, t, None) for i in range(0, s, rows))
         return
     row, column = positions(opt.q_offset, s, q.device), positions(opt.k_offset, t, q.device)
     for i in range(0, s, rows):
-        some = row[i : i + rows].unsqueeze(1)
-        keep = column <= some if opt.causal else None
-        if opt.window > 0:
-            near = column > some - opt.window
-            keep = near if keep is None else keep & near
-        assert keep is not None
-        seen = keep.any(0).nonzero()
+        keep = _visible(opt, slice(i, i + rows), row, column)
+        seen = keep.flatten(0, -2).any(0).nonzero()
         if seen.numel() == 0:
             yield Block(i, min(i + rows, s), 0, 0, None)
             continue
         j0, j1 = int(seen[0]), int(seen[-1]) + 1
-        keep = keep[:, j0:j1]
+        keep = keep[..., j0:j1]
         yield Block(i, min(i + rows, s), j0, j1, None if bool(keep.all()) else keep)
 
 
-def mask_rows(q: Tensor, k: Tensor) -> int:
-    return max(32, min(512, MAX_MASK // max(1, k.shape[2])))
+def _visible(opt: Options, rows: slice, row: Tensor, column: Tensor) -> Tensor:
+    """(b or 1, 1, rows, columns): which columns some rows see. `row`, `column`: the positions of all."""
+    some = row[rows].unsqueeze(1)
+    parts = []
+    if opt.causal:
+        parts.append(column <= some)
+    if opt.window > 0:
+        parts.append(column > some - opt.window)
+    if opt.code is not None and opt.least is not None and opt.most is not None:
+        for code, least, most in zip(opt.code.unbind(1), opt.least.unbind(1), opt.most.unbind(1), strict=True):
+            code = code[:, None, None, :]
+            parts += [code >= least[:, None, rows, None], code <= most[:, None, rows, None]]
+    keep = parts[0]
+    for part in parts[1:]:
+        keep = keep & part
+    return keep if keep.dim() == 4 else keep[None, None]
+
+
+def mask_rows(q: Tensor, k: Tensor, opt: Options) -> int:
+    masks = 1 if opt.code is None else opt.code.shape[0]
+    return max(32, min(512, MAX_MASK // max(1, masks * k.shape[2])))
 
 
 def score_rows(q: Tensor, k: Tensor) -> int:
@@ -128,7 +149,7 @@ def with_keep(bias: Tensor | None, keep: Tensor | None) -> Tensor | None:
     if keep is None:
         return bias
     if bias is None:
-        return keep[None, None]
+        return keep
     return bias & keep if bias.dtype == torch.bool else bias.masked_fill(~keep, -torch.inf)
 
 
@@ -199,7 +220,7 @@ def kept_factor(opt: Options, block: Block, dtype: torch.dtype) -> Tensor:
 def make_options(
     q: Tensor, k: Tensor, scale: float, causal: bool, window: int, dropout: float, seed: Tensor | None, site: int,
     q_offset: Tensor | None, k_offset: Tensor | None, sizes: Sequence[int], strides: Sequence[int],
-    offset: Tensor | None,
+    offset: Tensor | None, code: Tensor | None, least: Tensor | None, most: Tensor | None,
 ) -> Options:  # fmt: skip
     index = None
     if dropout > 0.0:
@@ -208,7 +229,7 @@ def make_options(
         index = dim_indices((*q.shape[:3], k.shape[2]), sizes, strides, q.device)
         if offset is not None:
             index[0] = index[0] + offset
-    return Options(scale, causal, window, dropout, seed, site, q_offset, k_offset, index)
+    return Options(scale, causal, window, dropout, seed, site, q_offset, k_offset, index, code, least, most)
 
 
 # Note [Memory order]: results are (b, h, s, ...) with memory order (b, s, h, ...) whatever the inputs have. Merging

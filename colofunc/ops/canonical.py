@@ -205,7 +205,7 @@ def _attention(
     bias = None if attn_mask is None else _mask(attn_mask, lead, query.dim())
     seed, site = mode.key() if dropout_p > 0.0 else (None, 0)
     out, _ = attention.apply(
-        q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site, None, None, [], [], None
+        q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site, None, None, [], [], None, None, None, None
     )
     if query.dim() == 4:
         return out

@@ -134,6 +134,9 @@ class Heads:
         for name in ("q", "grad_out", "out", "lse", "grad_lse"):
             if name in x:
                 found[name] = self.to_heads(x[name])
+        for name in ("least", "most"):
+            if name in x:
+                found[name] = cf.local.gathered(x[name], 2, self.axis, self.mesh)
         if "bias" in x:
             found["bias"] = self.to_heads(x["bias"][(None,) * (4 - x["bias"].dim())], *self.bias)
         return found

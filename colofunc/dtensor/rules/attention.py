@@ -6,7 +6,8 @@
 An axis on `g` is head parallelism, on `r` it repeats the keys (grouped heads), on `s` it is context parallelism with
 gathered keys: a causal or windowed part must know its rows' positions, so the local code passes `q_offset` (one number
 for a contiguous part, every position for a striped one). With dropout it also passes the place of the part in the
-virtual (b, h, s, t) weights. Parts of keys (ring attention) are a strategy with local code of its own.
+virtual (b, h, s, t) weights. Codes of columns are whole, bounds of rows are split as rows. Parts of keys (ring attention) are a
+strategy with local code of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from colofunc.mesh import Mesh
 
 
 def _offsets(a: AttentionCall) -> Texts:
-    """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`."""
-    return {a.operand(name): dim if a.shape(name) else "" for name, dim in (("seed", ""), ("q_offset", "s"), ("k_offset", "[t]"))}
+    """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`; codes and bounds."""
+    texts = {a.operand(name): dim if a.shape(name) else "" for name, dim in (("seed", ""), ("q_offset", "s"), ("k_offset", "[t]"))}
+    return texts | {a.operand(name): f"b [n] {dim}" for name, dim in (("code", "[t]"), ("least", "s"), ("most", "s"))}
 
 
 def _code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:

@@ -114,8 +114,8 @@ class AttentionCall:
     def own(self, rows: Own, columns: Own) -> tuple[list[Own], list[Own]]:
         """Per operand and per result, where the axes lie that split rows and columns (for `cf.ways`)."""
         named = {**dict.fromkeys(_ROWS, rows), "k": columns, "v": columns}
-        if self.shape("q_offset"):
-            named["q_offset"] = rows
+        for name in ("least", "most", *(["q_offset"] if self.shape("q_offset") else [])):
+            named[name] = rows
         bias = rows if self.bias_has(-2) else {}
         at = {self.operand(name): own for name, own in {**named, "bias": bias}.items()}
         ins: list[Own] = [at.get(k, {}) for k in range(len(self.call.ins))]

@@ -110,8 +110,9 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
         mask = program.values[vid]
         if mask.nbytes > MAX_MASK_BYTES:
             notes.append(
-                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is neither causal nor "
-                "a window, or depends on an input. Try: is_causal=True where it is causal"
+                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is no band, and not made by & "
+                "of comparisons of a vector per row with a vector per column (position[j] <= position[i], document[j] == document[i], "
+                "keep[j]). Try: a bool mask that is written so"
             )
     return tuple(notes)
 

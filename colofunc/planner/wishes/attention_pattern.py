@@ -195,12 +195,12 @@ class AttentionPattern(ABC):
     def over_block(self, x: Parts, keys: torch.Tensor, me: torch.Tensor, owner: torch.Tensor, own: bool = False) -> Found:
         """The operator on the rows of rank `me`, this one, and the columns of rank `owner`: `keys` with values beside them.
 
-        Of a bias x has all columns. `own`: these are known to be the rank's own columns, and those of x are taken.
+        Of a bias and of codes x has all columns. `own`: these are known to be the rank's own columns, and those of x are taken.
         """
         here = x if own else self.with_keys(x, keys)
-        if self.attention.bias_has(-1):
-            blocks = x["bias"].unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
-            here = {**here, "bias": blocks.index_select(self._blocks, owner.reshape(1)).squeeze(self._blocks)}
+        for name in [name for name, cut in (("bias", self.attention.bias_has(-1)), ("code", "code" in x)) if cut]:
+            blocks = x[name].unflatten(-1, (-1, self.n) if self.striped else (self.n, -1))
+            here = {**here, name: blocks.index_select(self._blocks, owner.reshape(1)).squeeze(self._blocks)}
         return self.run(here, self._block_options(here, me, owner, own))
 
     @property

@@ -6,9 +6,11 @@ it costs s * s memory. Idea: its value is known while tracing, as a band, whatev
 
     bias[i, j] visible for j <= i              ->  causal=True
     bias[i, j] visible for i - w < j <= i      ->  causal=True, window=w
+    document[i] == document[j], keep[j]        ->  code, least, most: numbers per column and bounds per row (`mask_bounds`)
 
-A mask is left alone if a row sees nothing (operators differ in what they return there), if its visible entries are not
-exactly zero, or if its rows and columns differ in number and are not counted from the same end.
+A mask is left alone if a row sees nothing (operators differ in what they return there; of a bool mask attention's own rule
+holds, so that it can have bounds), if its visible entries are not exactly zero, or if it is no band and no conjunction of
+comparisons. A small one that is neither causal nor a window costs less as it is.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import attrs
 import torch
 
 from colofunc import compat
-from colofunc.ops.targets import resolve
-from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.ops.targets import overload, resolve
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.passes.mask_bands import Band, band_of, runs_of
+from colofunc.program.passes.mask_bounds import Parts, Writer, parts_of
 
 # A mask that is no band is made for real up to this many elements (bytes for bool).
 MAX_MASK = 1 << 28
+# Masks of fewer elements are not taken apart to bounds.
+MIN_BOUNDED = 4096
 # Tables up to this size become constants.
 MAX_TABLE = 4096
 # Chains of these alone are as good as a constant, in any layout.
@@ -90,35 +95,109 @@ ATTENTION = {"colofunc.attention": (3, 5, 6), "colofunc.attention_backward": (4,
 
 
 def fold_masks(program: Program) -> Program:
-    """Attention with a mask that depends on no input gets `causal` and `window` instead, where they say the same."""
-    known = Known(program)
-    verdicts: dict[Any, tuple[bool, int] | None] = {}
+    """Attention with a mask that says `causal`, `window` or bounds of rows gets these instead."""
+    masks = _Masks(program)
     nodes = []
     for node in program.nodes:
         where = ATTENTION.get(node.target)
-        if where is not None and isinstance(node.args[where[0]], Ref) and node.args[where[0]].id in known:
-            node = _folded(node, where, known, verdicts)
+        if where is not None and isinstance(node.args[where[0]], Ref):
+            node = masks.folded(node, where)
+            nodes += masks.writer.taken()
         nodes.append(node)
-    return program.with_nodes(nodes)
+    return masks.writer.into(program, nodes)
 
 
-def _folded(node: Node, where: tuple[int, int, int], known: Known, verdicts: dict[Any, Any]) -> Node:
-    bias_at, causal_at, window_at = where
-    args = list(node.args) + [False, 0][max(0, len(node.args) - causal_at) :]
-    bias, causal, window = args[bias_at].id, args[causal_at], args[window_at]
-    q, k = (known.program.values[node.args[bias_at - 3 + i].id].shape for i in (0, 1))
-    shifted = any(isinstance(a, Ref) for a in node.args[window_at + 4 : window_at + 6])  # explicit positions
-    if shifted:
-        return node
-    key = (bias, causal, window, q[2], k[2])
-    if key not in verdicts:
-        runs = _visible_runs(known, bias, k[2])
-        verdicts[key] = None if runs is None else classify_runs(*runs, q[2], k[2], causal, window)
-    verdict = verdicts[key]
-    if verdict is None:
-        return node
-    args[bias_at], args[causal_at], args[window_at] = None, verdict[0], verdict[1]
-    return attrs.evolve(node, args=tuple(args))
+@attrs.frozen
+class _Verdict:
+    """What attention is told in place of a mask; `box`: code, least, most."""
+
+    causal: bool
+    window: int
+    box: tuple[Ref, Ref, Ref] | None = None
+
+
+@attrs.define
+class _Masks:
+    """The masks of a program, each looked at once."""
+
+    program: Program
+    verdicts: dict[Any, _Verdict | None] = attrs.field(factory=dict)
+    known: Known = attrs.field(init=False)
+    writer: Writer = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.known, self.writer = Known(self.program), Writer.of(self.program)
+
+    def folded(self, node: Node, where: tuple[int, int, int]) -> Node:
+        bias_at, causal_at, window_at = where
+        args = list(node.args)
+        defaults = [a.default_value for a in overload(node.target)._schema.arguments]
+        box_at = window_at + 9
+        # A list of the schema is a tuple in a program.
+        args += [tuple(d) if isinstance(d, list) else d for d in defaults[len(args) : box_at + 3]]
+        shifted = any(isinstance(a, Ref) for a in args[window_at + 4 : window_at + 6])  # explicit positions
+        if shifted or args[box_at] is not None:
+            return node
+        causal, window = args[causal_at], args[window_at]
+        q, k = (self.program.values[args[bias_at - 3 + i].id].shape for i in (0, 1))
+        key = (args[bias_at].id, causal, window, q[2], k[2])
+        if key not in self.verdicts:
+            self.writer.reader = node
+            self.verdicts[key] = self._verdict(*key)
+        verdict = self.verdicts[key]
+        if verdict is None:
+            return node
+        args[bias_at], args[causal_at], args[window_at] = None, verdict.causal, verdict.window
+        if verdict.box is None:
+            return attrs.evolve(node, args=tuple(args[: max(len(node.args), window_at + 1)]))
+        args[box_at : box_at + 3] = verdict.box
+        return attrs.evolve(node, args=tuple(args))
+
+    def _verdict(self, bias: int, causal: bool, window: int, rows: int, columns: int) -> _Verdict | None:
+        mask = self.program.values[bias]
+        parts = Parts((bias,), ()) if bias in self.known else None
+        if parts is None:
+            if prod(mask.shape) < MIN_BOUNDED:
+                return None
+            parts = parts_of(self.program, self.known.makers, bias)
+        runs = None if parts is None else self._runs(parts, columns)
+        if parts is None or runs is None:
+            return None
+        plain = classify_runs(*runs, rows, columns, causal, window)
+        if plain is not None and not parts.bounds:
+            return _Verdict(*plain)
+        return self._bounded(mask, parts, runs, (rows, columns), plain, causal, window)
+
+    def _bounded(
+        self, mask: Value, parts: Parts, runs: Runs, size: tuple[int, int], plain: tuple[bool, int] | None, causal: bool, window: int
+    ) -> _Verdict | None:
+        """Bounds of rows, beside `plain`: what is causal or a window of what is known; None: it is neither."""
+        shape = (*mask.shape[:2], *size)
+        if len(mask.shape) != 4 or mask.shape[1] != 1 or prod(mask.shape) < MIN_BOUNDED:
+            return None
+        if plain is not None:
+            return _Verdict(*plain, self.writer.operands(parts, None, shape))
+        rows, columns = size
+        batch = max(x.reshape(-1, x.shape[-1]).shape[0] for x in runs)
+        lo, hi = (x.reshape(-1, x.shape[-1]).expand(batch, rows) for x in runs)
+        if batch not in (1, mask.shape[0]) or (mask.dtype != torch.bool and bool((lo >= hi).any())):
+            return None
+        own = (torch.arange(rows) + 1).clamp(max=columns)
+        causal = causal or torch.equal(hi, own.expand_as(hi))
+        return _Verdict(causal, window, self.writer.operands(parts, (lo, hi), shape))
+
+    def _runs(self, parts: Parts, columns: int) -> Runs | None:
+        """The columns lo:hi that all known parts of a mask show, each (b or 1, rows or 1)."""
+        lo, hi = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), columns)
+        for vid in parts.known:
+            runs = _visible_runs(self.known, vid, columns)
+            if runs is None:
+                return None
+            if len(parts.known) + len(parts.bounds) == 1:
+                return runs
+            first, last = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1) for x in runs)
+            lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
+        return lo, hi
 
 
 Runs = tuple[torch.Tensor, torch.Tensor]  # (lo, hi): the visible columns lo:hi of each row
