@@ -65,7 +65,12 @@ def is_fair(name: str, plan: str, trains: bool) -> None:
     assert share <= 1 + 0.5 * (ranks - 1) + SLACK
 
 
-@pytest.mark.parametrize(("name", "plan"), [("gpt2", "1d"), ("gpt_oss", "1d"), ("mixtral_dense", "1d"), ("llama", "ulysses")])
+FORWARD = [
+    ("gpt2", "1d"), ("gpt_oss", "1d"), ("mixtral_dense", "1d"), ("llama", "ulysses"), ("gpt_oss", "ulysses"), ("bloom", "ulysses"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan"), FORWARD)
 def test_a_forward_only_step_has_its_fair_share(name: str, plan: str) -> None:
     is_fair(name, plan, trains=False)
 

@@ -34,7 +34,7 @@ def calls(
     b: int = 2, h: int = 4, g: int = 2, s: int = 12, t: int = 12, e: int = 4, f: int = 4, bias: Any = None, causal: bool = False,
     window: int = 0, dropout: float = 0.0, offset: Any = None, box: int = 0, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Calls of attention and of its backward on random tensors. `bias`: its shape, or a tensor. `box`: of how many rows of the batch bounds are."""
+    """Calls of attention and of its backward on random tensors. `bias`: its shape, or a tensor. `box`: bounds, of so many batches."""
     gen = torch.Generator().manual_seed(seed)
     r = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
     q, k, v = r(b, h, s, e), r(b, g, t, e), r(b, g, t, f)

@@ -1,11 +1,12 @@
 """Sequence plans on models of other shapes: fused projections, few key heads beside tensor parallelism, against one device."""
 
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from colofunc_plugins import gather_kv, ring, tensor, ulysses
+from colofunc_plugins import gather_kv, ring, tensor, ulysses, zero
 from test_sequence import assert_split, built, equal, mesh, words
 
 import colofunc as cf
@@ -198,7 +199,34 @@ def test_rows_of_scores_beside_heads_of_tensor() -> None:
     assert products(low) == [(4, 8, 16), (4, 8, 4)]
 
 
-@pytest.mark.parametrize("plan", [ring("cp"), ulysses("cp")], ids=["ring", "ulysses"])
+def test_heads_of_scores_that_are_written_out() -> None:
+    """All 16 rows of 2 of 4 heads; q, k, v and what comes out are exchanged, and their gradients."""
+    low = equal(*gemma2(), mesh(cp=2), ulysses("cp"), steps=1)
+    assert products(low) == [(4, 16, 16), (4, 16, 4)]
+    assert low.coverage().efficiency > 0.95
+    assert_split(low, "cp", rows=2 * 16 * 16)
+    assert sum(node.target == "colofunc.all_to_all" for node in low.program.nodes) == 8
+
+
+@pytest.mark.parametrize(
+    ("axes", "plans"),
+    [(dict(cp=4), ()), (dict(dp=2, cp=2), (zero(3, "dp"),)), (dict(cp=2, tp=2), (tensor("1d", "tp"),))],
+    ids=["a head each", "zero", "tensor"],
+)  # fmt: skip
+def test_heads_that_are_written_out_beside_other_plans(axes: dict[str, int], plans: tuple[Any, ...]) -> None:
+    low = equal(*gemma2(), mesh(**axes), ulysses("cp"), *plans, steps=1)
+    assert prod(products(low)[0]) == 8 * 16 * 16 // 4
+    assert low.coverage().efficiency > 0.9
+
+
+def test_written_out_heads_that_do_not_divide() -> None:
+    step, state, batch = gemma2()
+    says = r"4 heads that are written out at modeling_gemma2.* do not divide over the 16 ranks of 'cp'; use fewer ranks, or gather_kv"
+    with pytest.raises(cf.PlanError, match=says):
+        cf.shard(step, mesh(cp=16), ulysses("cp")).lower(state, batch)
+
+
+@pytest.mark.parametrize("plan", [ring("cp")], ids=["ring"])
 def test_a_ring_of_scores_that_are_written_out_is_refused(plan: Any) -> None:
     step, state, batch = gemma2()
     says = r"no attention in this step \(it is written out at modeling_gemma2.*='sdpa'; where a model has none, take gather_kv\('cp'\)"

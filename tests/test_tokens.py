@@ -60,6 +60,10 @@ def test_scores_that_are_written_out() -> None:
     assert cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine") == []
     (wish,) = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True)
     assert wish.match == "batch" and wish.gathers == ("aten.bmm.default", "aten.baddbmm.default")
+    found = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True, heads="cp")
+    by_heads = [wish for wish in found if wish.values]
+    assert not any(wish.gathers for wish in found) and by_heads
+    assert {wish.want.text() for wish in by_heads} == {"cp a b", "a (cp b) c"}
 
 
 def test_no_attention_at_all() -> None:

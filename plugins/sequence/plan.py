@@ -43,7 +43,7 @@ def ulysses(axis: str) -> SequencePlan:
     """DeepSpeed Ulysses over `axis`: all-to-all from tokens to heads before attention and back behind it.
 
     Key heads that the axis does not divide: query heads are padded to a multiple, and a key head that several ranks need
-    goes to each of them. No axis may be larger than the number of query heads.
+    goes to each of them. No axis may be larger than the number of query heads. Of attention that a model writes out, heads divide.
     """
     return SequencePlan("ulysses", (axis,))
 
@@ -88,11 +88,12 @@ class SequencePlan:
         axis, *heads = (self._atom(mesh, a) for a in self.axes)
         if all(mesh.axis_size(a) == 1 for a in (axis, *heads)):
             return []
-        written = self.mode == "gather_kv"
-        calls = cf.tokens.attention(program, self.name, written, instead=f"take gather_kv({self.axes[0]!r})")
+        written = self.mode != "ring"
+        calls = cf.tokens.attention(program, self.name, written, instead=f"take gather_kv({self.axes[0]!r}) or ulysses({self.axes[0]!r})")
         striped = self.mode != "ulysses" and self._striped(calls)
         dealt = (*heads, "_", axis) if striped else (axis, *heads, "_")
-        tokens = cf.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules)
+        exchanged = axis if self.mode == "ulysses" else ""
+        tokens = cf.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules, exchanged)
         return [*tokens, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:

@@ -119,21 +119,26 @@ def written_attention(program: Program) -> Iterator[Node]:
     for node in program.nodes:
         if node.phase == "forward" and node.target == "aten._softmax.default":
             shape = program.values[node.refs[0]].shape
-            if len(shape) > 2 and node.args[1] in (-1, len(shape) - 1) and _is_product(program, made, node.refs[0]):
+            if len(shape) > 2 and node.args[1] in (-1, len(shape) - 1) and any(score_products(program, made, node.refs[0])):
                 yield node
 
 
-def _is_product(program: Program, made: Mapping[int, Node], id: int) -> bool:
-    """Whether a value is one, but for operators that keep its size."""
-    size, todo, seen = prod(program.values[id].shape), [id], set[int]()
+def score_products(program: Program, made: Mapping[int, Node], id: int) -> Iterator[Node]:
+    """The batched products that a value is, but for operators that keep its size or put columns beside it (a sink)."""
+    todo, seen = [id], set[int]()
     while todo:
         node = made.get(id := todo.pop())
         if node is not None and id not in seen:
             if node.target in PRODUCTS:
-                return True
-            todo += [r for r in node.refs if prod(program.values[r].shape) == size]
+                yield node
+            else:
+                todo += [r for r in node.refs if _keeps_rows(node, program.values[r].shape, program.values[id].shape)]
         seen.add(id)
-    return False
+
+
+def _keeps_rows(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    joined = node.target == "aten.cat.default" and before[:-1] == after[:-1]
+    return joined or prod(before) == prod(after)
 
 
 # ---- mixtures of experts ----

@@ -19,6 +19,7 @@ from colofunc.dtensor.rules.attention_call import AttentionCall
 from colofunc.dtensor.spec import Spec
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.planner.wishes import written as written_out
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.reading import PRODUCTS, origins, written_attention
 from colofunc.planner.wishes.wish import Wish
@@ -45,27 +46,31 @@ def attention(program: Program, name: str, written: bool = False, instead: str =
 
 
 def wishes(
-    program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], name: str, written: bool = False, rules: Rules | None = None
-) -> list[Wish]:
+    program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], name: str, written: bool = False, rules: Rules | None = None,
+    heads: str = "",
+) -> list[Wish]:  # fmt: skip
     """Wishes that tokens lie over `axes` as an einops group says, wherever they come from.
 
     `written`: so do the rows of scores that a model writes out; the keys are gathered before the products.
-    `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not divide over the ranks.
+    `heads`: an axis; such scores are split by their heads over it, and tokens are exchanged for heads before the products and back
+    behind them. `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not divide over the ranks.
     """
     shapes = {id: value.shape for id, value in program.values.items()}
     rows = {id: shapes[id][-2] for node in _nodes(program) for id in node.refs[:3]}  # q, k and v
     lengths = set(rows.values())
-    for node in written_attention(program) if written else ():
-        rows[node.refs[0]] = shapes[node.refs[0]][-2]
-        lengths |= {*shapes[node.refs[0]][-2:]}  # columns of scores are tokens, too
+    for each in written_out.written(program) if written else ():
+        rows[each.softmax.refs[0]] = each.tokens[0]
+        lengths |= {*each.tokens}  # columns of scores are tokens, too
     batch = [value for id in program.inputs if (value := program.values[id]).role == "batch" and len(value.shape) > 1]
     leaves = [leaf for leaf in batch if leaf.shape[1] in lengths]
     given = {leaf.shape[1] for leaf in leaves}
     _check(lengths, given, prod(mesh.axis_size(axis) for axis in mesh.atoms(axes)), name)
-    how: dict[str, Any] = dict(source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written else ())
+    how: dict[str, Any] = dict(source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written and not heads else ())
     found = [Wish(leaf.name, f"_ {tokens} ...", axes, ("batch",), **how) for leaf in leaves]
     wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
     arise = origins(program, rules or Rules(program, mesh), wanted)
+    if heads:
+        arise |= written_out.exchanged(program, mesh, heads, tokens, name)
     return [*found, *(Wish("*", layout, axes, values=(id,), **how) for id, layout in arise.items())]
 
 
