@@ -276,6 +276,11 @@ def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
     return tuple(module.children()) if known is None else tuple(known.values())
 
 
+def training(module: torch.nn.Module) -> bool:
+    """Whether a module is in train mode. A frozen module of TorchScript has lost its mode."""
+    return bool(getattr(module, "training", False))
+
+
 def wrapper(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """`wrapper_subclass` of a contiguous tensor without gradient, the arguments by position: that takes two thirds of the time."""
     return wrapper_subclass(cls, shape, None, None, None, dtype, torch.strided, device)

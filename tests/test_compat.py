@@ -381,6 +381,12 @@ def test_children() -> None:
     assert compat.children(outer) == (inner, inner) and compat.children(inner) == ()
 
 
+def test_training() -> None:
+    scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    assert compat.training(scripted) and not compat.training(scripted.eval())
+    assert not compat.training(torch.jit.freeze(scripted))
+
+
 def test_no_torch_function() -> None:
     """A subclass that has it gives its results as they are; function modes still see its calls."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import policy
 from colofunc.program.tracing.meta import active, phase
@@ -123,7 +124,7 @@ def _detached(aux: Any) -> Any:
 
 def warn_of_eval_mode(module: nn.Module) -> None:
     """One warning where a step that is being traced differentiates a module in eval mode."""
-    if not module.training and _DEPTH.get() > 0 and active() is not None:
+    if not compat.training(module) and _DEPTH.get() > 0 and active() is not None:
         warnings.warn(
             f"a training step runs {type(module).__name__} in eval mode, so its dropout does nothing and its running "
             "statistics stand still (from_pretrained returns models so); call model.train() before the step, or "

@@ -89,6 +89,8 @@ def _other_place(module: nn.Module, path: str) -> str | None:
 
 def _features(layer: nn.Module) -> Any:
     """(out, in) of a layer that multiplies its last dim with a weight; None for any other."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        return None  # its forward cannot be changed
     weight = layer.__dict__.get("_parameters", {}).get("weight")
     if weight is None or weight.dim() != 2:
         return None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from colofunc import compat
 from colofunc.dtensor.lazy import LazyTensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
@@ -57,7 +58,7 @@ class Model:
     @property
     def key(self) -> tuple[bool, ...]:
         """Train or eval mode of every submodule: part of what decides whether a trace can be used again."""
-        return tuple(m.training for m in self.module.modules())
+        return tuple(map(compat.training, self.module.modules()))
 
     @property
     def plain(self) -> nn.Module:
@@ -87,11 +88,11 @@ class Model:
         warn_of_eval_mode(self.module)
         # Weights that the step has not passed in, but taken from outside, are as good as frozen.
         name_frozen({**self.frozen, **{name: p for name, p in params.items() if not is_traced(p)}})
-        watched = watch_attributes(self.module, self.attributes, params)
+        watched = watch_attributes(self.module, self.attributes, params, copies)
         keep_hooks(self.module, params)
         with watch_modules(self.module), watched, policy.inside(self.module, held, [*self.frozen, *params]):
             placed = _everywhere(self.module, held)
-            out = functional_call(self.module, placed, args, kwargs, tie_weights=False)
+            out = _called(self.module, placed, args, kwargs)
         # A forward may also have put another tensor in a buffer's place.
         made = {name: placed[name].detach() for name in copies}
         if DOUBLED.get():
@@ -127,6 +128,26 @@ class Model:
         return filled(self.plain, values | merged)
 
 
+class _Around(nn.Module):
+    """A module around another. Torch swaps the parameters of a module of TorchScript only where it is a submodule."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside(*args, **kwargs)
+
+
+def _called(module: nn.Module, placed: Tensors, args: Any, kwargs: Any) -> Any:
+    if not isinstance(module, torch.jit.ScriptModule):
+        return functional_call(module, placed, args, kwargs, tie_weights=False)
+    around = {f"inside.{name}": tensor for name, tensor in placed.items()}
+    out = functional_call(_Around(module), around, args, kwargs, tie_weights=False)
+    placed.update((name.removeprefix("inside."), tensor) for name, tensor in around.items())
+    return out
+
+
 def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
     """`held` under one name for each place: a weight of two modules has two, a module under two names has one.
 
@@ -146,7 +167,8 @@ def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
 def filled(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the module in which parameters and buffers have these values, in memory of their own."""
     memo: dict[int, Any] = {}
-    for name, old in [*module.named_parameters(), *module.named_buffers()]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, old in named:
         value = values.get(name, old).detach()
         if value.shape != old.shape:
             raise InputError(f"to_module: {name!r} has shape {tuple(value.shape)}, the module wants {tuple(old.shape)}")
@@ -157,7 +179,19 @@ def filled(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
             memo[id(old)] = nn.Parameter(memo[id(old)], old.requires_grad)
     for part in module.modules():
         memo |= {id(x): make(x) for x in vars(part).values() if isinstance(x, LazyTensor)}
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    _fill_scripted(copied, {name: memo[id(old)] for name, old in named})
+    return copied
+
+
+def _fill_scripted(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Modules of TorchScript copy their own tensors, whatever the memo says."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        value = values[name]
+        if tensor is not value:
+            with torch.no_grad():
+                tensor.detach_().copy_(value)
+            tensor.requires_grad_(value.requires_grad)
 
 
 def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model:

@@ -27,6 +27,7 @@ from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.tracing.held import keep, plain_attributes, reached
 from colofunc.program.tracing.meta import Attribute, active, user_line
+from colofunc.program.tracing.roles import is_traced
 
 Known = Mapping[int, "weakref.ref[Tensor]"]
 
@@ -39,30 +40,43 @@ def known_attributes(module: nn.Module) -> Known:
 
 
 @contextmanager
-def watch_attributes(module: nn.Module, known: Known, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """While a trace is active, what the module's forward reads of its attributes must be tables."""
+def watch_attributes(
+    module: nn.Module, known: Known, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """While a trace is active, what the module's forward reads of its attributes must be tables.
+
+    `buffers`: those that stand in the places of the module's own, whose parameters and buffers nothing may read.
+    """
     here = active()
     if here is None:
         yield
         return
     if not any(kept.module is module for kept in here.kept):
         here.kept += keep(module)
-    before = here.attributes, here.read
+    before = here.attributes, here.read, here.replaced
     here.attributes, here.read = {}, []
+    here.replaced = {id(own): name for name, own in module.named_parameters() if name in params and is_traced(params[name])}
+    own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
     for path, name, tensor in _plain_tensors(module):
         earlier = known.get(id(tensor))
-        here.attributes[id(tensor)] = Attribute(path, name, known=earlier is not None and earlier() is tensor)
+        here.attributes[id(tensor)] = Attribute(path, name, earlier is not None and earlier() is tensor, own_buffers.get(id(tensor), ""))
     try:
         yield
+        for attribute in here.read:
+            if attribute.buffer and _is_written(buffers[attribute.buffer]):
+                raise _another_way(attribute.buffer)
         for path in dict.fromkeys(attribute.path for attribute in here.read):
             _refuse_stand_ins(module, path, [attribute for attribute in here.read if attribute.path == path], params)
     finally:
-        here.attributes, here.read = before
+        here.attributes, here.read, here.replaced = before
 
 
 def refuse_computed(tensor: Tensor) -> None:
     """Raise TraceError where a captured tensor was computed of something that is differentiated."""
     here = active()
+    name = None if here is None else here.replaced.get(id(tensor))
+    if name is not None:
+        raise _another_way(name)
     attribute = None if here is None else here.attributes.get(id(tensor))
     where = "it captured from outside" if attribute is None else f"is {attribute}"
     if tensor.grad_fn is not None and torch.is_grad_enabled():
@@ -73,6 +87,14 @@ def refuse_computed(tensor: Tensor) -> None:
         )
     if attribute is not None and here is not None:
         here.read.append(attribute)
+
+
+def _another_way(name: str) -> TraceError:
+    return TraceError(
+        f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list of weights, or "
+        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute itself in the "
+        "module's forward; in place of a module of TorchScript, the Python module that it was made of"
+    )
 
 
 def _refuse_stand_ins(
@@ -98,6 +120,11 @@ def _parameters_around(module: nn.Module, path: str) -> list[str]:
         if names or not path:
             return names
         path = path.rpartition(".")[0]
+
+
+def _is_written(tensor: Tensor) -> bool:
+    cell: Any = compat.unwrap_functorch(tensor).__dict__.get("_colofunc_cell")
+    return cell is not None and bool(cell.storage.version)
 
 
 def _is_read(tensor: Tensor) -> bool:

@@ -38,11 +38,15 @@ _GENERATED = ("<string>", "<frozen", "<attrs", "<eval_with_key>", "<__array_func
 
 @attrs.frozen
 class Attribute:
-    """Where a module holds a tensor that is no parameter or buffer. `known`: since before the model was taken apart."""
+    """Where a module holds a tensor in a plain attribute. `known`: since before the model was taken apart.
+
+    `buffer`: the name of the buffer that the tensor is as well, "" where it is none.
+    """
 
     path: str
     name: str
     known: bool
+    buffer: str = ""
 
     def __str__(self) -> str:
         return f"in attribute {self.name!r} of module {self.path or '(the model itself)'!r}"
@@ -58,6 +62,7 @@ class Whereabouts:
         self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
         self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
         self.read: list[Attribute] = []  # of these, what was read
+        self.replaced: dict[int, str] = {}  # id of a module's own parameter, for which the step passes another -> its name
         self.kept: list[Kept] = []  # what plain attributes of modules held before their first forward
         self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
         self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights
@@ -152,6 +157,8 @@ def watch_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[None]:
         paths.pop()
 
     for name, sub in module.named_modules():
+        if isinstance(sub, torch.jit.ScriptModule):
+            continue  # takes no hooks, or never calls those of its submodules
         path = f"{prefix}.{name}" if prefix and name else prefix or name
         # The enter hook runs after the module's own pre-hooks have been registered but must see every call: prepend.
         handles.append(sub.register_forward_pre_hook(enter(path), prepend=True))

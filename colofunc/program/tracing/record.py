@@ -103,6 +103,7 @@ class Recorder(compat.TorchDispatchMode):
         self.constants: dict[int, torch.Tensor] = {}
         self.numbers = False  # whether some input stands for a Python float
         self.made: list[weakref.ref[torch.Tensor]] = []  # every traced tensor: what outlives the trace has leaked
+        self.raised: Exception | None = None  # by the last operator that failed: TorchScript drops what Python says
         self._handler_of = handler_of
         self._handlers: dict[Any, Callable[..., Any]] = {}
         self._key: list[Any] = []
@@ -114,9 +115,13 @@ class Recorder(compat.TorchDispatchMode):
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._handler_of(func)
-        if self.numbers and promotes(func):
-            return as_numbers(self, handler, func, args, kwargs or {})
-        return handler(self, func, args, kwargs or {})
+        try:
+            if self.numbers and promotes(func):
+                return as_numbers(self, handler, func, args, kwargs or {})
+            return handler(self, func, args, kwargs or {})
+        except Exception as error:
+            self.raised = error
+            raise
 
     # ---- values ----
 

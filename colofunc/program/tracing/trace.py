@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
 from colofunc.dtensor.rule import TensorType
-from colofunc.errors import InputError, TraceError
+from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
@@ -246,7 +246,25 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
         stack.enter_context(honoured_autocast())
         for mode in modes:
             stack.enter_context(mode)
-        return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except RuntimeError as error:
+            if rec.raised is None or not str(error).startswith(_IN_SCRIPT):
+                raise
+            raise _in_script(rec.raised) from error
+
+
+# How torch begins the message of an error that was raised while it ran TorchScript; what Python said is not in it.
+_IN_SCRIPT = "The following operation failed in the TorchScript interpreter"
+
+
+def _in_script(error: Exception) -> Exception:
+    """The error of an operator, with what to do where TorchScript called it."""
+    advice = "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
+    if isinstance(error, ColofuncError):
+        return TraceError(f"{error}. {advice}")
+    error.add_note(advice)
+    return error
 
 
 def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:

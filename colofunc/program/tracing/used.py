@@ -43,10 +43,10 @@ class Mode:
 
     @staticmethod
     def of(module: torch.nn.Module) -> Mode:
-        return Mode(module, module.training, compat.children(module))
+        return Mode(module, compat.training(module), compat.children(module))
 
     def stands(self) -> bool:
-        return self.module.training is self.training and compat.children(self.module) == self.children
+        return compat.training(self.module) is self.training and compat.children(self.module) == self.children
 
 
 @attrs.frozen(eq=False)

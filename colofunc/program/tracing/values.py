@@ -72,7 +72,8 @@ def data_dependent(what: str) -> TraceError:
 
 
 def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return item_of(rec, args[0])
+    # Numbers among the constants of TorchScript arrive as numbers.
+    return item_of(rec, args[0]) if isinstance(args[0], torch.Tensor) else args[0]
 
 
 def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -88,6 +89,8 @@ def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return tuple(known(a) for a in arg) if isinstance(arg, tuple) else arg
 
     arguments, keywords = known(enc), {k: known(v) for k, v in named}
+    if func is aten.equal.default:  # TorchScript compares its constants, see `item`
+        arguments = tuple(map(torch.as_tensor, arguments))
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         out = func(*arguments, **keywords)
     return _wrap_known(rec, out)
