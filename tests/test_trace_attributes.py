@@ -151,11 +151,83 @@ def test_what_a_submodule_computed_is_refused_and_runs_once_it_is_cleared():
     model = cf.functional(module)
     with torch.no_grad():
         module(X)
-    with pytest.raises(cf.TraceError, match=r"attribute 'kept'.*parameter 'made_by.weight'"):
+    with pytest.raises(cf.TraceError, match=r"attribute 'kept'.*of parameter 'made_by\.bias', 'made_by\.weight' at test_trace"):
         gradients(model)
     module.kept = None
     with pytest.warns(UserWarning, match="in attribute 'kept' of a module Offsets, which is put back"):
         _, grads = gradients(model)
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+class ReadElsewhere(nn.Module):
+    """Keeps what it computed of a parameter that the same forward reads again, and a table from its constructor."""
+
+    def __init__(self, around: str, dropout: float) -> None:
+        super().__init__()
+        self.weight, self.biases = nn.Parameter(torch.randn(3, 3).double()), nn.Parameter(torch.randn(3).double())
+        self.around, self.kept, self.calls = around, None if around == "attribute" else {}, 0
+        self.start = self.weight.detach().clone()  # as penalties of the distance from it want it
+        self.dropout = dropout
+
+    def looked_up(self):
+        if self.around == "dict":
+            if "cpu" not in self.kept:
+                self.kept["cpu"] = self.biases.exp()
+            return self.kept["cpu"]
+        if self.around == "attribute":
+            if self.kept is None:
+                self.kept = self.biases.exp()
+            return self.kept
+        if self.around == "hasattr":
+            if not hasattr(self, "made"):
+                self.made = self.biases.exp()
+            return self.made
+        if not self.kept:
+            self.kept = [{"deep": (self.biases.exp(),)}]
+        return self.kept[0]["deep"][0]
+
+    def forward(self, x):
+        self.calls += 1
+        x = nn.functional.dropout(x @ self.weight + self.looked_up(), self.dropout)
+        return x.square().mean() + self.biases.sum() + (self.weight - self.start).square().sum()
+
+
+class Calling(nn.Module):
+    """Calls a method of a submodule that is not its forward."""
+
+    def __init__(self, inside: ReadElsewhere) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return (x + self.inside.looked_up()).square().mean() + self.inside.biases.sum() + self.inside.weight.sum()
+
+
+@pytest.mark.parametrize("without_gradient", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("when", ["before", "since"])
+@pytest.mark.parametrize("around", ["dict", "attribute", "hasattr", "nested"])
+def test_what_was_computed_of_a_parameter_that_is_read_elsewhere_is_refused(around, when, without_gradient):
+    plain, dropping, inner, called = (ReadElsewhere(around, dropout) for dropout in (0.0, 0.5, 0.0, 0.0))
+    for module in (plain, dropping, nn.Sequential(inner), Calling(called)):
+        model = cf.functional(module)
+        with without_gradient():
+            module(X)
+        if when == "before":
+            model = cf.functional(module)
+        part = next(part for part in module.modules() if isinstance(part, ReadElsewhere))
+        before = dict(vars(part))
+        name = "made" if around == "hasattr" else "kept"
+        with pytest.raises(cf.TraceError, match=rf"attribute '{name}' .*of parameter '.*biases' at test_trace_\w+.py:\d+ in looked_up"):
+            gradients(model)
+        assert {**vars(part), "calls": 0} == {**before, "calls": 0}
+
+
+def test_what_is_not_filled_in_again_stays_a_constant():
+    torch.manual_seed(0)
+    module = ReadElsewhere("dict", 0.0)
+    with pytest.warns(UserWarning, match="in attribute 'kept' of a module ReadElsewhere, which is put back"):
+        _, grads = gradients(cf.functional(module))
     module(X).backward()
     cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
 

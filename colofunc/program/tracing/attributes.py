@@ -2,15 +2,18 @@
 
 Problem: a module may keep what it computed of a parameter (attention biases, looked up once, in a dict for eval mode). A
 trace takes such a tensor for a constant, so the parameter trains without its gradient. Idea: a table stands for no
-parameter. What a trace captures is refused if it has a gradient's history, or if its module has a parameter that the same
-forward does not read. Of what was made since the model was taken apart the parameters of submodules count too, and where
-there are none those of the nearest module around it that has some.
+parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters again
+once it is gone (see `refilled`), or if its module has a parameter that the same forward does not read. Of what was made
+since the model was taken apart the parameters of submodules count too, and where there are none those of the nearest
+module around it that has some.
 
     model = functional(module)
     module(x)                      # fills the attributes rope.cos and attn.bias_cache
-    step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ...: attn.biases is not read
+    step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ... computed of 'attn.biases' at model.py:9
 
-What the forward puts into attributes while it is traced is taken out of them after the trace (see `held`).
+What the forward puts into attributes while it is traced is taken out of them after the trace (see `held`). Not seen is what
+was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or in one that the
+module does not fill in again, of a parameter that the forward reads besides.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from torch import Tensor, nn
 
 from colofunc import compat
 from colofunc.errors import TraceError
+from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.held import keep, plain_attributes, reached
-from colofunc.program.tracing.meta import Attribute, active, user_line
+from colofunc.program.tracing.meta import Attribute, active
+from colofunc.program.tracing.refilled import Call, maker_of
 from colofunc.program.tracing.roles import is_traced
 
 Known = Mapping[int, "weakref.ref[Tensor]"]
 
-REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
 
 
 def known_attributes(module: nn.Module) -> Known:
@@ -59,42 +63,39 @@ def watch_attributes(
     own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
     for path, name, tensor in _plain_tensors(module):
         earlier = known.get(id(tensor))
-        here.attributes[id(tensor)] = Attribute(path, name, earlier is not None and earlier() is tensor, own_buffers.get(id(tensor), ""))
+        known_now = earlier is not None and earlier() is tensor
+        here.attributes[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
+    calls: dict[str, Call] = {}
     try:
-        yield
+        paths = {attribute.path for attribute in here.attributes.values()}
+        with _noted_calls(module, paths | {""} if paths else paths, calls):
+            yield
         for attribute in here.read:
             if attribute.buffer and _is_written(buffers[attribute.buffer]):
-                raise _another_way(attribute.buffer)
+                raise another_way(attribute.buffer)
+        for attribute in dict.fromkeys(here.read):
+            _refuse_refilled(module, attribute, calls, {name for name in params if is_traced(params[name])})
         for path in dict.fromkeys(attribute.path for attribute in here.read):
             _refuse_stand_ins(module, path, [attribute for attribute in here.read if attribute.path == path], params)
     finally:
         here.attributes, here.read, here.replaced = before
 
 
-def refuse_computed(tensor: Tensor) -> None:
-    """Raise TraceError where a captured tensor was computed of something that is differentiated."""
-    here = active()
-    name = None if here is None else here.replaced.get(id(tensor))
-    if name is not None:
-        raise _another_way(name)
-    attribute = None if here is None else here.attributes.get(id(tensor))
-    where = "it captured from outside" if attribute is None else f"is {attribute}"
-    if tensor.grad_fn is not None and torch.is_grad_enabled():
-        raise TraceError(
-            f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was computed, by "
-            f"{tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a constant it would have none. "
-            + (f"Try: {REMEDY}" if attribute else "Try: compute it in the step, or .detach() it outside if it is a constant")
-        )
-    if attribute is not None and here is not None:
-        here.read.append(attribute)
+@contextmanager
+def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> Iterator[None]:
+    """The first call of each of these submodules, while the model runs."""
 
+    def note(path: str) -> Any:
+        return lambda part, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
 
-def _another_way(name: str) -> TraceError:
-    return TraceError(
-        f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list of weights, or "
-        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute itself in the "
-        "module's forward; in place of a module of TorchScript, the Python module that it was made of"
-    )
+    # Modules of TorchScript take no hooks.
+    parts = [(path, part) for path, part in module.named_modules() if path in paths and not isinstance(part, torch.jit.ScriptModule)]
+    handles = [part.register_forward_pre_hook(note(path), with_kwargs=True) for path, part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _refuse_stand_ins(
@@ -111,6 +112,23 @@ def _refuse_stand_ins(
                 f"the step reads what module {path or '(the model itself)'!r} keeps in attribute {kept}, and does not read the "
                 f"parameter {name!r}, which that may be computed of: it would train without its gradient. Try: {REMEDY}"
             )
+
+
+def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str, Call], trained: set[str]) -> None:
+    """Raise where the module, called with that attribute empty, computes it of parameters again."""
+    path = attribute.path if attribute.path in calls else ""  # another method than forward is called by somebody's forward
+    if attribute.buffer or not attribute.tensor.dtype.is_floating_point or path not in calls:
+        return
+    within = {name.removeprefix(f"{path}.") for name in trained if not path or name.startswith(f"{path}.")}
+    holder = module.get_submodule(attribute.path)
+    maker = maker_of(module.get_submodule(path), calls[path], within, holder, attribute.name, attribute.tensor)
+    if maker is not None:
+        names = [repr(f"{path}.{name}" if path else name) for name in maker.parameters]
+        what = f"parameter {', '.join(names[:3])}" if names else "what is trained"
+        raise TraceError(
+            f"the step reads a tensor of shape {tuple(attribute.tensor.shape)} that is {attribute}, where a call before the step put what "
+            f"it computed of {what} at {maker.line}: as a constant it would have no gradient. Try: {REMEDY}"
+        )
 
 
 def _parameters_around(module: nn.Module, path: str) -> list[str]:

@@ -45,6 +45,7 @@ class Attribute:
 
     path: str
     name: str
+    tensor: torch.Tensor = attrs.field(eq=False, repr=False)
     known: bool
     buffer: str = ""
 

@@ -28,7 +28,7 @@ from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.tracing import views as trace_views
-from colofunc.program.tracing.attributes import refuse_computed
+from colofunc.program.tracing.captured import refuse_computed
 from colofunc.program.tracing.infer import Meta, Results, TraceTensor, remembered
 from colofunc.program.tracing.lift import SMALL_BYTES
 from colofunc.program.tracing.meta import Whereabouts, user_line

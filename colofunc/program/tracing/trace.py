@@ -252,6 +252,8 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
             if rec.raised is None or not str(error).startswith(_IN_SCRIPT):
                 raise
             raise _in_script(rec.raised) from error
+        finally:
+            rec.raised = None  # its traceback holds tensors of the trace
 
 
 # How torch begins the message of an error that was raised while it ran TorchScript; what Python said is not in it.
