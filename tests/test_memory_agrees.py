@@ -178,9 +178,12 @@ def test_what_is_cast_to_be_a_gradient_is_one():
 
 
 def test_activations_grow_with_the_batch_and_nothing_else_of_the_state_does():
-    small, large = (lowered("plain", batch).memory().by_kind["device"] for batch in (8, 32))
-    assert max(large["activations"]) > 3 * max(small["activations"])
-    assert all(max(large[kind]) == max(small[kind]) for kind in ("parameters", "optimizer state", "gradients"))
+    small, large = (lowered("plain", batch).memory() for batch in (8, 32))
+    few, many = small.by_kind["device"], large.by_kind["device"]
+    assert max(many["activations"]) > 3 * max(few["activations"])
+    assert all(max(many[kind]) == max(few[kind]) for kind in ("parameters", "optimizer state"))
+    # Gradients may wait for a common update, in room that activations have left.
+    assert max(many["gradients"]) <= max(many["parameters"])
 
 
 def test_a_person_sees_what_to_do():

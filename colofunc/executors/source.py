@@ -32,8 +32,10 @@ from colofunc.executors.pools import Pool, moves
 from colofunc.executors.sharing import Sharing
 from colofunc.ops.autocast import as_traced
 from colofunc.ops.debug import DEBUG, show
+from colofunc.ops.update_lists import MANY
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
+from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.program.passing import CAST
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
@@ -175,13 +177,20 @@ class Writer:
         for id, at in last.items():
             if id not in inputs:
                 dying.setdefault(at, []).append(id)
+        runs = runs_of_updates(self.program) if self.tap is None else {}  # a tap looks behind each of them
+        written_to = -1
         for index, node in enumerate(self.program.nodes):
-            self._node = index
-            self.node(node)
+            if index <= written_to:
+                continue
+            self._node = written_to = index
+            if index in runs and self.updates(runs[index]):
+                written_to = runs[index][-1]
+            else:
+                self.node(node)
             if self.tap is not None:
                 self.tap(self, index, node)
             dead = [o for o in node.outs if o is not None and o not in last]
-            self.free(dead + dying.get(index, []))
+            self.free(dead + [id for k in range(index, written_to + 1) for id in dying.get(k, [])])
 
     def node(self, node: Node) -> None:
         if node.target not in self._bound:
@@ -232,6 +241,19 @@ class Writer:
                 self.where[o] = tuple(f"{self.stem(o)}_{classes[key]}" if many else self.stem(o) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
+
+    def updates(self, run: Sequence[int]) -> bool:
+        """One line for a run of updates; False where lanes update different tensors, each of which has a line of its own."""
+        nodes = [self.program.nodes[k] for k in run]
+        if any(len(set(self._keys(node))) > 1 for node in nodes):
+            return False
+        many = MANY[nodes[0].target]
+        words = []
+        for place, arg in enumerate(nodes[0].args):
+            own = place in many.own and arg is not None
+            words.append(self.literal(tuple(node.args[place] for node in nodes) if own else arg, 0))
+        self.line(f"{self.bind(many.call, many.call.__name__)}({', '.join(words)})")
+        return True
 
     # ---- host memory ----
 

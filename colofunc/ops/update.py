@@ -19,6 +19,8 @@ Sutskever et al. (2013) for momentum as `torch.optim.SGD` has it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,29 @@ IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
 }
 
 
-def _fusable(param: Tensor, *others: Tensor) -> bool:
+def fusable(param: Tensor, *others: Tensor) -> bool:
     """torch's fused kernels walk all operands in memory order, so they must lie alike."""
     dtype, stride = param.dtype, param.stride()
-    if dtype not in FUSED_DTYPES or any(t.dtype != dtype or t.stride() != stride for t in others):
+    if dtype not in FUSED_DTYPES or any(t.dtype != dtype for t in others):
         return False
+    if param.is_contiguous():  # strides along dims of one element say nothing
+        return all(t.is_contiguous() for t in others)
     # Dense in another order has no gaps either: a copy of it lies the same way.
-    return param.is_contiguous() or stride == torch.empty_like(param, device="meta").stride()
+    return all(t.stride() == stride for t in others) and stride == torch.empty_like(param, device="meta").stride()
+
+
+def is_exact(param: Tensor) -> bool:
+    """Whether torch's fused kernels compute as precisely as the parameter is: on CUDA they read the rate as float32."""
+    return param.device.type == "cpu" or param.dtype != torch.float64
+
+
+def _rate(lr: Tensor, param: Tensor) -> Tensor:
+    """The learning rate as the fused kernels read it."""
+    return lr if param.device.type == "cpu" else lr.to(param.device, torch.float32)
+
+
+def _found_inf(finite: Tensor | None) -> Tensor | None:
+    return None if finite is None else finite.logical_not().to(torch.float32)
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -58,6 +76,21 @@ def _write(old: Tensor, new: Tensor, finite: Tensor | None) -> Tensor:
 # ---- Adam and AdamW ----
 
 
+def fused_adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    maxima: Sequence[Tensor], step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool,
+    maximize: bool, finite: Tensor | None,
+) -> None:  # fmt: skip
+    """torch's fused kernel on parameters of one dtype and device, each of which lies as its operands do. No maxima: no amsgrad."""
+    fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
+    # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
+    with compat.no_function_modes():
+        fused(
+            params, grads, exp_avgs, exp_avg_sqs, maxima, [step.to(torch.float32)] * len(params), lr=_rate(lr, params[0]), beta1=beta1,
+            beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize, found_inf=_found_inf(finite),
+        )  # fmt: skip
+
+
 def _adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
     beta2: float,
@@ -65,18 +98,11 @@ def _adamw_(
     maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
-    # On CUDA the fused kernel reads lr as float32, which is too coarse for float64 parameters.
-    exact = param.device.type == "cpu" or param.dtype != torch.float64
-    if exact and _fusable(param, exp_avg, exp_avg_sq, *maxima):
-        fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
-        # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
-        with compat.no_function_modes():
-            fused(
-                [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, [step.to(torch.float32)],
-                lr=lr if param.device.type == "cpu" else lr.to(param.device, torch.float32), beta1=beta1, beta2=beta2,
-                weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize,
-                found_inf=None if finite is None else finite.logical_not().to(torch.float32),
-            )  # fmt: skip
+    if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
+        fused_adamw_(
+            [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
+            maximize, finite,
+        )  # fmt: skip
         return
     wide = torch.promote_types(param.dtype, torch.float32)
     p, g, lr, count = param.to(wide), grad.to(wide), lr.to(wide), step.to(torch.float64)
@@ -118,10 +144,32 @@ def _adamw_fake(
 # ---- SGD ----
 
 
+def fused_sgd_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], lr: Tensor, momentum: float, weight_decay: float,
+    nesterov: bool, maximize: bool, finite: Tensor | None,
+) -> None:  # fmt: skip
+    """torch's fused kernel, as `fused_adamw_`. No buffers: no momentum."""
+    with compat.no_function_modes():
+        aten._fused_sgd_.tensor_lr(
+            params, grads, buffers, weight_decay=weight_decay, momentum=momentum if buffers else 0.0, lr=_rate(lr, params[0]),
+            dampening=0.0, nesterov=nesterov and bool(buffers), maximize=maximize, is_first_step=False, found_inf=_found_inf(finite),
+        )  # fmt: skip
+
+
+def sgd_is_fused(param: Tensor, momentum: float, dampening: float) -> bool:
+    """Whether torch's fused kernel has the numbers of this update: in half precision it rounds less often, and only it would have to
+    know from the host whether a step with damped gradients is the first one."""
+    return param.dtype in (torch.float64, torch.float32) and is_exact(param) and (momentum == 0.0 or dampening == 0.0)
+
+
 def _sgd_(
     param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
     weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
+    buffers = [buffer] if momentum != 0.0 and buffer is not None else []
+    if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
+        fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
+        return
     g = grad.neg() if maximize else grad
     if weight_decay != 0.0:
         g = g.add(param, alpha=weight_decay)

@@ -140,7 +140,7 @@ def prepare(
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, priced, candidates, constraints)
-        return decided, ending.finish(decided, budget).program
+        return decided, ending.ended(ending.finish(decided, budget))
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None

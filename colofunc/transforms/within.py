@@ -4,7 +4,7 @@ The planner's estimate of the peak is quick and a little off, the accountant's i
 plan is made, completed and counted, and made again with less in mind until what was counted fits.
 
     decide -> lower, passes -> (recompute) -> coalesce, chunks, buckets, in place -> count
-       ^-------------------------- too much: aim for less ---------------------------|
+       ^-------------------------- too much: aim for less ---------------------------|   -> updates side by side
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from colofunc.program.passes.buckets import buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.one_call import updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
@@ -173,6 +174,11 @@ class Ending:
         moved = self.move(self.order(done, piece), self.mesh, self._node_s, budget_bytes)
         check_program(moved.program, self.mesh)
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint)
+
+    def ended(self, done: Fitted) -> Program:
+        """What runs of a program that was chosen: its updates side by side, where that holds no more. An executor that compiles
+        orders them itself."""
+        return updates_in_one_call(done.program, self.count) if self.temporaries else done.program
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
@@ -359,15 +365,17 @@ def _lean(
 
 def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
     """The plan says what the program that runs holds and how long it takes, and what was done to keep to the budget."""
-    lanes = ending.lanes(done.program)
+    program = ending.ended(done)
+    lanes = ending.lanes(program)
+    known_bytes = done.peak_bytes if program is done.program else 0
     plan = attrs.evolve(
         decided.plan,
-        peak_bytes=done.peak_bytes or ending.count(done.program).peak_bytes["device"],
+        peak_bytes=known_bytes or ending.count(program).peak_bytes["device"],
         cost_s=lanes.end_s,
         communication_s=lanes.busy_s().get("collectives", 0.0),
         memory=done.words,
     )
-    return attrs.evolve(decided, plan=plan), done.program
+    return attrs.evolve(decided, plan=plan), program
 
 
 def _gib(nbytes: int) -> str:

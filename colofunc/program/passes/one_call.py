@@ -1,0 +1,122 @@
+"""Updates in one call: those that differ in their tensors alone stand side by side (`colofunc.ops.update_lists`).
+
+Problem: an update runs as soon as its gradient is there (`schedule.updates_early`), so that gradients do not wait for one
+another; where the peak of a step lies elsewhere that saves nothing, and a hundred small updates are a hundred calls. Idea: an
+update waits for others of its kind as long as what its operands hold until then keeps below the peak that the program has anyway.
+
+    linear_dw(...) adamw_(%p, %g, ...) linear_dw(...) adamw_(%q, %h, ...)
+        ->  linear_dw(...) linear_dw(...) adamw_(%p, %g, ...) adamw_(%q, %h, ...)
+
+The nodes stay what they are, so that whatever counts, prints, checks, saves or looks at a program knows each update. Who runs it
+calls a run of them (`runs_of_updates`) at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+from colofunc.ops.update_lists import MANY
+from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.memory import MemoryReport, lies
+from colofunc.program.passes.schedule import Memory
+
+
+def updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
+    """`program` with updates of a kind moved down to one another, as far as no tier's peak, as `count` says it, is higher for that.
+
+    Programs with collectives or copies between tiers stay as they are: their order is when what is in flight arrives and is freed.
+    """
+    kinds = [kind_of_update(node, program.values) for node in program.nodes]
+    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None) or has_wires(program) or any(map(is_copy, program.nodes)):
+        return program
+    before = count(program)
+    moved = _moved(program, kinds, before)
+    after = count(moved)
+    higher = any(after.peak_bytes.get(tier, 0) > peak_bytes for tier, peak_bytes in before.peak_bytes.items())
+    return program if higher else moved
+
+
+def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport) -> Program:
+    memory = Memory(program)
+    live_bytes, peak_bytes = report.timeline["device"], report.peak_bytes["device"]
+    frees_bytes: dict[int, int] = {}  # node -> what it reads last
+    for storage in lies(program).storages:
+        if storage.born >= 0 and storage.dies < len(program.nodes):
+            frees_bytes[storage.dies] = frees_bytes.get(storage.dies, 0) + storage.nbytes
+    order: list[int] = []
+    waiting = _Waiting()
+    for index, node in enumerate(program.nodes):
+        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        if waiting.meets(reads, writes) or live_bytes[index] + waiting.held_bytes > peak_bytes:
+            order += waiting.released(kinds)
+            waiting = _Waiting()
+        if kinds[index] is None:
+            order.append(index)
+        else:
+            waiting.add(index, reads, writes, frees_bytes.get(index, 0))
+    order += waiting.released(kinds)
+    return program.reordered(program.nodes[k] for k in order)
+
+
+class _Waiting:
+    """Updates that wait for others."""
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+        self.held_bytes = 0  # that would be free if none of them had waited
+
+    def meets(self, reads: set[int], writes: set[int]) -> bool:
+        """Whether a node that reads and writes these groups of memory has to come behind one that waits."""
+        return not (self.writes.isdisjoint(reads) and self.reads.isdisjoint(writes))
+
+    def add(self, node: int, reads: set[int], writes: set[int], held_bytes: int) -> None:
+        self.nodes.append(node)
+        self.reads |= reads
+        self.writes |= writes
+        self.held_bytes += held_bytes
+
+    def released(self, kinds: list[Hashable | None]) -> list[int]:
+        """The nodes, those of one kind side by side. Any order is right: none of them needs another."""
+        groups: dict[Hashable, list[int]] = {}
+        for node in self.nodes:
+            groups.setdefault(kinds[node], []).append(node)
+        return [node for group in groups.values() for node in group]
+
+
+def runs_of_updates(program: Program) -> dict[int, tuple[int, ...]]:
+    """First node -> nodes of each run of at least two updates that may be called at once."""
+    found: dict[int, tuple[int, ...]] = {}
+    memory = Memory(program)
+    run: list[int] = []
+    kind: Hashable | None = None
+    waiting = _Waiting()
+    for index, node in enumerate(program.nodes):
+        here = kind_of_update(node, program.values)
+        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        if here is None or here != kind or waiting.meets(reads, writes):
+            run, kind, waiting = [], here, _Waiting()
+        if here is not None:
+            run.append(index)
+            waiting.add(index, reads, writes, 0)
+            if len(run) > 1:
+                found[run[0]] = tuple(run)
+    return found
+
+
+def kind_of_update(node: Node, values: Mapping[int, Value]) -> Hashable | None:
+    """What is equal of updates that can be called at once: operator, rate, step count and options, the dtype of their tensors.
+
+    None: not such an update, or one whose tensors lie off the device or have several dtypes.
+    """
+    many = MANY.get(node.target)
+    if many is None or node.kwargs:
+        return None
+    own = [arg for place, arg in enumerate(node.args) if place in many.own]
+    tensors = [values[arg.id] for arg in own if isinstance(arg, Ref)]
+    others = tuple((type(arg), arg) for place, arg in enumerate(node.args) if place not in many.own)
+    if len({value.dtype for value in tensors}) != 1 or any(values[i].tier != "device" for i in node.refs):
+        return None
+    return node.target, tensors[0].dtype, tuple(arg is None for arg in own), others
