@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
@@ -279,6 +281,17 @@ def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
 def training(module: torch.nn.Module) -> bool:
     """Whether a module is in train mode. A frozen module of TorchScript has lost its mode."""
     return bool(getattr(module, "training", False))
+
+
+def group_store(answer_s: float) -> Any:
+    """The store that the default process group was made with, of which each request may take so long; None where there is none."""
+    find = getattr(distributed_c10d, "_get_default_store", None)
+    store = None if find is None else find()
+    if store is None or not hasattr(store, "clone"):
+        return None
+    own = store.clone()  # the group's own keeps its timeout
+    own.set_timeout(timedelta(seconds=answer_s))
+    return own
 
 
 def wrapper(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

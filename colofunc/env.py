@@ -7,8 +7,8 @@ named here, in one table, and the rest of the code asks functions.
 ''
 
 Variables set by `torchrun` (https://docs.pytorch.org/docs/stable/elastic/run.html): RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Memory limits: cgroup v2 `memory.max`, cgroup v1
-`memory.limit_in_bytes`, `/proc/meminfo` (Linux kernel documentation, admin-guide/cgroup-v2).
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT. Memory limits:
+cgroup v2 `memory.max`, cgroup v1 `memory.limit_in_bytes`, `/proc/meminfo` (Linux kernel documentation, admin-guide/cgroup-v2).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Launch:
     local_world_size: int
     master_addr: str
     master_port: int
+    serves_store: bool = False  # the launcher itself serves the store at the master's address, as torchrun does
+    restarts: int = 0  # times that the launcher has started all processes again
 
 
 def launched() -> Launch | None:
@@ -61,6 +63,8 @@ def launched() -> Launch | None:
         local_world_size=_integer("LOCAL_WORLD_SIZE") or 1,
         master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer("MASTER_PORT") or 29500,
+        serves_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
     )
 
 

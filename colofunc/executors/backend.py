@@ -17,7 +17,7 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.distributed import Distributed, init_from_env, overlapped
+from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
 from colofunc.executors.keep import Kept
 from colofunc.executors.presence import Limits
 from colofunc.executors.simulated import SimulatedProgram, compile_program
@@ -139,9 +139,8 @@ def join(mesh: Mesh, *, limit_s: float = Limits().limit_s, notice_s: float = Lim
         raise InputError(f"cf.join: limit_s={limit_s!r} and notice_s={notice_s!r} have to be positive. Try: cf.join(mesh, limit_s=600)")
     limits = Limits(limit_s, notice_s)
     if mesh.size > 1 and init_from_env(mesh, limits):
-        watch = backend_for(mesh).watch
-        if watch is not None:
-            watch.limits = limits
+        watch_of_group(limits)
+        backend_for(mesh)  # raises where the mesh and the processes do not fit
 
 
 def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:

@@ -26,10 +26,11 @@ from colofunc import env
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
 from colofunc.executors.groups import Groups, Start, Started
+from colofunc.executors.joining import Meeting
 from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import first_rows, with_zeros
 from colofunc.executors.pools import accelerator, pool_of
-from colofunc.executors.presence import Limits, noticed
+from colofunc.executors.presence import Limits
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import Watch
@@ -177,7 +178,7 @@ class Distributed:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self._backend = dist.get_backend()
-        self.watch = Watch(self.rank, dist.get_world_size()) if dist.get_world_size() > 1 else None
+        self.watch = watch_of_group()
         self._groups: dict[Mesh, Groups] = {}
         self._kept = Kept(self.compile)
 
@@ -245,10 +246,31 @@ def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
     cuda = torch.cuda.is_available() and mesh.device != "cpu" and torch.cuda.device_count() >= launch.local_world_size
     if cuda:
         torch.cuda.set_device(launch.local_rank)
-    where = f"for all of the {launch.world_size} processes to join at {launch.master_addr}:{launch.master_port}"
-    with noticed(launch.rank, f"{where}; one that was not started, or has ended, is not seen before it joins", limits):
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=limits.limit_s))
+    # The watch comes first: it sees that a rank ends while the process group is made.
+    meeting = Meeting.at(launch, limits)
+    watch = Watch(launch.rank, launch.world_size, limits, meeting)
+    limit, store = timedelta(seconds=limits.limit_s), meeting.group_store(len(_WATCHES))
+    with watch:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size
+        )
+    _WATCHES[dist.group.WORLD] = watch
     return True
+
+
+# Process group -> what ties this rank to the others of it. Kept as long as the process: groups are few.
+_WATCHES: dict[Any, Watch] = {}
+
+
+def watch_of_group(limits: Limits | None = None) -> Watch | None:
+    """The tie to the other ranks of the process group, made where the group is not ours; None for a group of one."""
+    if dist.get_world_size() == 1:
+        return None
+    if dist.group.WORLD not in _WATCHES:
+        _WATCHES[dist.group.WORLD] = Watch(dist.get_rank(), dist.get_world_size(), limits)
+    watch = _WATCHES[dist.group.WORLD]
+    watch.limits = limits or watch.limits
+    return watch
 
 
 def broadcast_object(thing: Any) -> Any:

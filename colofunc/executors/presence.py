@@ -7,8 +7,8 @@ second, a number that grows; one that waits reads those of the ranks that it wai
     [rank 0] has waited 10 s at full() of a DTensor (8, 4) at train.py:31 for rank 1 (after step 7 (train) at train.py:20; its
     process 4711 is stopped); it gives up after 300 s
 
-A process on the same machine is known exactly (`/proc`, proc(5)): it runs, is stopped, or has ended. Of others only the time
-since their number grew is known, which is said and decides nothing: a process may be busy.
+A process on the same machine is known exactly (`/proc`, proc(5)): it runs, is stopped, or has ended. Of others it is known that they
+have ended (see `lifeline`), and the time since their number grew, which is said and decides nothing: a process may be busy.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from colofunc.executors.lifeline import Lifelines
+
 WHO, BEAT, NOTICES = "colofunc/who", "colofunc/beat", "colofunc/notices"
+ENDED = "colofunc/ended"  # ranks whose connections rank 0 has seen closed
+LEFT = "colofunc/left"  # what a rank says of itself when its script ends
 SILENT_S = 5.0  # a rank whose number has not grown for so long is said to be silent
+LAST_WORDS = 400  # characters of the error that ends a rank
 STATE, BEGAN = 0, 19  # fields of /proc/PID/stat behind the name: proc(5) numbers them 3 and 22
 
 
@@ -60,15 +66,20 @@ class Process:
         """"running", "stopped" or "ended"; "" where that cannot be seen from this process."""
         if self.place != Process.own().place or not self.began:
             return ""
-        state, began = _stat(self.pid)
-        if began != self.began or state in ("Z", "X"):
-            return "ended"
-        return "stopped" if state in ("T", "t") else "running"
+        return "ended" if started(self.pid) != self.began else process_state(self.pid)
 
 
 def started(pid: int) -> str:
     """When a process was started, in the kernel's words; "" where that cannot be known."""
     return _stat(pid)[1]
+
+
+def process_state(pid: int) -> str:
+    """"running", "stopped" or "ended": of a process of this machine."""
+    state = _stat(pid)[0]
+    if state in ("", "Z", "X"):
+        return "ended"
+    return "stopped" if state in ("T", "t") else "running"
 
 
 def _stat(pid: int) -> tuple[str, str]:
@@ -82,13 +93,18 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @attrs.define(eq=False)
 class Waiting:
-    """What this rank waits for. `keys`: what each rank writes when it comes there; () inside a step, where only steps are known."""
+    """What this rank waits for. `keys`: what each rank writes when it comes there; () where it may be in a collective.
+
+    step: the number of the step that it is in, 0 outside steps.
+    """
 
     what: str
     limit_s: float
     keys: Sequence[str] = ()
+    step: int = 0
     began_s: float = attrs.field(factory=time.monotonic)
     told: tuple[str, ...] | None = None  # of which processes in which condition
+    lost_s: float | None = None  # since when a rank is known not to come
 
     @property
     def waited_s(self) -> float:
@@ -96,21 +112,30 @@ class Waiting:
 
 
 class Presence:
-    """What this rank knows of the others, through a store of its own. Used by one thread."""
+    """What this rank knows of the others, through a store of its own."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, lines: Lifelines | None) -> None:
         self._store = store
+        self._lines = lines
+        self._closed: set[int] = set()  # ranks whose connection to this one was closed
         self.rank = rank
         self.size = size
         self._who: dict[int, Process] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when it was first seen
         self._own_beats = 0
         self._heard = 0
+        self.main_left = ""  # ` with ValueError: ...`: what rank 0, which serves the store, said at its end
         store.set(f"{WHO}/{rank}", json.dumps(attrs.astuple(Process.own())))
 
     def beat(self) -> None:
         """This rank lives. Who serves the store is asked as long as it answers."""
         self.process(0)
+        left = self.left(0)
+        self.main_left = f" with {left}" if left else ""
+        for rank in () if self._lines is None else self._lines.ended():
+            if rank not in self._closed:
+                self._closed.add(rank)
+                self._store.set(f"{ENDED}/{rank}", "1")
         self._own_beats += 1
         self._store.set(f"{BEAT}/{self.rank}", str(self._own_beats))
 
@@ -137,19 +162,35 @@ class Presence:
 
     def words(self, rank: int) -> str:
         """What is known of a rank's process beyond that it runs."""
-        silent_s, process = self.silent_s(rank), self.process(rank)
-        condition = "" if process is None else process.condition()
-        if process is not None and condition in ("stopped", "ended"):
-            return f"its process {process.pid} {'is stopped' if condition == 'stopped' else 'has ended'}"
-        if silent_s > SILENT_S:
-            where = "" if process is None else f" (process {process.pid} on {process.host})"
-            return f"not heard of for {silent_s:.0f} s{where}"
-        return ""
+        process, condition = self.process(rank), self.condition(rank)
+        if process is None or condition in ("", "running"):
+            return ""
+        if condition == "silent":
+            return f"not heard of for {self.silent_s(rank):.0f} s (process {process.pid} on {process.host})"
+        name = f"its process {process.pid}" + ("" if process.host == socket.gethostname() else f" on {process.host}")
+        if condition == "stopped":
+            return f"{name} is stopped"
+        left = self.left(rank)
+        return f"{name} has ended" + (f" with {left}" if left else "")
+
+    def left(self, rank: int) -> str | None:
+        """The error that a rank's script ended with, "" where it came to its end; None where it said nothing."""
+        key = f"{LEFT}/{rank}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def leave(self, text: str) -> None:
+        """This rank's script has come to its end."""
+        self._store.set(f"{LEFT}/{self.rank}", text)
 
     def condition(self, rank: int) -> str:
-        """Whether the rank's process runs, is stopped or has ended; "" where that cannot be known."""
-        process = self.process(rank)
-        return "" if process is None else process.condition()
+        """Whether the rank's process is "running", "stopped", "ended" or "silent" of late; "" where nothing is known."""
+        silent, process = self.silent_s(rank) > SILENT_S, self.process(rank)
+        if process is None:
+            return ""
+        seen = process.condition()
+        if seen != "ended" and (rank in self._closed or self._store.check([f"{ENDED}/{rank}"])):
+            return "ended"
+        return seen or ("silent" if silent else "")
 
     def missing(self, keys: Sequence[str]) -> list[int]:
         """Ranks whose keys are not there."""
@@ -171,6 +212,16 @@ class Presence:
             ranks, text = json.loads(self._store.get(key))
             if self.rank in ranks:
                 yield text
+
+
+def last_words() -> str:
+    """The error that ends this process, and where it was raised; "" where a script has come to its end."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
+    return "".join(traceback.format_exception_only(error)).strip()[-LAST_WORDS:] + where
 
 
 def ranks_text(ranks: Sequence[int], others: Sequence[str]) -> str:

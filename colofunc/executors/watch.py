@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -30,9 +29,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from colofunc import env
+from colofunc import compat
 from colofunc.errors import CollectiveError
-from colofunc.executors.presence import Limits, Presence, Waiting, noticed, ranks_text, say
+from colofunc.executors.joining import ANSWER_S, Arrivals, Meeting, patient, serve
+from colofunc.executors.lifeline import Lifelines
+from colofunc.executors.presence import WHO, Limits, Presence, Waiting, last_words, ranks_text, say
 from colofunc.program.tracing.meta import user_line
 
 FAILED = "colofunc/failed"
@@ -41,7 +42,7 @@ AT = "colofunc/at"  # where each rank is
 GONE = "gone"  # said in place of a rank that has ended
 FEW = 32  # ranks that one rank looks after at a time
 LOOK_S = 1.0  # how often a rank looks for what happened to others
-LOST_AFTER_S = 6.0  # how long the store may be gone during a step before the run is given up
+LOST_AFTER_S = 6.0  # how long the store, or a rank that has ended, may be gone during a step before the run is given up
 EXIT_CODE = 13
 
 
@@ -71,23 +72,25 @@ def _at(what: str, line: str) -> str:
 class Watch:
     """This rank's connection to the store, and the threads that look for failures of others."""
 
-    def __init__(self, rank: int, size: int, limits: Limits | None = None) -> None:
+    def __init__(self, rank: int, size: int, limits: Limits | None = None, meeting: Meeting | None = None) -> None:
+        """Waits for all ranks. `meeting`: the store through which they find one another, if there is no process group yet."""
         self.rank = rank
         self.size = size
         self.limits = limits or Limits()
-        with noticed(rank, "for the other processes to come to their first step", self.limits):
-            self._server, address = _serve(rank)
+        meeting = meeting or Meeting(compat.group_store(ANSWER_S), Arrivals(rank, self.limits))
+        self._server, address = serve(meeting, rank)
         # A client of its own per use: a blocking call on one would hold up the thread.
         self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._thread_store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-        self._presence = Presence(self._thread_store, rank, size)
+        self._presence = Presence(self._thread_store, rank, size, Lifelines.meet(self._thread_store, rank, address[0]))
         self._waiting: Waiting | None = None  # for ranks that have not come to a point yet
         self._inside: Waiting | None = None  # for ranks in the collectives of a step
         self._asked_s: float | None = None  # since when the thread has had no answer
         self._running = 0
         self._rounds = 0
         self._failed = False
-        self._steps = 0
+        self._steps = 0  # begun
+        self._done = 0
         self._here = NOWHERE
         self._run = 0  # collective programs that this rank has run, and a checksum of which
         self._history = 0
@@ -98,6 +101,10 @@ class Watch:
         for thread in self._threads:
             thread.start()
         atexit.register(self._leave_off)
+        who = [f"{WHO}/{r}" for r in range(size)]
+        # Ends this rank too where one that has come ends while the last are waited for.
+        with self:
+            meeting.arrivals.wait(patient(lambda: [r for r, key in enumerate(who) if not self._thread_store.check([key])]))
 
     @property
     def deadline_s(self) -> float:
@@ -106,7 +113,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if not self._running:
-            self._inside = Waiting(self._here, self.deadline_s)
+            self._inside = Waiting(self._here, self.deadline_s, step=self._steps if self._steps > self._done else 0)
         self._running += 1
         return self
 
@@ -127,8 +134,7 @@ class Watch:
         self._failed = True
         text = "".join(traceback.format_exception(error))
         try:
-            if self._store.add(FAILED + "/first", 1) == 1:
-                self._store.set(FAILED, f"rank {self.rank} failed:\n{text}")
+            _fail(self._store, f"rank {self.rank} failed:\n{text}")
         except Exception as lost:
             error.add_note(f"the other ranks could not be told: {lost}")
 
@@ -208,7 +214,9 @@ class Watch:
         try:
             late = [r for r, key in enumerate(keys) if not self._store.check([key])]
         except Exception:
-            return f"{here}: rank {self.rank} waited for rank 0, which has ended; all ranks must call the same steps in the same order"
+            left = self._presence.main_left
+            text = f"{here}: rank {self.rank} waited for rank 0, which has ended{left}"
+            return f"{text}; all ranks must call the same steps in the same order"
         return (
             f"{here}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come here "
             f"({self.whereabouts(late)}); all ranks must call the same steps in the same order"
@@ -224,6 +232,7 @@ class Watch:
         try:
             yield
         finally:
+            self._done = self._steps
             self._announce(f"after step {self._steps} ({name})")
 
     def advance(self, program: str) -> None:
@@ -234,14 +243,19 @@ class Watch:
     def _announce(self, what: str) -> None:
         self._here = _at(what, user_line())
         with contextlib.suppress(Exception):  # a lost store is the thread's business
-            self._store.set(f"{AT}/{self.rank}", self._here)
+            self._store.set(f"{AT}/{self.rank}", json.dumps([self._done, self._here]))
 
     def _lost_peer(self) -> str:
         """What to say in place of the transport's own words when a collective fails."""
-        with contextlib.suppress(Exception):
-            if self._store.check([FAILED]):
-                return self._store.get(FAILED).decode()
         others = [r for r in range(self.size) if r != self.rank]
+        until = time.monotonic() + 2 * LOOK_S  # within which a peer has said why, or is seen to have ended
+        with contextlib.suppress(Exception):
+            while time.monotonic() < until:
+                if self._store.check([FAILED]):
+                    return self._store.get(FAILED).decode()
+                if any(self._presence.condition(r) == "ended" for r in others[:FEW]):
+                    break
+                time.sleep(LOOK_S / 8)
         return (
             f"rank {self.rank}, {self.whereabouts([self.rank])[len(f'rank {self.rank}: '):]}, lost or waited in vain for its peers "
             f"({self.whereabouts(others)}); all ranks must call the same steps in the same order, and as often"
@@ -252,7 +266,7 @@ class Watch:
         words = []
         for r in ranks:
             try:
-                there = _place(self._store, r)
+                there = self._known(r) if r != self.rank else _place(self._store, r)[1]
             except Exception:
                 there = "no longer to be reached"
             words.append(f"rank {r}: {there}")
@@ -277,6 +291,13 @@ class Watch:
         self._over.set()
         for thread in self._threads:
             thread.join(LOOK_S)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # the store does not answer
+        last = last_words()
+        with contextlib.suppress(Exception):
+            self._presence.leave(last)
+        if self.rank == 0 and last:
+            time.sleep(2 * self._every_s)  # the store ends with this process: the others read why
 
     def _look(self) -> None:
         lost_since: float | None = None
@@ -292,7 +313,7 @@ class Watch:
                 # The rank that serves the store has ended: fine between steps, a failure inside one.
                 lost_since = lost_since or time.monotonic()
                 if self._running and time.monotonic() - lost_since > LOST_AFTER_S:
-                    self._end("rank 0 is gone")
+                    self._end(f"rank 0 is gone{self._presence.main_left}")
                 if not self._running and time.monotonic() - lost_since > LOST_AFTER_S:
                     return
 
@@ -312,18 +333,34 @@ class Watch:
             waiting.told = conditions
             self._notice(waiting, missing, known)
         for r, words, condition in zip(missing, known, conditions, strict=True):
-            if waiting.keys and condition == "ended":
-                text = f"rank {r} will not come here ({words})"
-                self._thread_store.set(waiting.keys[r], json.dumps([GONE, "", text, ""]))
+            if condition == "ended":
+                self._lost(waiting, r, words)
 
     def _missing(self, waiting: Waiting) -> list[int]:
         """The ranks that this one waits for, a few of many."""
         if waiting.keys:
             return self._presence.missing(waiting.keys)[:FEW]
-        # How far a step is cannot be seen: those that are in another one, or in none, are waited for.
-        step = waiting.what.partition(" at ")[0]
-        others = [r for r in range(self.size) if r != self.rank][:FEW]
-        return [r for r in others if _place(self._thread_store, r).partition(" at ")[0] != step]
+        # How far a step is cannot be seen: those that are in another one, or in none, are waited for, and those that stand still.
+        others = [(self.rank + k) % self.size for k in range(1, self.size)][:FEW]
+        same = f"in step {waiting.step} ("
+        elsewhere = [r for r in others if waiting.step and not _place(self._thread_store, r)[1].startswith(same)]
+        return sorted({*elsewhere, *(r for r in others if self._presence.condition(r) in ("stopped", "ended", "silent"))})
+
+    def _lost(self, waiting: Waiting, rank: int, words: str) -> None:
+        """A rank that this one waits for has ended."""
+        if waiting.keys:
+            text = f"rank {rank} will not come here ({words})"
+            self._thread_store.set(waiting.keys[rank], json.dumps([GONE, "", text, ""]))
+            return
+        # It may have done its part, and have come to its end in good order.
+        if _place(self._thread_store, rank)[0] >= waiting.step if waiting.step else self._presence.left(rank) == "":
+            return
+        waiting.lost_s = waiting.lost_s or time.monotonic()
+        # A collective that fails because of it raises in the main thread, which has the better traceback.
+        if time.monotonic() - waiting.lost_s > LOST_AFTER_S:
+            text = f"rank {rank} is lost ({words}) while rank {self.rank} is {self._here}"
+            _fail(self._thread_store, text)
+            self._end(text)
 
     def _notice(self, waiting: Waiting, missing: Sequence[int], known: Sequence[str]) -> None:
         """On both sides, once and again where a process was stopped since: who waits where, and for whom."""
@@ -334,7 +371,7 @@ class Watch:
     def _known(self, rank: int) -> str:
         """Where a rank was last, and what has become of its process."""
         words = self._presence.words(rank)
-        return _place(self._thread_store, rank) + (f"; {words}" if words else "")
+        return _place(self._thread_store, rank)[1] + (f"; {words}" if words else "")
 
     def _mind(self) -> None:
         """Rank 0 serves the store: where it is stopped, whoever asks it waits for ever. This thread asks nothing."""
@@ -356,29 +393,16 @@ class Watch:
         os._exit(EXIT_CODE)
 
 
-def _place(store: Any, rank: int) -> str:
-    """Where a rank was last."""
+def _place(store: Any, rank: int) -> tuple[int, str]:
+    """How many steps a rank has done, and where it was last."""
     key = f"{AT}/{rank}"
-    return str(store.get(key).decode()) if store.check([key]) else NOWHERE
+    if not store.check([key]):
+        return 0, NOWHERE
+    done, where = json.loads(store.get(key))
+    return done, where
 
 
-def _serve(rank: int) -> tuple[Any, tuple[str, int]]:
-    """Rank 0 serves the store; all learn its address through the process group."""
-    where: list[Any] = [None]
-    server = None
-    if rank == 0:
-        launch = env.launched()
-        host = launch.master_addr if launch is not None else "127.0.0.1" if _one_host() else socket.gethostname()
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        where = [(host, server.port)]
-    elif not env.launched():
-        _one_host()
-    dist.broadcast_object_list(where, src=0)
-    return server, where[0]
-
-
-def _one_host() -> bool:
-    """Whether all ranks run on one machine (collective)."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return len(set(names)) == 1
+def _fail(store: Any, text: str) -> None:
+    """Only the first failure counts."""
+    if store.add(FAILED + "/first", 1) == 1:
+        store.set(FAILED, text)
