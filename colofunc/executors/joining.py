@@ -27,6 +27,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from colofunc import compat, env
 from colofunc.env import Launch
 from colofunc.errors import CollectiveError
 from colofunc.executors.presence import Limits, process_state, ranks_text, say
@@ -67,12 +68,17 @@ def started_here() -> dict[int, list[int]] | None:
 
 @attrs.define(eq=False)
 class Arrivals:
-    """Waiting for ranks that have not come yet. `all_here`: the launcher has said that all ranks are on this machine."""
+    """Waiting for ranks that have not come yet.
+
+    all_here: the launcher has said that all ranks are on this machine. pulse: a collective under way in a process group that all
+    ranks have joined before; it fails when one of them ends.
+    """
 
     rank: int
     limits: Limits
     where: str = ""
     all_here: bool = False
+    pulse: Any = None
     _began_s: float = attrs.field(factory=time.monotonic)
     _seen: dict[int, int] = attrs.field(factory=dict)  # rank -> a process that was started as it
     _gone_s: dict[int, float] = attrs.field(factory=dict)  # since when there is none
@@ -88,6 +94,8 @@ class Arrivals:
                 looked_s = now_s
                 self._look(ranks, now_s)
             ended = [rank for rank in ranks if self._ended(rank, now_s)]
+            if self.pulse is not None and self.pulse.is_completed() and self.pulse.exception() is not None:
+                ended = list(ranks)  # which of them the transport does not tell
             if ended:
                 raise CollectiveError(f"{self._text(ended)} will not join{self.where}; its own output says why")
             if waited_s > self.limits.limit_s:
@@ -158,6 +166,15 @@ class Meeting:
     store: Any
     arrivals: Arrivals
     host: str | None = None
+
+    @staticmethod
+    def of_group(rank: int, limits: Limits) -> Meeting:
+        """Of the default process group, which somebody else has made."""
+        launch = env.launched()
+        all_here = launch is not None and launch.local_world_size == launch.world_size
+        pulse = dist.barrier(async_op=True) if dist.get_backend() == "gloo" else None
+        host = None if launch is None else launch.master_addr
+        return Meeting(compat.group_store(ANSWER_S), Arrivals(rank, limits, "", all_here, pulse), host)
 
     @staticmethod
     def at(launch: Launch, limits: Limits) -> Meeting:

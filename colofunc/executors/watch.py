@@ -29,9 +29,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from colofunc import compat
 from colofunc.errors import CollectiveError
-from colofunc.executors.joining import ANSWER_S, Arrivals, Meeting, patient, serve
+from colofunc.executors.joining import Meeting, patient, serve
 from colofunc.executors.lifeline import Lifelines
 from colofunc.executors.presence import WHO, Limits, Presence, Waiting, last_words, ranks_text, say
 from colofunc.program.tracing.meta import user_line
@@ -77,7 +76,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.limits = limits or Limits()
-        meeting = meeting or Meeting(compat.group_store(ANSWER_S), Arrivals(rank, self.limits))
+        meeting = meeting or Meeting.of_group(rank, self.limits)
         self._server, address = serve(meeting, rank)
         # A client of its own per use: a blocking call on one would hold up the thread.
         self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
