@@ -29,6 +29,7 @@ TESTED = {
     "_op_dk": "test_run_composite",
     "_StridedShard": "test_strided_shard",
     "_cdata": "test_storage_key",
+    "_get_default_store": "test_group_store",
     "_init_group": "test_init_optimizer_group",
     "_backward_hooks": "test_gradient_hooks",
     "_base": "test_view_base",
@@ -349,6 +350,19 @@ def test_gradient_hooks() -> None:
     assert compat.gradient_hooks(x) == {handle.id: abs} and compat.accumulation_hooks(x) == [print]
     assert compat.all_gradient_hooks([torch.zeros(3), x]) == {1: (abs,)}
     assert compat.gradient_hooks(object()) == compat.all_gradient_hooks([object()]) == {}  # type: ignore[arg-type, list-item]
+
+
+def test_group_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        own = compat.group_store(3.0)
+        own.set("a", "b")
+        group = compat.distributed_c10d._get_default_store()
+        assert group.get("a") == b"b" and own.timeout.total_seconds() == 3 != group.timeout.total_seconds()
+        monkeypatch.delattr(compat.distributed_c10d, "_get_default_store")
+        assert compat.group_store(3.0) is None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_module_hooks() -> None:

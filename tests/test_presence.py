@@ -4,20 +4,25 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from itertools import count
 
 import attrs
 import pytest
 import torch
 
 import colofunc as cf
+from colofunc.env import Launch
 from colofunc.errors import CollectiveError, InputError
-from colofunc.executors import watch
+from colofunc.executors import joining, presence, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.groups import Groups
-from colofunc.executors.presence import Limits, Process, noticed, ranks_text, started
+from colofunc.executors.joining import Arrivals, Meeting
+from colofunc.executors.lifeline import Lifelines
+from colofunc.executors.presence import Limits, Process, last_words, ranks_text, started
 
 
 def wait_for_one_another():
@@ -80,13 +85,185 @@ def test_a_process_is_seen_to_stop_and_to_end():
     assert seen.condition() == "ended"
 
 
-def test_joining_says_that_it_waits(capsys):
-    with noticed(1, "for all of the 2 processes to join", Limits(60, 0.01)):
-        time.sleep(0.2)
-    assert capsys.readouterr().err == "[rank 1] has waited 0.01 s for all of the 2 processes to join; it gives up after 60 s\n"
-    with noticed(1, "for nobody", Limits(60, 10)):
-        pass
-    assert capsys.readouterr().err == ""
+def elsewhere():
+    """As if every rank were on a machine of its own: processes cannot be seen, hosts have names."""
+    real = Process.own()
+    host = f"node{torch.distributed.get_rank()}"
+    Process.own = staticmethod(lambda: attrs.evolve(real, host=host, place=host))
+
+
+def wait_for_another_machine():
+    elsewhere()
+    mesh = cf.Mesh(dp=2)
+    cf.join(mesh, limit_s=60, notice_s=0.4)
+    tie = backend_for(mesh).watch
+    presence.SILENT_S, watch.LOST_AFTER_S = 0.8, 0.5
+    pid = int(tie.exchange("processes", str(os.getpid()), 60)[1])
+    lines, ends = [], []
+    watch.say = lambda rank, text: (lines.append(text), "not heard" in text and os.kill(pid, signal.SIGCONT))
+    tie._end = ends.append
+    with tie.step("train"), tie:
+        if mesh.rank == 1:
+            os.kill(pid, signal.SIGSTOP)
+            watch.meet(tie, "awake")
+            os.kill(pid, signal.SIGKILL)
+        watch.meet(tie, "awake")
+        until = time.monotonic() + 60
+        while not ends and time.monotonic() < until:  # a collective of which the transport does not say that it has failed
+            time.sleep(0.05)
+    try:
+        watch.meet(tie, "a save")
+    except CollectiveError as error:
+        return lines, ends, str(error), watch._place(tie._store, 1)
+    return None
+
+
+def results_of_rank_0(fn):
+    """Rank 1 is killed: rank 0's result is in its error."""
+    result = fn()
+    raise CollectiveError(json.dumps(result))
+
+
+@pytest.mark.dist
+def test_a_process_of_another_machine_is_seen_to_end_and_to_fall_silent():
+    with pytest.raises(CollectiveError) as told:
+        cf.launch(results_of_rank_0, 2, wait_for_another_machine, timeout_s=90)
+    lines, ends, error, place = json.loads(str(told.value))
+    where = r"in step 1 \(train\) at test_presence.py:\d+ in wait_for_another_machine"
+    assert any(re.search(rf"for rank 1 \({where}; not heard of for \d s \(process \d+ on node1\)\); it gives up", line) for line in lines)
+    assert re.search(rf"rank 1 is lost \({where}; its process \d+ on node1 has ended\) while rank 0 is in step 1 \(train\)", ends[0])
+    assert re.search(rf"a save at .*: rank 1 will not come here \({where}; its process \d+ on node1 has ended\)", error)
+    assert place[0] == 0
+
+
+def test_a_connection_that_closes_is_the_end_of_a_process():
+    main = Lifelines.serve()
+    code = f"""
+import os, socket, struct, time
+line = socket.create_connection(("127.0.0.1", {main.port}))
+line.sendall(struct.pack("!16sI", bytes.fromhex("{main.token.hex()}"), 3))
+print(1, flush=True)
+time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    other = Lifelines.connect("127.0.0.1", main.port, b"?" * 16, 2)  # not one of this run
+    mine = Lifelines.connect("127.0.0.1", main.port, main.token, 1)
+    try:
+        child.stdout.read(1)
+        assert main.ended() == mine.ended() == []
+    finally:
+        child.kill()
+        child.communicate()
+    until = time.monotonic() + 10
+    while not main.ended() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert main.ended() == [3]
+    main.close()
+    assert mine.ended() == [0]
+    mine.close()
+    other.close()
+
+
+@pytest.fixture
+def not_started(monkeypatch):
+    """Processes that the machine shows, for a rank that waits for one that has not come."""
+    shown = {0: [os.getpid()]}
+    monkeypatch.setattr(joining, "started_here", lambda: shown)
+    return shown
+
+
+def waiting(limit_s, notice_s, missing, **options):
+    arrivals = Arrivals(0, Limits(limit_s, notice_s), " at host:1", **options)
+    arrivals.wait(missing)
+    return arrivals
+
+
+def test_a_rank_that_takes_long_to_start_is_waited_for_and_named(not_started, capsys):
+    came = iter([[1]] * 12 + [[]])
+    not_started[1] = [os.getpid()]
+    waiting(60, 0.05, lambda: next(came))
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"\[rank 0\] has waited \d s for rank 1 \(its process {os.getpid()} has not joined yet\) to join at host:1; it gives up after 60 s",
+        lines[0],
+    )
+    assert len(lines) < 8  # again after three times as long
+
+
+def test_a_rank_that_ended_before_it_joined_is_an_error(not_started):
+    not_started[1] = [4711]
+
+    looks = count()
+
+    def missing():
+        if next(looks) == 8:
+            del not_started[1]
+        return [1]
+
+    with pytest.raises(CollectiveError, match=r"rank 1 \(its process 4711 has ended\) will not join at host:1; its own output says why"):
+        waiting(60, 0.05, missing)
+    with pytest.raises(CollectiveError, match=r"rank 1 \(no process of this machine was started as it\) will not join at host:1"):
+        waiting(60, 0.05, lambda: [1], all_here=True)
+
+
+def test_a_rank_of_which_nothing_is_known_is_waited_for_until_the_limit(not_started):
+    not_started[0].append(1)  # more than one process of rank 0: it may have started the others with its own variables
+    text = r"rank 0 has waited \d s for rank 1 .* to join at host:1. Where .* start, try: cf.join\(mesh, limit_s=0.9\)"
+    for here in (True, False):
+        with pytest.raises(CollectiveError, match=text):
+            waiting(0.3, 0.02, lambda: [1], all_here=here)
+
+
+def test_processes_of_a_run_are_known_by_the_variables_they_were_started_with(monkeypatch):
+    run = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="12345")
+    sleep = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+    others = [dict(run, RANK="1"), dict(run, RANK="1", MASTER_PORT="12346")]
+    children = [subprocess.Popen(sleep, env=other, stdout=subprocess.PIPE) for other in others]
+    real = joining._started_with
+    try:
+        [child.stdout.read(1) for child in children]
+        monkeypatch.setattr(joining, "_started_with", lambda process: {} if process == "self" else real(process))
+        assert joining.started_here() is None
+        monkeypatch.setattr(joining, "_started_with", lambda process: dict(run, RANK="0") if process == "self" else real(process))
+        assert joining.started_here() == {1: [children[0].pid]}
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert joining.started_here() == {}
+
+
+def test_ranks_find_one_another_before_there_is_a_group(not_started, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    main, other = (Launch(rank, 2, rank, 2, "127.0.0.1", port) for rank in range(2))
+    with pytest.raises(CollectiveError, match=rf"rank 1 has waited .* for rank 0 .* to join at 127.0.0.1:{port}"):
+        Meeting.at(other, Limits(0.3, 0.1))
+    monkeypatch.setattr(joining, "_MEETINGS", count())
+    ours = Meeting.at(main, Limits(30))  # serves the store as long as it lives
+    server, address = joining.serve(ours, 0)
+    monkeypatch.setattr(joining, "_MEETINGS", count())  # another process counts for itself
+    assert joining.serve(Meeting.at(other, Limits(30)), 1) == (None, ("127.0.0.1", address[1]))
+    assert server.port == address[1]
+
+
+def test_a_store_that_is_gone_is_the_end_of_rank_0():
+    def gone():
+        raise torch.distributed.DistNetworkError("closed")
+
+    with pytest.raises(CollectiveError, match="rank 0, through which ranks join, has ended; its own output says why"):
+        joining.patient(gone)()
+
+
+def test_the_error_that_ends_a_script_is_what_others_are_told(monkeypatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    assert last_words() == ""
+    try:
+        raise ValueError("no rows")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert re.fullmatch(r"ValueError: no rows at test_presence.py:\d+", last_words())
 
 
 def test_a_few_of_many_ranks_are_named():

@@ -18,7 +18,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -232,16 +231,3 @@ def ranks_text(ranks: Sequence[int], others: Sequence[str]) -> str:
 
 def say(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def noticed(rank: int, what: str, limits: Limits) -> Iterator[None]:
-    """A line if what is inside, which waits for the other processes and knows nothing of them yet, takes long."""
-    text = f"has waited {limits.notice_s:g} s {what}; it gives up after {limits.limit_s:g} s"
-    timer = threading.Timer(limits.notice_s, say, (rank, text))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
