@@ -183,7 +183,8 @@ def test_a_rank_that_takes_long_to_start_is_waited_for_and_named(not_started, ca
     not_started[1] = [os.getpid()]
     waiting(60, 0.05, lambda: next(came))
     lines = capsys.readouterr().err.splitlines()
-    assert re.match(rf"\[rank 0\] has waited \d s for rank 1 \(its process {os.getpid()} has not joined yet\) to join at host:1; it", lines[0])
+    first = lines[0]
+    assert re.match(rf"\[rank 0\] has waited \d s for rank 1 \(its process {os.getpid()} has not joined yet\) to join at host:1;", first)
     assert len(lines) < 8  # again after three times as long
 
 
