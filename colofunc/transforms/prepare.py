@@ -106,8 +106,8 @@ def prepare(
     candidates = Candidates(program, priced, registry)
     constraints, named = wanted(program, traced, priced, options, given, usual, staged.plan, candidates.rule_of, candidates.extra_of)
     moves = next((i.move for i in staged.intents if i.move is not None), None)
-    below = moves is not None or any(layout.tier != "device" for layout in given.values())
-    shelved = _shelved(program, traced, hidden, mesh, below)
+    shared = bool(given or measured) if moves is not None else any(layout.tier != "device" for layout in given.values())
+    shelved, stay = _shelved(hidden, at, mesh, before, shared)
     constraints, tiers = without_tiers(_as_placed(program, shelved, constraints), program)
     for each in staged.intents:
         constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
@@ -122,7 +122,7 @@ def prepare(
     count = partial(held, mesh=priced, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
     lying = {k: "device" for k, i in enumerate(program.inputs) if i in given}
-    lying |= {k: layout.tier for k, layout in shelved.items()}
+    lying |= {k: shelved[k].tier for k in stay}
     tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
     # Whoever holds a tensor in memory holds it as it is, not as it is read.
     captured = {k: not isinstance(x, LazyTensor) and x.dtype == program.values[program.inputs[k]].dtype for k, x in enumerate(hidden, at)}
@@ -236,17 +236,26 @@ def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], 
     return tuple(pairs)
 
 
-def _shelved(program: Program, traced: Traced, hidden: Sequence[torch.Tensor], mesh: Mesh, below: bool) -> dict[int, Layout]:
-    """Position of a hidden input -> how another step has placed it, if one has.
+def _shelved(
+    hidden: Sequence[torch.Tensor], at: int, mesh: Mesh, before: Sequence[Lowered], shared: bool
+) -> tuple[dict[int, Layout], set[int]]:
+    """(position of a hidden input -> how it was placed, positions of those that stay in their tiers, too). at: position of the first.
 
-    `below`: whether this step has anything off the device. Where it has not, another step's tiers say nothing to it.
+    What this step has placed stays where it is. What another one has placed stays in its tier only if its state is `shared` with this
+    step: tiers of a step that has nothing to do with it, as of an earlier trial with the same model, say nothing here.
     """
-    found = {}
-    for position, tensor in enumerate(hidden, len(traced.names) + traced.uses_seed):
-        layout = SHELF.layout(tensor, mesh)
-        if layout is not None:
-            found[position] = layout if below else layout.with_tier("device")
-    return found
+    own = {id(tensor): layout for low in before for tensor, layout in zip(low.hidden, low.hidden_layouts, strict=True)}
+    found, stay = dict[int, Layout](), set[int]()
+    for position, tensor in enumerate(hidden, at):
+        layout = own.get(id(tensor)) or SHELF.layout(tensor, mesh)
+        if layout is None:
+            continue
+        if shared or id(tensor) in own:
+            found[position] = layout
+            stay.add(position)
+        else:
+            found[position] = layout.with_tier("device")
+    return found, stay
 
 
 def _as_placed(program: Program, shelved: Mapping[int, Layout], constraints: Constraints) -> Constraints:
