@@ -1,11 +1,13 @@
 """The least that an error names can be given, and no named policy fits below it: generated steps, sharded or in microbatches."""
 
 import random
-import re
 from typing import Any
 
+import least_named
 import pytest
+import random_cases
 import torch
+from least_named import named, peak
 from torch import nn
 
 import colofunc as cf
@@ -62,26 +64,52 @@ def training(seed: int) -> Any:
     return step, state, cf.abstract((4, 3, 32, 32))
 
 
-def peak(staged: Any, *args: Any) -> int:
-    return int(staged.lower(*args).memory().peak_bytes["device"])
-
-
-def least_named(staged: Any, *args: Any) -> int:
-    with pytest.raises(cf.PlanError) as refused:
-        staged.lower(*args)
-    found = re.search(r"the least found has a peak of ([\d,]+) B", str(refused.value))
-    assert found is not None
-    return int(found[1].replace(",", ""))
-
-
 def check_least(seed: int, chain: str, copies: bool = False) -> None:
     step, *args = training(seed)
     base = CHAINS[chain](step)
     base = cf.offload(base) if copies else base
-    least = least_named(cf.checkpoint(base, budget=1000), *args)
-    assert peak(cf.checkpoint(base, budget=least), *args) <= least, (seed, chain)
-    if chain != "two ranks" and not copies:  # then the sharding stands
+    least = least_named.check(lambda nbytes: cf.checkpoint(base, budget=nbytes), *args)
+    if not copies:
         assert least <= min(peak(cf.checkpoint(base, policy=policy), *args) for policy in POLICIES), (seed, chain)
+
+
+def check_random(seed: int, limit: str) -> None:
+    """Of a generated program on a generated mesh, with generated specs, whether it trains or not."""
+    case = random_cases.draw(seed)
+    parts = dict(case.links).get("accumulate")
+
+    def on(mesh: cf.Mesh) -> Any:
+        step = cf.shard(case.function(), mesh, in_specs=case.in_specs, out_specs=case.out_specs)
+        return cf.accumulate(step, **parts) if parts else step
+
+    def limited(nbytes: int) -> Any:
+        return least_named.LIMITS[limit](on, cf.Mesh(**case.axes), nbytes)
+
+    try:
+        least_named.check(limited, *case.arguments(), given=1)
+    except cf.ColofuncError as error:
+        if not case.may_refuse(str(error)) and not (parts and random_cases.CHAIN_REFUSED.search(str(error))):
+            raise
+
+
+@pytest.mark.parametrize("limit", least_named.LIMITS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_however_memory_is_limited_the_least_that_is_named_can_be_given(seed: int, limit: str) -> None:
+    check_random(seed, limit)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("limit", least_named.LIMITS)
+@pytest.mark.parametrize("seed", range(2, 60))
+def test_of_random_programs(seed: int, limit: str) -> None:
+    check_random(seed, limit)
+
+
+def test_the_memory_of_a_machine_counts_as_it_is_counted() -> None:
+    """Sharding alone is searched for by an estimate; what it finds leanest is counted before anything is refused or named."""
+    step, *args = training(2)
+    least = least_named.check(lambda nbytes: cf.shard(step, least_named.limited(cf.Mesh(dp=2), nbytes)), *args)
+    assert least <= peak(cf.shard(step, cf.Mesh(dp=2)), *args)
 
 
 @pytest.mark.parametrize("seed, chain", [(2, "one device"), (1, "two ranks")])
@@ -93,7 +121,8 @@ def test_the_least_that_is_named_can_be_given_and_no_policy_needs_less(seed: int
 def test_where_copies_are_made_the_least_that_is_named_and_more_can_be_given(seed: int, chain: str) -> None:
     step, *args = training(seed)
     base = CHAINS[chain](step)
-    least = least_named(cf.offload(base, budget=1000), *args)
+    least = named(cf.offload(base, budget=1000), *args)
+    assert least is not None
     for budget in (least, least + least // 50, 2 * least):
         assert peak(cf.offload(base, budget=budget), *args) <= budget
 

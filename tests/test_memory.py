@@ -157,7 +157,7 @@ def test_a_budget_holds_what_is_in_flight():
     tiers = tuple(attrs.evolve(t, capacity_bytes=budget) if t.name == "device" else t for t in free.topology.tiers)
     staged, _, _ = deep(free.with_topology(attrs.evolve(free.topology, tiers=tiers)))
     assert staged.lower(state, batch).memory().peak_bytes["device"] <= budget
-    with pytest.raises(PlanError, match=r"no plan found within|cannot be met"):
+    with pytest.raises(PlanError, match="no plan found within"):
         staged.on("distributed").lower(state, batch)
 
 

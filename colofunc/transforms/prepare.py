@@ -132,15 +132,19 @@ def prepare(
     wider, timed = [i.wider for i in staged.intents if i.wider], None if measured is None else measured[1]
     ending = Ending(program, priced, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways, timed, wider)
 
-    def plan_under(some: Constraints) -> tuple[Decided, Program]:
+    def plan_under(some: Constraints, name_least: bool = True) -> tuple[Decided, Program]:
         candidates.memo = Memo()
-        return within(ending, candidates, some, named, budget, axes, parts)
+        return within(ending, candidates, some, named, budget, axes, parts, name_least=name_least)
 
     plan_it = partial(retried, plan_under, program=program)
+    plan_alike = partial(retried, partial(plan_under, name_least=False), program=program)
 
     def again(plan: Plan) -> tuple[Decided, Program]:
         decided = decided_by(plan, program, priced, candidates, constraints)
-        return decided, ending.ended(ending.finish(decided, budget))
+        done = ending.finish(decided, budget)
+        if budget is not None and not done.fits(budget):  # it was found for less
+            done = ending.finish(decided, plan.budget_bytes)
+        return decided, ending.ended(done)
 
     asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
@@ -150,7 +154,7 @@ def prepare(
     def search() -> tuple[Decided, Program]:
         return remembered(key_of(program, priced, registry, constraints, chain), partial(plan_it, constraints), again, say)
 
-    recall = partial(as_before, before, program, plan_it, constraints, search) if measured is None else partial(anew, measured[0])
+    recall = partial(as_before, before, program, plan_alike, constraints, search) if measured is None else partial(anew, measured[0])
     with seldom():
         choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s

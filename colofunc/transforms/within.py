@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import ceil, inf
+from math import inf
 from operator import itemgetter
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from colofunc.planner.jointly import SEARCHES, Proposed, together
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.sharding.assign import Assignment, Memo, others
+from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, others
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.least import at_least_any
 from colofunc.program.check import check_program
@@ -41,15 +41,12 @@ from colofunc.program.passes.one_call import updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, decide
+from colofunc.transforms.least_budget import Tried, least_budget, said
 
 SHARE = 32
 """Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
 SMALL, WORK = 100, 400
 """Of programs of at most so many nodes all shardings are looked at, where they are few; so many nodes are finished in all of them."""
-STANDS, LOWER, GROWS = 64, 3, 32
-"""So often the least that was tried is asked for as a budget, until it is found then: behind the third time by a 32nd part more."""
-SAID_IN_GIB = 1 << 27
-"""Fewer bytes are said to the byte."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)
@@ -206,11 +203,13 @@ def within(
     axes: tuple[str, ...],
     parts: int = 1,
     tries: int = 4,
+    name_least: bool = True,
 ) -> tuple[Decided, Program]:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`).
+    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`). `name_least`: whether an
+    error says what could be given, which takes a few searches more.
     """
     make = partial(decide, ending.program, ending.mesh, candidates, constraints, named, axes=axes)
     if budget_bytes is None:
@@ -220,29 +219,37 @@ def within(
             raise CapacityError(done.short)
         return _told(ending, decided, done)
     search = partial(_searched, make, ending, candidates, parts=parts, tries=tries + parts.bit_length() - 1)
-    found, least = search(budget_bytes)
+    found, leanest = search(budget_bytes)
     if found is not None:
-        return _told(ending, *found)
+        return _told(ending, found.decided, found.done)
+    if not name_least:
+        raise PlanError(leanest.done.short or f"no plan found within {said(budget_bytes)} a rank")
+    needs_bytes = _needs(ending.program, candidates) // parts
+    candidates.memo = Memo(candidates.memo.fastest, misses=candidates.memo.misses)
+
+    def again(asked_bytes: int) -> Tried:
+        candidates.memo = attrs.evolve(candidates.memo, fits={})  # as whoever gives that budget will find it
+        fits, lean = search(asked_bytes, any_that_fits=True)
+        return fits or lean
+
+    least = least_budget(again, len(ending.program.nodes) > LARGE)
+    if least.done.fits(budget_bytes):  # only what was asked for less was led there
+        plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
+        return _told(ending, attrs.evolve(least.decided, plan=plan), least.done)
+    if leanest.done.short and leanest.done.peak_bytes <= budget_bytes:
+        raise CapacityError(leanest.done.short)
+    raise PlanError(_too_little(ending, budget_bytes, least, needs_bytes))
+
+
+def _too_little(ending: Ending, budget_bytes: int, least: Tried, needs_bytes: int) -> str:
+    """What to say where nothing fits: what would, and what to try."""
     others = [name for name, there in (("cf.checkpoint", ending.refit), ("cf.offload", ending.move)) if there is None]
     less = ", ".join(["a smaller batch", *others, *ending.wider])
-    if least.short and least.peak_bytes <= budget_bytes:
-        raise CapacityError(least.short)
-    needs_bytes = _needs(ending.program, candidates) // parts
-    alone = f", and however it is sharded one operator makes {_gib(needs_bytes)}" if needs_bytes > budget_bytes else ""
-
-    def tried(asked_bytes: int) -> tuple[bool, Fitted]:
-        candidates.memo = Memo()  # as whoever gives that budget will find it
-        try:
-            fitting, leanest = search(asked_bytes, any_that_fits=True)
-        except PlanError:  # the planner of shardings sees nothing
-            return False, least
-        return fitting is not None, leanest if fitting is None else fitting[1]
-
-    feasible, least_bytes = _feasible(tried, least, LOWER if ending.mesh.size == 1 else 0)
-    raise PlanError(
-        f"no plan found within {_gib(budget_bytes)} a rank: the least found has a peak of {_gib(least_bytes)}{alone}; "
+    alone = f", and however it is sharded one operator makes {said(needs_bytes)}" if needs_bytes > budget_bytes else ""
+    return (
+        f"no plan found within {said(budget_bytes)} a rank: the least found has a peak of {said(least.done.peak_bytes)}{alone}; "
         f"give at least that, or use more ranks, {less}, or a topology with more memory. "
-        f"It holds {ending.count(feasible.program).summary()}"
+        f"It holds {ending.count(least.done.program).summary()}"
     )
 
 
@@ -250,8 +257,7 @@ def within(
 class _Fits(Exception):
     """Ends a search: a plan that fits, where it does not matter whether another one is faster."""
 
-    decided: Decided
-    done: Fitted
+    tried: Tried
 
 
 def _searched(
@@ -262,20 +268,20 @@ def _searched(
     parts: int,
     tries: int,
     any_that_fits: bool = False,
-) -> tuple[tuple[Decided, Fitted] | None, Fitted]:
+) -> tuple[Tried | None, Tried]:
     """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but the first."""
     if not ending.gives_way:
         return _lean(make, ending, budget_bytes, parts, tries)
     if ending.mesh.size == 1:  # then there is one plan, whatever it may hold
         decided = make(budget_bytes=None)
-        done = ending.finish(decided, budget_bytes)
-        return ((decided, done) if done.fits(budget_bytes) else None), done
+        one = Tried(decided, ending.finish(decided, budget_bytes), budget_bytes)
+        return (one if one.done.fits(budget_bytes) else None), one
     searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
 
     def finish(decided: Decided) -> Fitted:
         done = ending.finish(decided, budget_bytes)
         if any_that_fits and done.fits(budget_bytes):
-            raise _Fits(decided, done)
+            raise _Fits(Tried(decided, done, budget_bytes))
         return done
 
     every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
@@ -284,33 +290,9 @@ def _searched(
     try:
         best, lean = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
     except _Fits as first:
-        return (first.decided, first.done), first.done
-    return (None if best is None else (best.proposed.plan, best.done)), lean.done
-
-
-def _feasible(tried: Callable[[int], tuple[bool, Fitted]], least: Fitted, lower: int) -> tuple[Fitted, int]:
-    """(a plan that is found within a budget near the least that was tried, that budget as `_gib` says it).
-
-    How much is sent at once, what moves and which shardings are looked at go by the budget, so only what was searched for with a
-    budget is known to be found with it. Upwards until something is found, then down as far as what was found holds less, `lower`
-    times at most.
-    """
-    known: tuple[Fitted, int] | None = None
-    asked_bytes = _said_bytes(least.peak_bytes)
-    for k in range(STANDS):
-        fits, plan = tried(asked_bytes)
-        if fits:
-            known = plan, asked_bytes
-            lower_bytes = _said_bytes(plan.peak_bytes)
-            if lower_bytes >= asked_bytes or k >= lower:
-                break
-            asked_bytes = lower_bytes
-        elif known is not None or plan.short:
-            break
-        else:
-            step = 0 if k < LOWER and plan.peak_bytes > asked_bytes else max(1, asked_bytes // GROWS)
-            least, asked_bytes = plan, _said_bytes(max(plan.peak_bytes, asked_bytes + step))
-    return known or (least, _said_bytes(least.peak_bytes))
+        return first.tried, first.tried
+    fastest = None if best is None else Tried(best.proposed.plan, best.done, budget_bytes)
+    return fastest, Tried(lean.proposed.plan, lean.done, budget_bytes)
 
 
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
@@ -319,7 +301,7 @@ def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tupl
     if budget_bytes is None and done.short:
         raise CapacityError(done.short)
     if budget_bytes is not None and not done.fits(budget_bytes):
-        raise PlanError(done.short or f"the least found has a peak of {_gib(done.peak_bytes)}, the budget is {_gib(budget_bytes)}")
+        raise PlanError(done.short or f"the least found has a peak of {said(done.peak_bytes)}, the budget is {said(budget_bytes)}")
     return _told(ending, decided, done)
 
 
@@ -345,22 +327,22 @@ def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float, fou
 
 def _lean(
     make: Callable[..., Decided], ending: Ending, budget_bytes: int, parts: int, tries: int
-) -> tuple[tuple[Decided, Fitted] | None, Fitted]:
+) -> tuple[Tried | None, Tried]:
     """(the first plan that fits or None, the leanest): sharding is asked for less until what was counted fits."""
-    aim, least = budget_bytes * parts, list[Fitted]()
+    aim, least = budget_bytes * parts, list[Tried]()
     for _ in range(tries):
         try:
             decided = make(budget_bytes=aim)
-        except PlanError:
-            if not least:
-                raise
-            break  # the planner sees nothing for less
-        done = ending.finish(decided, budget_bytes)
-        least.append(done)
-        if done.fits(budget_bytes):
-            return (decided, done), done
-        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / done.peak_bytes * 0.99)
-    return None, min(least, key=lambda done: done.peak_bytes)
+        except OverBudget as refused:  # by an estimate: what is leanest by it is counted, too
+            decided = make(budget_bytes=None, found=refused.leanest)
+        one = Tried(decided, ending.finish(decided, budget_bytes), budget_bytes)
+        least.append(one)
+        if one.done.fits(budget_bytes):
+            return one, one
+        if decided.plan.peak_bytes > aim:  # then it is the leanest for every smaller aim
+            break
+        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / one.done.peak_bytes * 0.99)
+    return None, min(least, key=lambda one: one.done.peak_bytes)
 
 
 def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
@@ -376,13 +358,3 @@ def _told(ending: Ending, decided: Decided, done: Fitted) -> tuple[Decided, Prog
         memory=done.words,
     )
     return attrs.evolve(decided, plan=plan), program
-
-
-def _gib(nbytes: int) -> str:
-    """Rounded up: whoever gives it as a budget has enough."""
-    return f"{ceil(nbytes / 2**30 * 100) / 100:.2f} GiB" if nbytes >= SAID_IN_GIB else f"{nbytes:,} B"
-
-
-def _said_bytes(nbytes: int) -> int:
-    """The bytes that a budget has which is given as `_gib` says it."""
-    return int(ceil(nbytes / 2**30 * 100) / 100 * 2**30) if nbytes >= SAID_IN_GIB else nbytes

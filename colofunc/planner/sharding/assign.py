@@ -24,7 +24,8 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.sharding.budget import at_price, fit, least_error
+from colofunc.planner.plan_table import size_text
+from colofunc.planner.sharding.budget import Fit, at_price, fit
 from colofunc.planner.sharding.cheapest import others as choices
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
@@ -72,6 +73,18 @@ class Assignment:
     choice: tuple[int, ...]
 
 
+class OverBudget(PlanError):
+    """No assignment found is estimated to fit. `leanest`: of those that were found, for someone to count who counts better."""
+
+    def __init__(self, budget_bytes: int, least_bytes: int, roles: Mapping[str, int], leanest: Assignment) -> None:
+        top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
+        super().__init__(
+            f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak is estimated as "
+            f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or offload"
+        )
+        self.leanest = leanest
+
+
 @attrs.define(eq=False)
 class Memo:
     """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered."""
@@ -79,6 +92,13 @@ class Memo:
     fastest: Assignment | None = None
     models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
+    misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)  # (`fits` before, a search that met none)
+
+    def missed(self, regather: frozenset[int], budget_bytes: int) -> Fit | None:
+        """What a search for so many bytes ends with, where one like it met no budget: it goes the same way for every smaller one."""
+        before, fit = self.misses.get(regather, ([], None))
+        again = fit is not None and budget_bytes < fit.least_bytes and before == self.fits.get(regather, [])
+        return fit if again else None
 
 
 def assign(
@@ -106,8 +126,8 @@ def assign(
     `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
     per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
     the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
-    calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy or the
-    least possible peak is above the budget. `fresh`: False searches from `starts` only. `few`: only
+    calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy, OverBudget where
+    the least peak found is above the budget. `fresh`: False searches from `starts` only. `few`: only
     among options that fit what is held, see `lean`. `near`: of what constraints offer, what is looked at first.
     """
     convert = convert_s or free
@@ -136,17 +156,18 @@ def assign(
             continue
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])
-        result = fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
+        result = memo.missed(regather, budget_bytes) or fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
         if result.choice is not None:
             before.append(result.choice)
             return make(result.choice)
+        memo.misses[regather] = [*before], result
         least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
     if price_s or budget_bytes is None:
         return min(dear, key=lambda a: a.cost_s + price_s * a.peak_bytes)
     nbytes, roles, leanest = min(least, key=lambda item: item[0])
     if nbytes <= budget_bytes * (1 + slack):
         return leanest
-    raise PlanError(least_error(budget_bytes, nbytes, roles))
+    raise OverBudget(budget_bytes, nbytes, roles, leanest)
 
 
 def _fastest(

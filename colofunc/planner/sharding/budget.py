@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import numpy as np
 
-from colofunc.planner.plan_table import size_text
 from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import Model
@@ -156,13 +155,3 @@ def _give_back(model: Model, x: list[int], measure: Measure, budget_bytes: int, 
         if now < cost_s and measure(y) <= budget_bytes:
             x, cost_s = y, now
     return x
-
-
-def least_error(budget_bytes: int, least_bytes: int, roles: Mapping[str, int]) -> str:
-    """What to say when nothing fits."""
-    top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
-    return (
-        f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak found is "
-        f"{size_text(least_bytes)} ({top} at that moment); "
-        "raise the budget, use more ranks, or add checkpoint or offload"
-    )
