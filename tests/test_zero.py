@@ -21,14 +21,17 @@ TOPOLOGY = "4xa100-80g"
 DP2, DP4 = (cf.Mesh(dp=n, topology=TOPOLOGY) for n in (2, 4))
 
 
-def mlp(width: int = 32, hidden: int = 128, rows: int = 8, clip: float | None = 1.0, freeze: str = "", opt: Any = torch.optim.AdamW) -> Any:
+def mlp(
+    width: int = 32, hidden: int = 128, rows: int = 8, clip: float | None = 1.0, freeze: str = "", opt: Any = torch.optim.AdamW,
+    **options: Any,
+) -> Any:  # fmt: skip
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)).double()
     for name, p in net.named_parameters():
         p.requires_grad_(not freeze or not name.startswith(freeze))
     batch = {k: torch.randn(rows, width, dtype=torch.float64) for k in "xy"}
     fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
-    step, state = cf.train_step(cf.functional(net), cf.adapt(opt, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}), clip=clip)
+    step, state = cf.train_step(cf.functional(net), cf.adapt(opt, lr=1e-2, **options), loss=fn, inputs=lambda b: ((b["x"],), {}), clip=clip)
     return step, state, batch
 
 
@@ -180,14 +183,38 @@ def test_shapes_that_nothing_divides(stage: int, clip: float | None) -> None:
     assert check(cf.accumulate(staged, 2), state, batch).worst < 1e-10
 
 
-@pytest.mark.parametrize(("opt", "on_shards"), [(torch.optim.SGD, True), (torch.optim.Adagrad, False)])
-def test_padded_updates_of_other_optimizers(opt: Any, on_shards: bool) -> None:
-    """An optimizer of many small operators gathers what is padded; the numbers are the same."""
-    step, state, batch = mlp(13, 337, opt=opt)
+GATHERED = ("Adamax", "Rprop")  # what they keep of a zero is not zero
+OPTIONS = {
+    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "ASGD": {"t0": 1, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "NAdam", "ASGD", "Adamax"])
+def test_padded_updates_of_other_optimizers(name: str) -> None:
+    check_padded_updates(name)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["Adadelta", "RAdam", "Rprop"])
+def test_padded_updates_of_the_rest(name: str) -> None:
+    check_padded_updates(name)
+
+
+def check_padded_updates(name: str) -> None:
+    """Whatever its update, a parameter is gathered once, for its use, and never for the update; the numbers are the same."""
+    step, state, batch = mlp(13, 337, opt=getattr(torch.optim, name), **OPTIONS.get(name, {}))
     staged = cf.shard(step, DP4, zero(3, "dp"))
     padded = 2 * 340 * 13 * 8 * 3 // 4
-    assert (wires(staged.lower(state, batch))["all_gather"] == padded) is on_shards
-    assert check(staged, state, batch).worst < 1e-10
+    assert (wires(staged.lower(state, batch))["all_gather"] == padded) is (name not in GATHERED)
+    assert check(staged, state, batch, steps=3).worst < 1e-10
+
+
+def test_without_eps_a_zero_over_a_zero_is_none() -> None:
+    step, state, batch = mlp(13, 337, opt=torch.optim.RMSprop, eps=0.0)
+    staged = cf.shard(step, DP4, zero(3, "dp"))
+    assert wires(staged.lower(state, batch))["all_gather"] > 2 * 340 * 13 * 8 * 3 // 4
 
 
 def test_a_padded_master_is_gathered_in_the_compute_dtype() -> None:

@@ -7,6 +7,7 @@ padded shards as they are:
 
     adamw: (dp a~) b, (dp a~) b, ... -> (dp a~) b          mul, to_copy, neg: the same            sum: (dp a~) b -> +dp
 
+Adamax and Rprop keep numbers that are never zero (a largest gradient of at least eps, a least step), so they are no such updates.
 Which shapes are padded is the plan's; this offers the strategies, and cost takes them.
 """
 
@@ -20,14 +21,17 @@ import colofunc as cf
 __all__ = ["TARGETS", "strategies"]
 
 _EPS = 8  # position of adamw's eps: without it a zero over a zero would not be zero
+_KIND, _OPTIONS = 0, 8  # positions in `update`
+# Kinds of `update` that leave zeros zeros -> position of eps among their options, if they divide by a root.
+_EPS_OF = {"Adadelta": 1, "Adagrad": 1, "ASGD": None, "NAdam": 2, "RAdam": 2, "RMSprop": 1}
 _KEEP = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default", "aten._to_copy.default")  # zero where an operand is
-TARGETS = ("colofunc.adamw", "colofunc.sgd", *_KEEP, "aten.sum.default")
+TARGETS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update", *_KEEP, "aten.sum.default")
 
 
 def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
     """The strategy of `call` on shards of its first operand, which lies as `spec` says."""
     shape = call.ins[0].shape
-    if call.target == "colofunc.adamw" and not call.arg(_EPS, "eps"):
+    if not _stays_zero(call):
         return
     shards, whole = cf.Spec(spec).bind(mesh, shape), lambda t: cf.Spec(_whole(len(t.shape))).bind(mesh, t.shape)
     large = [t.shape == shape for t in call.ins]
@@ -42,6 +46,19 @@ def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> It
     nbytes += sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(outs, call.outs, strict=True) if t is not None)
     name = "{" + ", ".join(f"{axis}: padded" for axis in axes) + "}"
     yield cf.Strategy(name, ins, outs, cf.Cost(float(shards.local_numel), float(nbytes)), axes=tuple((a, "padded") for a in axes))
+
+
+def _stays_zero(call: Any) -> bool:
+    """Whether zeros in all operands of the parameter's shape give zeros."""
+    if call.target == "colofunc.adamw":
+        return bool(call.arg(_EPS, "eps"))
+    if call.target != "colofunc.update":
+        return True
+    kind = call.arg(_KIND, "kind")
+    if kind not in _EPS_OF:
+        return False
+    at = _EPS_OF[kind]
+    return at is None or bool(call.arg(_OPTIONS, "options")[at])
 
 
 def _whole(dims: int) -> str:
