@@ -398,3 +398,46 @@ def test_in_specs_of_an_unknown_parameter():
     step = cf.shard(by_names, cf.Mesh(dp=2), in_specs={"state": None, "y": "(dp a) b"})
     with pytest.raises(cf.InputError, match=r"in_specs names 'y', which is no parameter of the step; parameters: 'state', 'x'"):
         step(torch.ones(4), x=torch.ones(4, 2))
+
+
+class Adds(torch.Tensor):
+    """A class of tensors whose products are sums."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("mul", "__mul__"):
+            one, other = (x.as_subclass(torch.Tensor) for x in args)
+            return one + other
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+UNLIKE: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "a class with operators": (lambda: torch.ones(3, 3).as_subclass(Adds), "is a Adds, a tensor class with operators of its own"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "is torch.sparse_coo; a step computes with dense tensors. Try: x.to_dense()"),
+    "compressed rows": (lambda: torch.eye(3).to_sparse_csr(), "is torch.sparse_csr"),
+    "another library's layout": (lambda: torch.eye(3).to_mkldnn(), "is torch._mkldnn"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8), "is quantised (torch.qint8)"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "is a nested tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*quantize")
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_tensors_that_are_no_plain_memory(kind: str) -> None:
+    make, words = UNLIKE[kind]
+    odd = make()
+    product = cf.shard(lambda x, y: x * y, cf.Mesh(dp=2))
+    refuses(cf.InputError, f"argument 'y' {words}", call=lambda: product(torch.ones(3, 3), odd))
+    if kind != "nested":
+        product(torch.ones(3, 3), torch.ones(3, 3).to(odd.dtype) if not odd.is_quantized else torch.ones(3, 3))
+        refuses(cf.InputError, words, call=lambda: product(torch.ones(3, 3), odd))
+    if kind != "a class with operators":  # its own operators are called where it is captured
+        refuses(cf.TraceError, f"captured {words}", call=lambda: cf.shard(lambda x: x * odd, cf.Mesh(dp=2))(torch.ones(3, 3)))
+
+
+def test_values_that_torch_marks_as_conjugated_or_negated() -> None:
+    x = torch.complex(torch.ones(4, 2), torch.arange(8.0).view(4, 2)).conj()
+    for y in (x, x.imag, x.mH):
+        want = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y * 2
+        fn = torch.view_as_real if y.is_complex() else lambda z: z * 2  # noqa: E731
+        cf.testing.compare(cf.shard(fn, cf.Mesh(dp=2))(y), want)

@@ -1,8 +1,10 @@
 """A call like the last one skips the look-up; every way in which it can differ goes through it, with the right result or error."""
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -237,3 +239,39 @@ def test_a_tree_is_like_another_exactly_where_their_keys_are_equal(left: int, ri
     leaves = flatten_like(tree, trees[right])
     assert (leaves is not None) == (tree.key() == flatten(trees[right])[1].key())
     assert leaves is None or len(leaves) == len(flatten(trees[right])[0])
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def nested_settings() -> Any:
+    return types.SimpleNamespace(inner=types.SimpleNamespace(scales=[1.0, {"scale": 1.0}]))
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
+    "namespace": (lambda: types.SimpleNamespace(scale=1.0), lambda o: o.scale, lambda o: setattr(o, "scale", 2.0)),
+    "slots": (Slotted, lambda o: o.scale, lambda o: setattr(o, "scale", 2.0)),
+    "nested": (nested_settings, lambda o: o.inner.scales[1]["scale"], lambda o: o.inner.scales[1].update(scale=2.0)),
+    "set": (lambda: {1}, len, lambda o: o.add(2)),
+    "bytearray": (lambda: bytearray(b"\1"), lambda o: o[0], lambda o: o.append(3) or o.__setitem__(0, 2)),
+    "array of objects": (lambda: np.array([1.0, "a"], dtype=object), lambda o: o[0], lambda o: o.__setitem__(0, 2.0)),
+    "list of a class": (lambda: type("Numbers", (list,), {})([1.0]), lambda o: o[0], lambda o: o.__setitem__(0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_an_argument_holds_may_change_between_calls(asked: list[bool], kind: str) -> None:
+    make, read, change = CHANGES[kind]
+    settings, x = make(), torch.ones(4)
+    step = cf.shard(lambda x, settings: x * read(settings), cf.Mesh(dp=2))
+    for _ in range(3):
+        assert step(x, settings).full().equal(x)
+    assert asked[-1]  # while nothing changes, the guard lets a call through
+    change(settings)
+    for _ in range(2):
+        assert step(x, settings).full().equal(x * 2)
+    assert step(x, make()).full().equal(x)

@@ -23,6 +23,7 @@ from colofunc.dtensor.eager import convert_shards
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import LazyTensor, make_parts, part_key
 from colofunc.dtensor.parts import part
+from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
@@ -76,7 +77,8 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
         )
     if isinstance(x, LazyTensor):
         return make_parts(x, layout, mesh, backend.ranks(mesh))
-    plain = x.detach()
+    refuse_unlike(x, what, InputError)
+    plain = x.detach().resolve_conj().resolve_neg()
     done: dict[tuple[int, ...], torch.Tensor] = {}
     for rank in backend.ranks(mesh):
         key = part_key(layout, mesh, rank)

@@ -17,7 +17,7 @@ import attrs
 from torch import Tensor, nn
 
 from colofunc import compat
-from colofunc.dtensor.lazy import LazyTensor
+from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 
@@ -62,22 +62,5 @@ def refuse_unseen(parameters: Mapping[str, Tensor]) -> None:
             )
         if nn.parameter.is_lazy(parameter):
             raise InputError(f"functional: parameter {name!r} has no shape yet. Try: one call of the module on a batch before")
-        kind = type(parameter)
-        if not isinstance(parameter, (LazyTensor, DTensor, compat.FakeTensor)) and _has_operators(kind):
-            raise InputError(
-                f"functional: parameter {name!r} is a {kind.__name__}, a tensor class with operators of its own, which a step would not "
-                "call. Try: a plain nn.Parameter of its values, or compute with it in a module's forward"
-            )
-
-
-def _has_operators(kind: Any) -> bool:
-    """Whether a class of tensors says itself what operators do."""
-    if kind in (Tensor, nn.Parameter):
-        return False
-    plain = (_function(Tensor), compat.no_torch_function)
-    return _function(kind) not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _function(kind: Any) -> Any:
-    """What a class does with torch functions."""
-    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+        if not isinstance(parameter, DTensor):
+            refuse_unlike(parameter, f"functional: parameter {name!r}", InputError)

@@ -18,8 +18,9 @@ import attrs
 import torch
 
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
+from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import ColofuncError
+from colofunc.errors import ColofuncError, InputError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.profile import Profile
 from colofunc.mesh import Mesh
@@ -142,6 +143,8 @@ class StepCompiler:
 
     def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree, runs: bool = False) -> Ready:
         """The step for these arguments, prepared now if it was not. `runs`: not only to look at, so the mesh has to be there."""
+        if any(x.is_nested for x in leaves):  # which have no shape
+            check_arguments(staged, args)
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
         around = look_around(staged.fn)
         key = (tree.key(), types, *around.key)
@@ -154,7 +157,7 @@ class StepCompiler:
         fitting = [r for r in known if r.used.stands()]
         ready = next((r for r in fitting if lies_as_planned(leaves, r.low.input_layouts)), None)
         if ready is None:
-            check_mesh(staged, args)
+            check_arguments(staged, args)
             if len(self._ready) > 1 and not known and not stale:
                 self._retraces.tell(staged, Signature(leaves, tree, around), Signature(*self._last))
             if known and not fitting:
@@ -195,11 +198,13 @@ def brought_over(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
     return moved
 
 
-def check_mesh(staged: Staged, args: tuple[Any, ...]) -> None:
-    """Raises InputError where an argument lies on another mesh than the step's: layouts speak of axes of their own mesh."""
+def check_arguments(staged: Staged, args: tuple[Any, ...]) -> None:
+    """Raises InputError where a program cannot compute with an argument, or where it lies on another mesh than the step's."""
     mesh = mesh_of(staged)
     for name, argument in zip(argument_names(staged.fn, len(args)), args, strict=True):
         leaves, tree = flatten(argument, name)
         for leaf, leaf_name in zip(leaves, tree.names(), strict=True):
-            if isinstance(leaf, DTensor) and leaf.mesh != mesh:
+            if not isinstance(leaf, DTensor):
+                refuse_unlike(leaf, f"argument {leaf_name!r}", InputError)
+            elif leaf.mesh != mesh:  # layouts speak of axes of their own mesh
                 raise elsewhere(f"argument {leaf_name!r}", leaf, mesh)

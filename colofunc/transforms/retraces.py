@@ -55,10 +55,11 @@ class Retraces:
         """Arguments of a signature that has not been there."""
         called = _called(staged, new.tree)
         pairs = zip(new.tree.statics(), old.tree.statics(), strict=False)
-        changed = [(called(now.name), before.value, now.value) for now, before in pairs if now.value != before.value]
+        changed = [(now, before) for now, before in pairs if now.key() != before.key()]
         if changed:
-            name, before, now = changed[0]
-            static = f"{name}: {before!r} -> {now!r}"
+            now, before = changed[0]
+            what = "holds other values" if now.value is before.value else f"{before.value!r} -> {now.value!r}"
+            static = f"{called(now.name)}: {what}"
             self._say(staged, f", a static value changed: {static}", static)
             self._count(staged, static)
             return

@@ -23,6 +23,7 @@ import torch
 
 from colofunc import compat
 from colofunc.dtensor.lazy import make
+from colofunc.dtensor.plain import refuse_unlike
 from colofunc.errors import TraceError
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
@@ -180,6 +181,10 @@ class Recorder(compat.TorchDispatchMode):
             role = "constant" if name is None else "frozen"
             if name is None:
                 refuse_computed(tensor)
+            # Classes that only say what torch functions do have been asked before an operator comes here.
+            dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            if dispatches or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+                refuse_unlike(tensor, f"a tensor that the step at {user_line()} captured", TraceError)
             vid = self.new_value(tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None)
             with compat.disable_modes():
                 data = tensor.detach()

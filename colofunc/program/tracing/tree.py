@@ -13,6 +13,8 @@ recipe to rebuild and part of the cache key.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -36,6 +38,7 @@ class Tree:
     keys: tuple[Any, ...] = ()
     children: tuple[Tree, ...] = ()
     value: Any = None
+    content: Any = None  # of a static leaf that can be changed where it stands: what it held (see `held_by`)
     context: Any = attrs.field(default=None, eq=False)  # of a container registered with torch
 
     def leaves(self) -> Iterator[Tree]:
@@ -60,7 +63,7 @@ class Tree:
         if self.kind == "tensor":
             return ("tensor", self.name, self.type is float)  # a float promotes otherwise than a tensor
         if self.kind == "static":
-            return ("static", self.name, type(self.value).__name__, _hashable(self.value))
+            return ("static", self.name, type(self.value).__name__, _hashable(self.value), self.content)
         return (self.kind, self.type, self.keys, tuple(child.key() for child in self.children))
 
 
@@ -99,7 +102,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
         return Tree("static", name, value=obj.item())
     parts = container(obj)
     if parts is None:
-        return Tree("static", name, value=obj)
+        return Tree("static", name, value=obj, content=held_by(obj))
     kind, keys, items, context = parts
     children = tuple(_flatten(item, join(name, key), leaves) for key, item in zip(keys, items, strict=True))
     return Tree(kind, name, type(obj), tuple(keys), children, context=context)
@@ -118,6 +121,8 @@ def _flatten_like(tree: Tree, obj: Any, leaves: list[torch.Tensor]) -> bool:
         return isinstance(obj, torch.Tensor)
     if kind == "tensor":
         return type(obj) is tree.type and _flatten(obj, tree.name, leaves).type is tree.type
+    if kind == "static" and tree.content is not None:
+        return obj is tree.value and held_by(obj) == tree.content
     if kind == "static":
         return obj is tree.value or (type(obj) is type(tree.value) and type(obj) in _PLAIN and bool(obj == tree.value))
     if type(obj) is not tree.type:
@@ -140,6 +145,53 @@ def _flatten_like(tree: Tree, obj: Any, leaves: list[torch.Tensor]) -> bool:
 
 _PLAIN = (bool, int, str)
 """Static leaves of these types are the same where they are equal; others, where they are the same object."""
+
+
+# Objects within static leaves are followed this far.
+MOST_DEPTH = 4
+
+
+def held_by(obj: Any, depth: int = MOST_DEPTH) -> Any:
+    """What an object holds that a step may read and a caller may change between calls, as something that can be compared.
+
+    None for what cannot be changed, and for what other parts of a trace look at (modules, tensors).
+
+    >>> held_by(types.SimpleNamespace(scale=2.0))
+    (('scale', 2.0, None),)
+    """
+    if isinstance(obj, (*_UNCHANGED, torch.Tensor, torch.nn.Module)) or depth == 0:
+        return None
+    if isinstance(obj, (set, bytearray)):
+        return tuple(sorted(map(repr, obj)))
+    if isinstance(obj, dict):
+        pairs = list(obj.items())
+    elif isinstance(obj, (list, tuple)) or (isinstance(obj, np.ndarray) and obj.dtype.hasobject):
+        pairs = list(enumerate(obj))
+    else:
+        pairs = list(getattr(obj, "__dict__", {}).items())
+        pairs += [(name, getattr(obj, name)) for name in _slots(type(obj)) if hasattr(obj, name)]
+        if not pairs:
+            return None
+    return tuple((str(key), _compared(item), held_by(item, depth - 1)) for key, item in pairs)
+
+
+def _compared(item: Any) -> Any:
+    """A value that says whether an item is another one than before."""
+    return item if isinstance(item, _UNCHANGED) else ("id", id(item))
+
+
+_UNCHANGED = (
+    bool, int, float, complex, str, bytes, type(None), type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+    torch.dtype, torch.device, torch.Generator, np.generic,
+)  # fmt: skip
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if not name.startswith("__")]
 
 
 def container(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
