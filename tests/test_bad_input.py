@@ -439,5 +439,5 @@ def test_values_that_torch_marks_as_conjugated_or_negated() -> None:
     x = torch.complex(torch.ones(4, 2), torch.arange(8.0).view(4, 2)).conj()
     for y in (x, x.imag, x.mH):
         want = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y * 2
-        fn = torch.view_as_real if y.is_complex() else lambda z: z * 2  # noqa: E731
+        fn = torch.view_as_real if y.is_complex() else lambda z: z * 2
         cf.testing.compare(cf.shard(fn, cf.Mesh(dp=2))(y), want)
