@@ -2,7 +2,7 @@
 
 Problem: what holds alone (a view, a spec, a budget) need not hold beside everything else. Idea: all of it is drawn from one
 seed. The step is the program as it stands, or a training step whose loss is made of what the program returns; its numbers
-are those of the function itself on one device, in float64.
+are those of the function itself on one device, in float64, or under `cf.precision` as far off as rounding makes them.
 
     random_cases.draw(7).check()       # raises with the program, the specs and the chain
 """
@@ -20,13 +20,36 @@ import torch
 from random_programs import RandomProgram
 
 import colofunc as cf
+from colofunc.testing.check import run_reference, seeded
 
 MESHES = ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2))
 AXES = ("dp", "tp", "x", "sp", "cp")
-# What a chain may truly be refused for: a budget that is too small, an operator that mixes the samples of microbatches.
-CHAIN_REFUSED = re.compile(r"no plan found within|mixes samples|microbatch")
-# What any program may be refused for: torch loses gradients there, or strides of memory that only the caller knows.
-REFUSED = re.compile(r"changed in place at .*whose gradient would be lost|reads the memory of input")
+# Masters stay float64; what is computed from them has the bounds of the narrower dtype.
+POLICIES = tuple(cf.Policy(params="fp64", compute=compute, reduce=reduce) for compute, reduce in (("bf16", "fp32"), ("fp32", "fp64")))
+MOST_REFUSED = 0.2  # of many cases
+
+
+@attrs.frozen
+class Refusal:
+    """A true reason to refuse a case. when: what the case has to have for it."""
+
+    kind: str
+    error: type[cf.ColofuncError]
+    pattern: str
+    when: Callable[[Case], bool] = lambda case: True
+
+
+def accumulates(case: Case) -> bool:
+    return any(name == "accumulate" for name, _ in case.links)
+
+
+REFUSALS = (
+    Refusal("a gradient that torch loses", cf.TraceError, r"changed in place at .*whose gradient would be lost"),
+    Refusal("strides of memory that only the caller knows", cf.TraceError, r"reads the memory of input .*which is not contiguous"),
+    Refusal("a budget below the peak", cf.PlanError, r"no plan found within", lambda case: (case.budget_part or 1.0) < 1.0),
+    Refusal("rows that microbatches do not divide", cf.PlanError, r"microbatches(, which have to| do not) divide", accumulates),
+    Refusal("an operator that mixes samples", cf.PlanError, r"mixes samples", accumulates),
+)
 
 
 @attrs.frozen
@@ -73,21 +96,28 @@ class Case:
         budget = max(1, int(self.budget_part * peak_bytes))
         return getattr(cf, self.budgeted)(step, budget=budget)
 
-    def may_refuse(self, message: str) -> bool:
-        chained = bool(self.links or self.budget_part)
-        return REFUSED.search(message) is not None or (chained and CHAIN_REFUSED.search(message) is not None)
+    def refusal(self, error: Exception) -> str:
+        """The kind of a true refusal, "" for any other error."""
+        for known in REFUSALS:
+            if isinstance(error, known.error) and known.when(self) and re.search(known.pattern, str(error)):
+                return known.kind
+        return ""
 
-    def check(self) -> bool:
-        """Whether it ran; False where the chain is refused. Raises AssertionError with the case."""
-        want = self.function()(*self.arguments())
+    def check(self) -> str:
+        """ "" where it ran and is equal, or the kind of its refusal. Raises AssertionError with the case."""
         try:
-            got = self.staged()(*self.arguments(layouts=True))
-            cf.testing.compare(got, want)
+            step = self.staged()
+            if step.intent("precision") is not None:
+                cf.testing.check(step, *self.arguments(), steps=1)
+            else:
+                want = seeded(self.seed, run_reference, self.function(), *self.arguments())
+                cf.testing.compare(seeded(self.seed, step, *self.arguments(layouts=True)), want)
         except Exception as error:
-            if isinstance(error, cf.ColofuncError) and self.may_refuse(str(error)):
-                return False
-            raise AssertionError(f"{type(error).__name__}: {error}\n{self}") from error
-        return True
+            kind = self.refusal(error)
+            if not kind:
+                raise AssertionError(f"{type(error).__name__}: {error}\n{self}") from error
+            return kind
+        return ""
 
 
 def training(program: RandomProgram) -> Callable[..., Any]:
@@ -96,7 +126,7 @@ def training(program: RandomProgram) -> Callable[..., Any]:
     def step(state: Any, batch: Any) -> Any:
         def loss_of(params: Any) -> Any:
             results = program.on_positions(*params.values(), *batch.values())
-            parts = [x.square().mean() for x in results.values() if x.dtype == torch.float64 and x.numel()]
+            parts = [x.square().mean().double() for x in results.values() if x.is_floating_point() and x.numel()]
             return torch.stack(parts).sum()
 
         loss, grads = cf.value_and_grad(loss_of)(state["params"])
@@ -111,8 +141,9 @@ def draw(seed: int, n_lines: int = 8) -> Case:
     """The case of a seed."""
     rng = random.Random(seed)
     trains = rng.random() < 0.5
-    tries = (random_programs.draw(1000 * seed + k, n_lines, differentiated=trains) for k in range(1000))
-    program = next(program for program in tries if runs(program, trains))
+    policy = rng.choice(POLICIES) if trains and rng.random() < 0.3 else None
+    tries = (random_programs.draw(1000 * seed + k, n_lines, differentiated=trains, smooth=policy is not None) for k in range(1000))
+    program = next(program for program in tries if runs(program, trains, policy))
     # The last bits of a sum may differ, and of floats seen as integers all bits count.
     floats = tuple(name for name, x in program(*program.inputs).items() if x.dtype == torch.float64)
     program = attrs.evolve(program, results=floats)
@@ -125,7 +156,7 @@ def draw(seed: int, n_lines: int = 8) -> Case:
         in_specs = ({"params": {"v0": specs[0]}, "momentum": None}, {f"v{i}": s for i, s in enumerate(specs) if i > 0})
     elif rng.random() < 0.5:
         out_specs = {name: spec(rng, x.shape, axes) for name, x in program(*program.inputs).items()}
-    links: list[tuple[str, dict[str, Any]]] = []
+    links: list[tuple[str, dict[str, Any]]] = [("precision", {"policy": policy})] if policy is not None else []
     if trains and rng.random() < 0.3:
         links.append(("accumulate", {"microbatches": 2}))
     memory = ["checkpoint", "offload"]
@@ -139,10 +170,13 @@ def draw(seed: int, n_lines: int = 8) -> Case:
     return Case(seed, program, trains, axes, in_specs, out_specs, tuple(links), budget_part, budgeted)
 
 
-def runs(program: RandomProgram, trains: bool) -> bool:
-    """Whether torch takes the program, as a training step where it is one."""
+def runs(program: RandomProgram, trains: bool, policy: cf.Policy | None) -> bool:
+    """Whether torch takes the program, as a training step where it is one, under that precision."""
+    step = training(program)
+    if policy is not None:
+        step = cf.precision(step, policy).reference
     try:
-        result = training(program)(*Case(0, program, True, {}, None, None, ()).arguments()) if trains else {}
+        result = run_reference(step, *Case(0, program, True, {}, None, None, ()).arguments()) if trains else {}
     except Exception:
         return False
     return all(bool(torch.isfinite(x).all()) for x in torch.utils._pytree.tree_leaves(result))

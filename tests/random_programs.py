@@ -13,6 +13,7 @@ v4[1:].mul_(0.5)
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -122,7 +123,12 @@ class Drawing:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 exec(line, env)
+            known = {storage_of(x) for x in self.env.values()}
             self.env = {name: x for name, x in env.items() if name[0] == "v" and isinstance(x, Tensor)}
+            fresh = [x for x in self.env.values() if storage_of(x) not in known]
+            # A loss keeps its terms' memory, where a view could read what nobody wrote.
+            if any(x.untyped_storage().nbytes() > x.numel() * x.itemsize for x in fresh):
+                return False
             return all(x.numel() <= MOST_ELEMENTS and bool(torch.isfinite(x).all()) for x in self.env.values())
         except Exception:
             return False
@@ -273,9 +279,46 @@ def one_operand(d: Drawing) -> str | None:
         f"cumsum({dim})", f"amax({dim})", f"sum({dim}, keepdim=True)", "tril()", f"sort({dim}).values",
         f"logsumexp({dim})",
         f"index_select({dim}, torch.tensor([0, 0]))", f"max({dim})[0]", "square()", f"norm(dim={dim})",
-        f"var({dim}, correction=0)",
+        f"var({dim}, correction=0)", f"log_softmax({dim})", f"cumprod({dim})", f"prod({dim})", f"topk(1, {dim}).values", f"diff(dim={dim})",
+        f"logcumsumexp({dim})", "triu()", f"std({dim}, correction=0)", f"argmax({dim})", f"median({dim}).values",
+        f"gather({dim}, torch.zeros({list(d.env[name].shape)}, dtype=torch.int64))", "exp()",
     ]  # fmt: skip
     return f"{d.name()} = {name}.{d.rng.choice(kinds)}"
+
+
+def layer(d: Drawing) -> str | None:
+    """A function of `torch.nn.functional`, of a tensor with the dims that it wants."""
+    name = d.pick(lambda x: x.dtype == torch.float64 and x.dim() > 1)
+    if name is None:
+        return None
+    shape = d.env[name].shape
+    half = "dtype=torch.float64) * 0.5"
+    kinds = [
+        "F.gelu({0})", "F.silu({0})", "F.softplus({0})", "F.layer_norm({0}, {0}.shape[-1:])", "F.pad({0}, (1, 1))",
+        "F.pad({0}, (0, 1, 1, 0))",
+        "F.normalize({0} + 2, dim=-1)", "F.scaled_dot_product_attention({0}, {0}, {0})", "F.glu({0}, -1)", "F.dropout({0}, 0.5)",
+        "F.scaled_dot_product_attention({0}, {0}, {0}, is_causal=True)", "F.mse_loss({0}, {0} * 0.5)", "torch.fft.fft({0}).real",
+        "F.rms_norm({0}, {0}.shape[-1:])", "torch.kron({0}, {0})", f"F.linear({{0}}, torch.ones(3, {shape[-1]}, {half})",
+    ]  # fmt: skip
+    if len(shape) == 2:
+        rows = f"torch.zeros({shape[0]}, dtype=torch.int64)"
+        kinds += [
+            "F.embedding(torch.tensor([[0, 1, 0]]), {0})", f"F.cross_entropy({{0}}, {rows})", f"F.nll_loss({{0}}.log_softmax(1), {rows})",
+            "torch.outer({0}[0], {0}[:, 0])", "F.batch_norm({0}, None, None, training=True)", "torch.addmm({0}[0], {0}, {0}.mT @ {0})",
+        ]  # fmt: skip
+    if len(shape) == 3:
+        kinds += [
+            f"F.conv1d({{0}}, torch.ones(2, {shape[1]}, 2, {half})", "F.avg_pool1d({0}, 2)", "F.max_pool1d({0}, 2)",
+            "torch.bmm({0}, {0}.mT)",
+            "F.interpolate({0}, scale_factor=2)", "F.group_norm({0}, 1)",
+            f"F.conv1d({{0}}, torch.ones(2, {shape[1]}, 1, {half}, padding=1)",
+        ]  # fmt: skip
+    if len(shape) == 4:
+        kinds += [
+            f"F.conv2d({{0}}, torch.ones(2, {shape[1]}, 1, 2, {half})", "F.avg_pool2d({0}, (1, 2))", "F.max_pool2d({0}, (2, 1))",
+            "F.unfold({0}, (1, 2))", "F.group_norm({0}, 1)", "F.pixel_shuffle({0}, 2)", "F.adaptive_avg_pool2d({0}, 1)",
+        ]  # fmt: skip
+    return f"{d.name()} = {d.rng.choice(kinds).format(name)}"
 
 
 def two_operands(d: Drawing) -> str | None:
@@ -373,16 +416,26 @@ def storage_in_place(d: Drawing) -> str | None:
 
 LINES: tuple[tuple[int, Line], ...] = (
     (9, view), (3, copy), (1, join), (1, empty), (2, one_operand), (3, two_operands), (5, write), (5, write_part),
-    (1, shape_in_place),
+    (1, shape_in_place), (2, layer),
 )  # fmt: skip
+# Where a result jumps or its gradient does: what rounding moves past such a place differs by all that lies between.
+JUMPS = re.compile(r"> 0|floor|relu|clamp|abs\(|sort|max|median|topk|norm\(dim|std\(|prod\(|fft|dropout")
 # What gives a tensor other memory.
 MEMORY: tuple[tuple[int, Line], ...] = ((1, storage_in_place),)
 
 
 def draw(
-    seed: int, n_lines: int = 10, lines: tuple[tuple[int, Line], ...] = LINES, inputs: int = 2, differentiated: bool = False
+    seed: int,
+    n_lines: int = 10,
+    lines: tuple[tuple[int, Line], ...] = LINES,
+    inputs: int = 2,
+    differentiated: bool = False,
+    smooth: bool = False,
 ) -> RandomProgram:
-    """The program of a seed. differentiated: its first input requires a gradient, so that no line is one that autograd refuses."""
+    """The program of a seed. differentiated: its first input requires a gradient, so that no line is one that autograd refuses.
+
+    smooth: without operators that jump, for precisions that round.
+    """
     d = Drawing(seed)
     generator = torch.Generator().manual_seed(seed)
     given = []
@@ -399,7 +452,7 @@ def draw(
             break
         (make,) = d.rng.choices(makers, weights)
         line = make(d)
-        if line is not None:
+        if line is not None and not (smooth and JUMPS.search(line)):
             d.try_line(line)
     source = "".join(f"{line}\n" for line in d.lines)
     return RandomProgram(seed, source, tuple(given), tuple(d.env))

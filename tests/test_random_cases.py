@@ -1,24 +1,54 @@
 """Generated programs on generated meshes, specs and chains, against one device. A failure prints the case and its seed."""
 
+from collections import Counter
+from math import prod
+
+import attrs
 import pytest
 import random_cases
 import torch
 from colofunc_plugins import zero
+from random_cases import MOST_REFUSED
 
 import colofunc as cf
 
 
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_generated_cases_are_equal_to_one_device(first):
-    ran = [random_cases.draw(seed).check() for seed in range(first, first + 12)]
-    assert sum(ran) >= 6, "nearly all are refused"
+    refused = [kind for kind in (random_cases.draw(seed).check() for seed in range(first, first + 12)) if kind]
+    assert len(refused) <= 4, refused
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("first", range(10_000, 15_000, 50))
+@pytest.mark.parametrize("first", range(10_000, 15_000, 100))
 def test_many_generated_cases(first, record_property):
-    ran = [random_cases.draw(seed).check() for seed in range(first, first + 50)]
-    record_property("counts", {"equal": sum(ran), "refused": len(ran) - sum(ran)})
+    kinds = Counter(random_cases.draw(seed).check() or "equal" for seed in range(first, first + 100))
+    record_property("counts", dict(kinds))
+    assert 100 - kinds["equal"] <= MOST_REFUSED * 100, kinds
+
+
+def test_an_error_of_no_listed_kind_is_a_fall_that_prints_its_seed():
+    case = random_cases.draw(11)
+    for error in (cf.PlanError("no plan found within 3 B"), cf.TraceError("mixes samples"), RuntimeError("whose gradient would be lost")):
+        assert case.refusal(error) == ""
+    accumulated = attrs.evolve(case, links=(("accumulate", {"microbatches": 2}),), budget_part=0.7)
+    assert accumulated.refusal(cf.PlanError("the norm mixes samples")) == "an operator that mixes samples"
+    assert accumulated.refusal(cf.PlanError("no plan found within 3 B")) == "a budget below the peak"
+    broken = attrs.evolve(case, in_specs=("a b c d e f",) * 5)
+    with pytest.raises(AssertionError, match=r"case 11: .*random_cases.draw\(11\).check"):
+        broken.check()
+
+
+def test_cases_have_everything():
+    """Among some hundreds: trained or not, one axis and two, precision, budgets, memory, views, writes in place, layers."""
+    cases = [random_cases.draw(seed) for seed in range(150)]
+    links = Counter(name for case in cases for name, _ in case.links)
+    assert {"precision", "accumulate", "checkpoint", "offload"} <= set(links)
+    assert {case.trains for case in cases} == {True, False} and {len(case.axes) for case in cases} == {1, 2}
+    assert {prod(case.axes.values()) for case in cases} == {2, 3, 4, 5, 6} and {bool(case.budget_part) for case in cases} == {True, False}
+    text = "".join(case.program.source for case in cases)
+    for word in ("F.", ".view(", "as_strided", "_(", "[", "torch.cat", "@", ".transpose("):
+        assert word in text, word
 
 
 def test_a_case_is_the_same_for_its_seed():
@@ -110,3 +140,17 @@ def test_gradients_with_respect_to_the_batch_under_zero():
         return cf.value_and_grad(loss_of)(params)
 
     cf.testing.compare(cf.shard(penalty, cf.Mesh(dp=2), zero(3, "dp"))(model.params, X), penalty(model.params, X))
+
+
+def chunk_beside_its_base(x):
+    base = x * 3
+    part = base.unsafe_chunk(2, 0)[-1]
+    return base.square() + 1, part * 2
+
+
+def test_a_chunk_that_does_not_say_that_it_is_a_view_is_one():
+    """The base's memory was written over while the chunk was to be read."""
+    x = torch.randn(4, 2, dtype=torch.float64)
+    for spec in ("a (dp b)", None):
+        step = cf.shard(chunk_beside_its_base, cf.Mesh(dp=2), in_specs=(spec,))
+        cf.testing.compare(step(x), chunk_beside_its_base(x))

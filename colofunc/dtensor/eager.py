@@ -18,7 +18,7 @@ from colofunc.dtensor.convert import conversion, conversion_s
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import enumerate_strategies, follow, replicated_strategy
+from colofunc.dtensor.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
 from colofunc.executors.watch import meet
@@ -140,7 +140,8 @@ def reshapes(func: Any) -> bool:
 def is_view(func: Any) -> bool:
     """Whether results of an operator are views of its first argument."""
     first = func._schema.arguments[0] if func._schema.arguments else None
-    return first is not None and first.alias_info is not None and not first.alias_info.is_write
+    said = first is not None and first.alias_info is not None and not first.alias_info.is_write
+    return said or target_of(func).rsplit(".", 1)[0] in FREE  # `unsafe_split` does not say so
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,8 @@ FREE = frozenset(
     f"aten.{name}"
     for name in (
         "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
-        "unbind detach alias view_as_real view_as_complex as_strided diagonal narrow chunk"
+        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real view_as_complex "
+        "as_strided diagonal narrow chunk"
     ).split()
 )
 
