@@ -22,9 +22,9 @@ class Searches:
         self.open: list[int] = []
         within, allowed = prepares.within, assign.allowed
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             self.open.append(0)
-            return within(*args)
+            return within(*args, **options)
 
         def looked_at(*args: Any) -> Any:
             options = allowed(*args)
