@@ -6,13 +6,13 @@ and those of plugins; of an input leaf, every major-only layout. DTensor argumen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from colofunc.dtensor.convert_pattern import pattern_s
-from colofunc.dtensor.layout import Layout, is_major, replicated
+from colofunc.dtensor.layout import Layout, is_major, make_layout, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
@@ -48,6 +48,7 @@ class Candidates:
     mesh: Mesh
     registry: Registry
     followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)  # id of a node -> strategies for its operands as they lie
+    _with_rows: dict[int, tuple[tuple[str, Strategy], ...]] | None = None  # id of a node -> (axis, strategy), see `rows_along`
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _extra: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
@@ -80,7 +81,14 @@ class Candidates:
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = tuple(self._all(item, axes, fixed))
-        return (*found, *self.followed.get(id(item), ()))
+        return (*found, *self.followed.get(id(item), ()), *self._as_rows_lie(item, axes, fixed))
+
+    def _as_rows_lie(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Iterator[Strategy]:
+        if self._with_rows is None:
+            self._with_rows = rows_along(self)
+        for axis, strategy in self._with_rows.get(id(item), ()):
+            if axis in axes and (fixed is None or agrees(strategy, fixed, set(axes))):
+                yield strategy
 
     def follow_wishes(self, constraints: Constraints) -> None:
         """Offer operators downstream of a striped or composite input the strategies that take it as it lies.
@@ -155,6 +163,54 @@ class Candidates:
                 made |= {how for s in self.extra_of(node) for lay in s.outs if lay for _, how in lay.pending}
             self._made = frozenset(made | {"sum"})
         return self._made
+
+
+def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], ...]]:
+    """Where a step's rows lie on one axis, the strategies that take them as they lie where that is in the middle of a dim.
+
+    Problem: attention that has its tokens first makes one dim of tokens and rows, `s (dp b) -> (s dp b)`. Enumeration offers layouts
+    in which axes are major, so that a split batch would be gathered there, and data parallelism seem dear. Idea: follow the
+    rows from the batch through the whole step.
+    """
+    program, mesh, found = candidates.program, candidates.mesh, dict[int, tuple[tuple[str, Strategy], ...]]()
+    known: dict[tuple[Call, int, Layout], Strategy | None] = {}
+    batch = [i for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+    for axis in mesh.axis_names:
+        size = mesh.axis_size(axis)
+        lies = {i: _rows_on(axis, size, shape) for i in batch if (shape := program.values[i].shape)[0] % size == 0 and size > 1}
+        for node in program.nodes:
+            if not any(i in lies for i in node.refs):
+                continue
+            call, ids = call_of(node, program.values)
+            strategy = _follow_any(candidates, call, [(k, lies[i]) for k, i in enumerate(ids) if i in lies], known)
+            if strategy is None:
+                continue
+            for o, layout in zip(node.outs, strategy.outs, strict=True):
+                if o is not None and layout is not None and layout.axes and not layout.pending:
+                    lies[o] = layout
+            if any(layout is not None and not is_major(layout) for layout in (*strategy.ins, *strategy.outs)):
+                found[id(node)] = (*found.get(id(node), ()), (axis, strategy))
+    return found
+
+
+def _rows_on(axis: str, size: int, shape: tuple[int, ...]) -> Layout:
+    rows = ((size, axis), (shape[0] // size, None))
+    return make_layout((rows, *(((n, None),) for n in shape[1:])), shape)
+
+
+def _follow_any(
+    candidates: Candidates, call: Call, lies: Sequence[tuple[int, Layout]], known: dict[tuple[Call, int, Layout], Strategy | None]
+) -> Strategy | None:
+    """The strategy that takes one of its operands as it lies; `known`: of calls alike."""
+    rule = candidates.rule(call)
+    for k, layout in lies if rule is not None else ():
+        key = call, k, layout
+        if key not in known:
+            assert rule is not None
+            known[key] = follow(call, rule, k, layout)
+        if known[key] is not None:
+            return known[key]
+    return None
 
 
 def _wanted(strategy: Strategy) -> set[str]:
