@@ -181,6 +181,16 @@ def test_exponential_and_randint_follow_their_laws() -> None:
     assert dice.min() == 1 and dice.max() == 6 and (torch.bincount(dice)[1:] - 10_000).abs().max() < 500
 
 
+def test_cauchy_geometric_and_log_normal_follow_their_laws() -> None:
+    with canonical.single_device(SEED):
+        cauchy, trials = torch.empty(100_000).cauchy_(1.0, 2.0), torch.empty(100_000).geometric_(0.25)
+        logs = torch.empty(100_000).log_normal_(0.5, 0.3).log()
+    quarters = torch.quantile(cauchy, torch.tensor([0.25, 0.5, 0.75]))
+    torch.testing.assert_close(quarters, torch.tensor([-1.0, 1.0, 3.0]), atol=0.06, rtol=0)
+    assert trials.min() == 1 and abs(trials.mean() - 4.0) < 0.06 and abs((trials == 1).double().mean() - 0.25) < 0.006
+    assert abs(logs.mean() - 0.5) < 0.005 and abs(logs.std() - 0.3) < 0.005
+
+
 @pytest.mark.parametrize("name", ["bits", "uniform", "normal", "bernoulli"])
 def test_opcheck(name: str) -> None:
     op = {

@@ -11,7 +11,7 @@ and `dropout`; `mode.key()` gives the seed and a new call site.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from math import pi, sqrt
 from typing import Any, Protocol
 
 import torch
@@ -227,6 +227,20 @@ def _draw_exponential(mode: Mode, x: Tensor, lambd: float = 1.0) -> Tensor:
     return -(-_uniform(mode, x.shape, torch.float64)).log1p() / lambd
 
 
+def _draw_cauchy(mode: Mode, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return ((_uniform(mode, x.shape, torch.float64) - 0.5) * pi).tan() * sigma + median
+
+
+def _draw_geometric(mode: Mode, x: Tensor, p: float | Tensor) -> Tensor:
+    """How many trials up to the first success: 1, 2, ..."""
+    failures = torch.as_tensor(p, dtype=torch.float64)
+    return ((-_uniform(mode, x.shape, torch.float64)).log1p() / (-failures).log1p()).ceil().clamp_min(1)
+
+
+def _draw_log_normal(mode: Mode, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return (_normal(mode, x.shape, x.dtype) * std + mean).exp()
+
+
 def _draw_random(mode: Mode, x: Tensor, *bounds: int) -> Tensor:
     low, high = (
         bounds if len(bounds) == 2 else (0, bounds[0]) if bounds else (0, 1 << (24 if x.is_floating_point() else 31))
@@ -262,5 +276,8 @@ RANDOM_HANDLERS: dict[Any, Handler] = {
     Tensor.normal_: _fill(lambda mode, x, mean=0.0, std=1.0: _normal(mode, x.shape, x.dtype) * std + mean),
     Tensor.bernoulli_: _fill(lambda mode, x, p=0.5: _bernoulli(mode, x, p)),
     Tensor.exponential_: _fill(_draw_exponential),
+    Tensor.cauchy_: _fill(_draw_cauchy),
+    Tensor.geometric_: _fill(_draw_geometric),
+    Tensor.log_normal_: _fill(_draw_log_normal),
     Tensor.random_: _fill(_draw_random),
 }

@@ -199,9 +199,17 @@ def user_line() -> str:
 
 def inside_file(suffix: str) -> bool:
     """Whether a frame of the current stack runs code of a file that ends with `suffix`."""
+    return any(name.endswith(suffix) for name in _files())
+
+
+def inside_folder(folder: str) -> bool:
+    """Whether a frame of the current stack runs code of a file below `folder`."""
+    return any(folder in name for name in _files())
+
+
+def _files() -> Iterator[str]:
+    """The files of the current stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(suffix):
-            return True
+        yield frame.f_code.co_filename
         frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -104,6 +104,7 @@ class Recorder(compat.TorchDispatchMode):
         self.constants: dict[int, torch.Tensor] = {}
         self.numbers = False  # whether some input stands for a Python float
         self.made: list[weakref.ref[torch.Tensor]] = []  # every traced tensor: what outlives the trace has leaked
+        self.unchecked = False  # whether torch.distributions has asked for values to check
         self.raised: Exception | None = None  # by the last operator that failed: TorchScript drops what Python says
         self._handler_of = handler_of
         self._handlers: dict[Any, Callable[..., Any]] = {}

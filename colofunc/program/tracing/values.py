@@ -7,6 +7,7 @@ for real, once, and tracing goes on; what depends on an input is an error with t
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
 from colofunc.program.tracing.infer import build, slots
-from colofunc.program.tracing.meta import inside_file, user_line
+from colofunc.program.tracing.meta import inside_file, inside_folder, user_line
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
 # Where transformers chooses how experts are computed; a loop that it leads to is its "eager" implementation.
 EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
-# Where torch.distributions looks at the values of its arguments.
-DISTRIBUTIONS = os.path.join("torch", "distributions", "distribution.py")
+# Where torch.distributions looks at the values of its arguments, to see that they are valid.
+CHECKS = os.path.join("torch", "distributions", "distribution.py")
+DISTRIBUTIONS = os.path.join("torch", "distributions") + os.sep
 
 
 def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -46,6 +48,15 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         value = rec.evaluate(vid)
         with compat.disable_modes(), compat.no_function_modes():
             return value.item()
+    if tensor.dtype == torch.bool and inside_file(CHECKS):
+        if not rec.unchecked:
+            warnings.warn(
+                f"torch.distributions checks the values of its arguments at {user_line()}, and a step has none while it is traced: the "
+                "step is without such checks. validate_args=False says that this is meant",
+                stacklevel=2,
+            )
+        rec.unchecked = True
+        return True
     raise data_dependent("Python asks for the value of a tensor")
 
 
@@ -54,10 +65,10 @@ def data_dependent(what: str) -> TraceError:
         return TraceError(
             f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead"
         )
-    if inside_file(DISTRIBUTIONS):
+    if inside_folder(DISTRIBUTIONS):
         return TraceError(
-            f"torch.distributions looks at the values of its arguments, to see that they are valid, at {user_line()}; a step has no "
-            "values while it is traced. Try: validate_args=False"
+            f"torch.distributions chooses by the values of its arguments, at {user_line()}, and a step has none while it is traced. "
+            "Try: validate_args=False if it looks whether they are valid, or the formula written with torch.where"
         )
     if inside_file(EXPERTS_LOOP):
         return TraceError(
