@@ -120,6 +120,11 @@ def functorch_gradients() -> int:
     return sum(each.key() == _functorch.TransformType.Grad for each in running)
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives (`torch.func.jvp`, `jacfwd`, `hessian`) are being taken; False when torch cannot say."""
+    return int(getattr(torch.autograd.forward_ad, "_current_level", -1)) >= 0
+
+
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 

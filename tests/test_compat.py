@@ -24,6 +24,7 @@ TESTED = {
     "_sequence_nr": "test_without_sequence_numbers",
     "_get_sequence_nr": "test_without_sequence_numbers",
     "_functorch": "test_unwrap_functorch",
+    "_current_level": "test_in_forward_mode",
     "_top_saved_tensors_default_hooks": "test_saved_tensor_hooks",
     "_dispatch_has_kernel_for_dispatch_key": "test_composite_kernel",
     "_op_dk": "test_run_composite",
@@ -393,6 +394,13 @@ def test_children() -> None:
     inner = torch.nn.Tanh()
     outer = torch.nn.Sequential(inner, inner)
     assert compat.children(outer) == (inner, inner) and compat.children(inner) == ()
+
+
+def test_in_forward_mode() -> None:
+    seen = []
+    torch.func.jvp(lambda x: seen.append(compat.in_forward_mode()) or x * 2, (torch.ones(2),), (torch.ones(2),))
+    torch.func.grad(lambda x: seen.append(compat.in_forward_mode()) or x.sum())(torch.ones(2))
+    assert seen == [True, False] and not compat.in_forward_mode()
 
 
 def test_training() -> None:

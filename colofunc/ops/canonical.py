@@ -181,6 +181,8 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _linear(mode: Canonical, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if compat.in_forward_mode():
+        return NotImplemented  # torch's own operators have forward-mode derivatives
     if weight.dim() != 2 or input.dim() == 0 or input.is_sparse or weight.is_sparse or weight.is_quantized:
         return NotImplemented
     return linear.apply(*_autocast(input, weight, bias))

@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 
 _FORMATS = {Tensor.__format__, Tensor.__repr__, Tensor.__str__}
 _DIFFERENTIATED = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_COPIES = {Tensor.cuda, Tensor.pin_memory}  # to other memory: a traced tensor lies on one symbolic device
 _DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ class TraceFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMATS:
             return repr(compat.unwrap_functorch(args[0])) if isinstance(args[0], Tensor) else func(*args, **kwargs)
-        if func is Tensor.cuda:
+        if func in _COPIES:
             return args[0]
         if func is Tensor.to:
             args, kwargs = _one_device(args, kwargs)

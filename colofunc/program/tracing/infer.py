@@ -150,8 +150,9 @@ def remembered(
         try:
             found = _MEMO[key] = infer(func, args, kwargs, metas)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            packs = "; recurrent layers take padded sequences as they are" if "pack_padded" in str(func) else ""
             raise TraceError(
-                f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size"
+                f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size{packs}"
             ) from error
         except Exception as error:
             error.add_note(f"{func} on {', '.join(f'{m.dtype} {list(m.shape)}' for m in metas)} at {user_line()}")

@@ -190,26 +190,40 @@ def user_line() -> str:
     while frame is not None:
         code = frame.f_code
         if _is_user(code):
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            return _line(code, frame.f_lineno)
         if code.co_filename == _COMMAND_LINE:
             return ""  # further out is what started the command
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
-def inside_file(suffix: str) -> bool:
-    """Whether a frame of the current stack runs code of a file that ends with `suffix`."""
-    return any(name.endswith(suffix) for name in _files())
+def raised_line(error: BaseException) -> str:
+    """The innermost such line in the traceback of an error."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        line = _line(code, trace.tb_lineno) if _is_user(code) else line
+        trace = trace.tb_next
+    return line
+
+
+def _line(code: CodeType, number: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
+
+
+def inside_file(suffix: str, function: str = "") -> bool:
+    """Whether a frame of the current stack runs code of a file that ends with `suffix`, of that function where one is named."""
+    return any(code.co_filename.endswith(suffix) and function in ("", code.co_name) for code in _running())
 
 
 def inside_folder(folder: str) -> bool:
     """Whether a frame of the current stack runs code of a file below `folder`."""
-    return any(folder in name for name in _files())
+    return any(folder in code.co_filename for code in _running())
 
 
-def _files() -> Iterator[str]:
-    """The files of the current stack, innermost first."""
+def _running() -> Iterator[CodeType]:
+    """The code of the current stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
-        yield frame.f_code.co_filename
+        yield frame.f_code
         frame = frame.f_back  # type: ignore[assignment]

@@ -27,7 +27,7 @@ from colofunc.program.tracing.infer import CPU, build, contiguous
 from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.record import Cell, Recorder, flat_results
 from colofunc.program.tracing.strided import as_strided, strided_cell
-from colofunc.program.tracing.values import dynamic, index, index_put, item, item_of, plain
+from colofunc.program.tracing.values import dynamic, index, index_put, item, item_of, plain, repeat_interleave
 from colofunc.program.tracing.views import view_calls
 
 Handler = Callable[[Recorder, Any, Any, dict[str, Any]], Any]
@@ -371,6 +371,7 @@ SPECIAL: dict[Any, Handler] = {
     aten._local_scalar_dense.default: item,
     aten.index.Tensor: index,
     aten.index_put.default: index_put,
+    aten.repeat_interleave.Tensor: repeat_interleave,
     aten.native_batch_norm.default: batch_norm,
     aten._native_batch_norm_legit.default: batch_norm,
     aten._assert_async.default: skip,

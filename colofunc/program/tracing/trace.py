@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
 from colofunc.dtensor.rule import TensorType
-from colofunc.errors import ColofuncError, InputError, TraceError
+from colofunc.errors import InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
@@ -38,6 +38,7 @@ from colofunc.program.tracing.record import Recorder, Storage
 from colofunc.program.tracing.roles import Observed, comes_back, first_result
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.program.tracing.used import HasFrozen, noted, noting
+from colofunc.program.tracing.words import in_words
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
 
@@ -249,24 +250,12 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
         try:
             return fn(*args, **kwargs)
         except RuntimeError as error:
-            if rec.raised is None or not str(error).startswith(_IN_SCRIPT):
+            said = in_words(error, rec.raised)
+            if said is None:
                 raise
-            raise _in_script(rec.raised) from error
+            raise said from error
         finally:
             rec.raised = None  # its traceback holds tensors of the trace
-
-
-# How torch begins the message of an error that was raised while it ran TorchScript; what Python said is not in it.
-_IN_SCRIPT = "The following operation failed in the TorchScript interpreter"
-
-
-def _in_script(error: Exception) -> Exception:
-    """The error of an operator, with what to do where TorchScript called it."""
-    advice = "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
-    if isinstance(error, ColofuncError):
-        return TraceError(f"{error}. {advice}")
-    error.add_note(advice)
-    return error
 
 
 def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:

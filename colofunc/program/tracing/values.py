@@ -25,6 +25,7 @@ aten = torch.ops.aten
 EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
 # Where torch.distributions looks at the values of its arguments, to see that they are valid.
 CHECKS = os.path.join("torch", "distributions", "distribution.py")
+FUNCTIONAL = os.path.join("torch", "nn", "functional.py")
 DISTRIBUTIONS = os.path.join("torch", "distributions") + os.sep
 
 
@@ -48,6 +49,8 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         value = rec.evaluate(vid)
         with compat.disable_modes(), compat.no_function_modes():
             return value.item()
+    if inside_file(FUNCTIONAL, "gaussian_nll_loss"):
+        return False  # it asks whether some variance is negative, to refuse it; a step cannot
     if tensor.dtype == torch.bool and inside_file(CHECKS):
         if not rec.unchecked:
             warnings.warn(
@@ -105,6 +108,23 @@ def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         out = func(*arguments, **keywords)
     return _wrap_known(rec, out)
+
+
+def repeat_interleave(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The index of a repetition, `[0, 0, 2]` of `[2, 0, 1]`. Its size is known where it is given."""
+    repeats, size = args[0], kwargs.get("output_size")
+    if rec.is_known(repeats):
+        return dynamic(rec, func, args, kwargs)
+    if size is None:
+        raise TraceError(
+            f"repeat_interleave at {user_line()} makes a result as long as the sum of its repeats, which are values that depend on the "
+            "step's inputs. Try: output_size=, that sum"
+        )
+    with rec:
+        ends = repeats.cumsum(0)
+        index = torch.searchsorted(ends, torch.arange(size), right=True)
+        # Another size than they add up to: places that do not exist, so that the lookup fails.
+        return torch.where(ends[-1] == size, index, repeats.shape[0])
 
 
 def _wrap_known(rec: Recorder, out: Any) -> Any:
