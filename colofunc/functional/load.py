@@ -72,8 +72,9 @@ def load(
     mesh: place every tensor on it; without a mesh tensors are plain. specs: one spec, a prefix of the tree, or globs
     over names; what they do not name keeps the spec it was saved in as far as the mesh has its axes. like: an example
     with the same tree, whose types, shapes and dtypes must agree and whose layouts are used; strict=False keeps its
-    values for what the folder lacks. model: fill a model from a folder of transformers. random: go on with the random
-    numbers where the save left them. batches: a loader to be set to its saved position. verify: compare checksums.
+    values for what the folder lacks. model: fill a model from a folder of transformers, or the adapters of a `cf.lora`
+    model from one of peft. random: go on with the random numbers where the save left them. batches: a loader to be set to
+    its saved position. verify: compare checksums.
     Raises CheckpointError that names the file and tensor of what is missing, changed or does not fit.
     """
     folder = resolve(path)

@@ -28,7 +28,7 @@ from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
-from colofunc.functional.checkpoint import hf, peft_files, plainfile
+from colofunc.functional.checkpoint import hf, peft_files, peft_read, plainfile
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.parts import Ranks
@@ -50,7 +50,8 @@ def load_model(
     """The model with the folder's weights in its params, frozen and buffers; its module is not changed.
 
     A model of `cf.lazy` without mesh gets values that are read when they are placed or used. strict=False: parameters
-    that the folder lacks keep the model's own values, names that the model lacks are left out.
+    that the folder lacks keep the model's own values, names that the model lacks are left out. A folder of adapters alone fills
+    those of `cf.lora`; the weights stay the model's.
     """
     if isinstance(model, nn.Module):
         model = functional(model)
@@ -58,9 +59,8 @@ def load_model(
         raise InputError(f"load: model={type(model).__name__}; give an nn.Module, cf.lazy(...) or cf.functional(...) of one")
     if mesh is None and specs is not None:
         raise InputError("load: specs= say how tensors lie on a mesh; give mesh= too")
-    entries = hf.entries_for(model.module, plainfile.entries(folder))
     held: dict[str, Tensor] = {**model.params, **model.frozen, **model.buffers}
-    found = _fitting(model.module, entries, held, str(folder), strict)
+    found = _found(folder, model, held, strict)
     chosen = specs_by_name(specs, {"dict": {name: {"tensor": name} for name in found}}, found)
 
     def one(name: str, own: Tensor) -> Tensor:
@@ -75,6 +75,35 @@ def load_model(
 
     groups = [{name: one(name, own) for name, own in group.items()} for group in (model.params, model.frozen, model.buffers)]
     return attrs.evolve(model, params=groups[0], frozen=groups[1], buffers=groups[2])
+
+
+def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool) -> dict[str, Entry]:
+    """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their base."""
+    if not peft_read.holds_adapters(folder) or hf.is_peft(model.module):
+        entries = hf.entries_for(model.module, plainfile.entries(folder))
+        return _fitting(model.module, entries, held, str(folder), strict)
+    whole = plainfile.holds_whole(folder)
+    if not model.adapters and not whole:
+        raise peft_read.without_adapters(folder)
+    found: dict[str, Entry] = {}
+    if whole:
+        own = {name for adapter in model.adapters for name in adapter.names}
+        entries = hf.entries_for(model.module, plainfile.entries(folder))
+        found = _fitting(model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict)
+    if model.adapters:
+        found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_read.entries(folder, model.adapters, strict).items()}
+        _check_shapes(found, held, folder)
+    return found
+
+
+def _check_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor], folder: Path) -> None:
+    wrong = [
+        f"{name} is {entry.shape} in the folder and {tuple(held[name].shape)} in the model"
+        for name, entry in found.items()
+        if entry.shape != tuple(held[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder} does not fit the model: {'; '.join(wrong[:8])}. Try: the base model that it was trained on")
 
 
 def _of(name: str, own: Tensor) -> Entry:

@@ -49,6 +49,11 @@ def weight_globs(stem: str) -> tuple[str, ...]:
     return (index(stem), single(stem), f"{stem}-*-of-*.safetensors")
 
 
+def holds_whole(folder: Path) -> bool:
+    """Whether the folder has the weights of a model, and not those of adapters alone."""
+    return any((folder / name).exists() for stem in WHOLE_STEMS for name in (index(stem), single(stem)))
+
+
 def files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
