@@ -66,7 +66,8 @@ def is_fair(name: str, plan: str, trains: bool) -> None:
 
 
 FORWARD = [
-    ("gpt2", "1d"), ("gpt_oss", "1d"), ("mixtral_dense", "1d"), ("llama", "ulysses"), ("gpt_oss", "ulysses"), ("bloom", "ulysses"),
+    ("gpt2", "1d"), ("gpt_oss", "1d"), ("mixtral_dense", "1d"), ("llama", "ulysses"), ("gpt_oss", "ulysses"), ("gpt_oss", "2d"),
+    ("gpt_oss_grouped", "ulysses"), ("bloom", "ulysses"),
 ]  # fmt: skip
 
 

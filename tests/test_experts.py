@@ -81,6 +81,45 @@ def test_activations_and_their_gradients(act) -> None:
     assert close(got, want) and all(close(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def turns(args, limit):
+    """Operands whose gates and ups stand in turn, so large that some are clamped; the loop of them."""
+    x, index, weight, up, down, up_bias, down_bias = args
+    up = (up * 3 * limit).detach()
+
+    def loop(x, index, weight, up, down, up_bias, down_bias):
+        out = torch.zeros_like(x)
+        for n in range(len(x)):
+            for i, s in zip(index[n].tolist(), weight[n], strict=True):
+                if not 0 <= i < len(up):
+                    continue
+                h = up[i] @ x[n] + (0 if up_bias is None else up_bias[i])
+                gate, value = h[::2].clamp(max=limit), h[1::2].clamp(-limit, limit)
+                y = down[i] @ ((value + 1) * gate * torch.sigmoid(1.7 * gate)) + (0 if down_bias is None else down_bias[i])
+                out = out + torch.nn.functional.one_hot(torch.tensor(n), len(x)).to(D)[:, None] * (s * y)
+        return out
+
+    return (x, index, weight, up, down, up_bias, down_bias), loop
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gates_in_turn_are_clamped_and_so_are_their_gradients(bias) -> None:
+    args, loop = turns(operands(bias=bias), limit=0.5)
+    want, wanted = grads(loop, args)
+    got, found = grads(lambda *a: experts.apply(*a, "interleaved_swiglu:1.7:0.5", True, False), args)
+    assert close(got, want) and all(close(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rules_of_gates_in_turn_hold_on_meshes(transposed) -> None:
+    args, meshes = operands(transposed=transposed, bias=True), [cf.Mesh(a=2), cf.Mesh(a=2, b=2)]
+    act = ("interleaved_swiglu:1.7:0.5", True, transposed)
+    done = cf.testing.check_strategies(None, "colofunc.experts", sample(*args, *act), meshes=meshes)
+    assert {"{a: b0}", "{a: e}", "{a: f}", "{a: e, b: f}"} <= {d.strategy for d in done}
+    back = sample(torch.randn(8, 4, dtype=D), *args, *act, True)
+    done = cf.testing.check_strategies(None, "colofunc.experts_backward", back, meshes=meshes)
+    assert {"{a: b0}", "{a: e}", "{a: f}", "{a: e, b: f}"} <= {d.strategy for d in done}
+
+
 def test_more_rows_than_a_kernel_takes_at_a_time(monkeypatch) -> None:
     args = operands("greedy", n=30)
     whole = grads(lambda *a: experts.apply(*a, "silu", True, False), args)
@@ -159,6 +198,35 @@ def test_a_layer_written_with_grouped_mm_is_caught_whole() -> None:
     step = cf.shard(lambda *a: written(*a), cf.Mesh(dp=2))
     assert [t for t in targets(written, *args) if "expert" in t or "grouped" in t] == ["colofunc.experts"]
     assert close(step(*args).full(), one_by_one(*args, None, None, F.silu, True, False))
+
+
+def written_in_turn(x, index, weight, up, down, up_bias, down_bias, more=1, limit=0.5):
+    """Experts with biases, gates and ups in turn and clamped, each choice with its own matrices."""
+    n, k = index.shape
+    ids = index.reshape(-1)
+    h = torch.bmm(x.repeat_interleave(k, dim=0).unsqueeze(1), up.transpose(1, 2)[ids]).squeeze(1)
+    h.add_(up_bias[ids])
+    gate, value = h[..., ::2].clamp(min=None, max=0.5), h[..., 1::2].clamp(min=-limit, max=limit)
+    y = torch.bmm(((value + more) * (gate * torch.sigmoid(gate * 1.7))).unsqueeze(1), down.transpose(1, 2)[ids]).squeeze(1)
+    y.add_(down_bias[ids])
+    return (y * weight.reshape(-1).unsqueeze(-1)).view(n, k, -1).sum(dim=1)
+
+
+def test_experts_with_biases_and_gates_in_turn_are_caught_whole() -> None:
+    args, loop = turns(operands(choices="starving", bias=True), limit=0.5)
+    assert [t for t in targets(written_in_turn, *args) if "expert" in t or "bmm" in t] == ["colofunc.experts"]
+    assert close(cf.shard(written_in_turn, cf.Mesh(dp=2))(*args).full(), loop(*args))
+
+
+@pytest.mark.parametrize("other", [dict(more=2), dict(limit=0.7)])
+def test_what_is_like_gates_in_turn_runs_as_it_is_written(other) -> None:
+    args = turns(operands(choices="starving", bias=True), limit=0.5)[0]
+
+    def fn(*a):
+        return written_in_turn(*a, **other)
+
+    assert "colofunc.experts" not in targets(fn, *args)
+    assert close(cf.shard(fn, cf.Mesh(dp=2))(*args).full(), fn(*args))
 
 
 @pytest.mark.parametrize("act", [F.elu, lambda g: F.silu(g).clamp(max=1.0)])

@@ -22,15 +22,17 @@ import attrs
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.experts import capped, experts
+from colofunc.ops.experts import Interleaved, capped, experts
 
 _KEY = "_colofunc_made"
 _CASTS = ("to", "float", "int", "long", "type", "bfloat16", "half", "double")
 _ACTS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
+_PLUS = ("add", "__add__", "__radd__")
+_TIMES = ("mul", "__mul__", "__rmul__")
 _PRODUCTS = ("grouped_mm", "_grouped_mm", "bmm")
 _FOLLOWS = frozenset(
     ("sort", "argsort", "__getitem__", "__floordiv__", "floor_divide", "chunk", "mul", "__mul__", "__rmul__", "unsqueeze", "squeeze",
-     "view", "reshape", "histc", "bincount", "cumsum", *_CASTS, *_ACTS, *_PRODUCTS)
+     "view", "reshape", "histc", "bincount", "cumsum", "clamp", *_PLUS, *_CASTS, *_ACTS, *_PRODUCTS)
 )  # fmt: skip
 _STARTS = frozenset(
     ("reshape", "view", "flatten", "transpose", "swapaxes", "repeat_interleave", "grouped_mm", "_grouped_mm", "arange")
@@ -96,14 +98,33 @@ class Catcher:
             self.epoch += bool(args) and isinstance(args[0], (tuple, list))  # `_foreach_mul_`, which torch does not count
             return
         target = args[0]
-        known = len(args) == 2 and not kwargs and self._maybe(target) is not None and self._maybe(args[1]) is not None
         # A view of the target remembers the target: each would keep the other alive, where no collector sees it.
-        if name == "add_" and known and _memory(target) is not _memory(args[1]):
-            self._put(target, "add_", (target.__dict__[_KEY], args[1]), {})
+        apart = len(args) == 2 and not kwargs and self._maybe(args[1]) is not None and _memory(target) is not _memory(args[1])
+        if name == "add_" and apart and (before := self._before_write(target)) is not None:
+            self._put(target, "add_", (before, args[1]), {})
         elif name == "__setitem__" and not _has(target) and self._inverts(target, *args[1:]):
             self._put(target, name, args[1:], {})
         elif not name.startswith("__") or name.startswith("__i") or name == "__setitem__":
             self.epoch += name not in ("requires_grad_", "retain_grad")
+
+    def _before_write(self, target: Tensor) -> Made | None:
+        """The call that made a tensor which has just been written to, as it is to be read now; None if it had been written to before, too.
+
+        What the target is a view of has been written to as well.
+        """
+        for x in {id(t): t for t in (_memory(target), target)}.values():
+            made = x.__dict__.get(_KEY)
+            if not isinstance(made, Made) or made.epoch != self.epoch:
+                if x is target:
+                    return None
+                continue
+            now = _versions(x, made.args, made.kwargs)
+            memories = [_memory(t) is _memory(target) for t in _operands(x, made.args, made.kwargs)]
+            if any(count - old not in ((0, 1) if mine else (0,)) for count, old, mine in zip(now, made.versions, memories, strict=True)):
+                return None
+            x.__dict__[_KEY] = attrs.evolve(made, versions=now)
+        found: Made = target.__dict__[_KEY]
+        return found
 
     def _inverts(self, target: Tensor, perm: Any, value: Any) -> bool:
         """Whether `target[perm] = value` makes the inverse of an order: `value` counts up from 0."""
@@ -191,8 +212,12 @@ class Catcher:
             raise _No
         if made.name in _ACTS:
             return _act_name(made), False, made.args[0]
-        if made.name not in ("mul", "__mul__", "__rmul__"):
+        if made.name not in _TIMES:
             raise _No
+        for pair in (made.args[:2], made.args[1::-1]):
+            found = self._interleaved(*pair)
+            if found is not None:
+                return found
         for one, other in (made.args[:2], reversed(made.args[:2])):
             act, up = self._maybe(one), self._maybe(other)
             if act is None or act.name not in _ACTS or up is None or up.name != "chunk" or up.part != 1:
@@ -201,6 +226,33 @@ class Catcher:
             if gate.part == 0 and gate.args[0] is up.args[0] and gate.arg(1, "chunks") == 2 and gate.arg(2, "dim") in (-1, 1):
                 return _act_name(act), True, gate.args[0]
         raise _No
+
+    def _interleaved(self, scaled: Any, glu: Any) -> tuple[str, bool, Any] | None:
+        """What `_activation` gives for (up + 1) * (gate * sigmoid(alpha * gate)), both clamped and taken in turn; None: it is another."""
+        more, product = self._maybe(scaled), self._maybe(glu)
+        if more is None or more.name not in _PLUS or more.args[1:] != (1,) or more.kwargs:
+            return None
+        if product is None or product.name not in _TIMES:
+            return None
+        for gate, slope in (product.args[:2], product.args[1::-1]):
+            sigmoid = self._maybe(slope)
+            inner = None if sigmoid is None or sigmoid.name != "sigmoid" else self._maybe(sigmoid.args[0])
+            if inner is None or inner.name not in _TIMES or inner.args[0] is not gate or not isinstance(inner.args[1], (int, float)):
+                continue
+            low, limit, h = self._clamped(gate, 0)
+            least, most, other = self._clamped(more.args[0], 1)
+            if low is None and isinstance(limit, (int, float)) and most == limit and least == -limit and h is other:
+                return Interleaved(float(inner.args[1]), float(limit)).name, True, h
+        return None
+
+    def _clamped(self, x: Any, first: int) -> tuple[Any, Any, Any]:
+        """(min, max, h) of every second column of h, from `first` on, that is clamped."""
+        clamp = self._made(x, "clamp")
+        taken = self._made(clamp.args[0], "__getitem__")
+        at = taken.args[1]
+        if not isinstance(at, tuple) or len(at) != 2 or at[0] is not Ellipsis or at[1] != slice(first or None, None, 2):
+            raise _No
+        return clamp.arg(1, "min"), clamp.arg(2, "max"), taken.args[0]
 
     def uncast(self, x: Any) -> Any:
         """What one cast was made of: the operator casts what goes into its products itself."""
@@ -301,10 +353,15 @@ class _Each:
 
 def _versions(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """How often a result and the operands of its call have been written to, the result first."""
+    return tuple(compat.version(x) if isinstance(x, Tensor) else 0 for x in _operands(out, args, kwargs))
+
+
+def _operands(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """A result and the operands of its call."""
     operands: list[Any] = [out]
     for arg in (*args, *kwargs.values()):
         operands += arg if isinstance(arg, (tuple, list)) else (arg,)
-    return tuple(compat.version(x) if isinstance(x, Tensor) else 0 for x in operands)
+    return operands
 
 
 def _descends(made: Made) -> bool:
@@ -314,7 +371,7 @@ def _descends(made: Made) -> bool:
 
 def _memory(x: Any) -> Any:
     """The tensor that `x` is a view of, or `x`."""
-    base = compat.view_base(x)
+    base = compat.view_base(x) if isinstance(x, Tensor) else None
     return x if base is None else base
 
 
@@ -335,6 +392,8 @@ def _has(x: Any) -> bool:
 
 def _worth(name: str, out: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a call that nothing led to may be the start of a layer."""
+    if name in _PLUS and (len(args) < 2 or isinstance(args[1], Tensor)):
+        return False  # a residual sum; what is looked for adds a number
     if any(_has(a) for a in args):
         return True
     source = args[0] if args and isinstance(args[0], Tensor) else out

@@ -2,6 +2,7 @@
 
     y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])
     expert(x) = down @ (act(gate @ x) * (up @ x))            gate_up (e, 2f, d) is [gate; up], down (e, d, f)
+    act "interleaved_swiglu:alpha:limit"                     gate_up (e, 2f, d) is gate, up, gate, up, ... (see `Interleaved`)
 
 Problem: traced through aten, a layer of experts is a sort, gathers, grouped products over segments that data decides,
 and a scatter; which rows belong to which expert is lost, and `grouped_mm` knows neither float64 nor, before torch 2.15,
@@ -57,6 +58,50 @@ ACTS: dict[str, tuple[Unary, Gradient]] = {
 }
 
 
+INTERLEAVED = "interleaved_swiglu"
+
+
+@attrs.frozen
+class Interleaved:
+    """Rows of gate and up in turn, both clamped: (up + 1) * gate * sigmoid(alpha * gate), as the experts of gpt-oss have it."""
+
+    alpha: float
+    limit: float
+
+    @classmethod
+    def of(cls, act: str) -> Interleaved | None:
+        """The one that an activation's name says; None: it says another."""
+        name, *numbers = act.split(":")
+        if name != INTERLEAVED:
+            return None
+        try:
+            alpha, limit = map(float, numbers)
+        except ValueError:
+            raise RuleError(f"experts: {act!r} has no two numbers. Try: '{INTERLEAVED}:1.702:7.0', alpha and limit") from None
+        return cls(alpha, limit)
+
+    @property
+    def name(self) -> str:
+        return f"{INTERLEAVED}:{self.alpha!r}:{self.limit!r}"
+
+    def parts(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of (rows, 2f): gate and up, clamped, and the sigmoid of the gate."""
+        gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
+        return gate, up, torch.sigmoid(gate * self.alpha)
+
+    def forward(self, h: Tensor) -> Tensor:
+        gate, up, slope = self.parts(h)
+        return (up + 1) * (gate * slope)
+
+    def backward(self, g: Tensor, h: Tensor) -> Tensor:
+        gate, up, slope = self.parts(h)
+        dgate = g * (up + 1) * slope * (1 + self.alpha * gate * (1 - slope))
+        # What is clamped has no gradient; the limit itself has.
+        dgate = torch.where(h[..., ::2] <= self.limit, dgate, 0)
+        dup = torch.where(h[..., 1::2].abs() <= self.limit, g * gate * slope, 0)
+        return torch.stack([dgate, dup], -1).flatten(-2)
+
+
 @attrs.frozen
 class Weights:
     """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out)."""
@@ -84,6 +129,9 @@ class Weights:
 
     def activated(self, h: Tensor) -> Tensor:
         """(rows, f)."""
+        interleaved = Interleaved.of(self.act)
+        if interleaved is not None:
+            return interleaved.forward(h)
         act = ACTS[self.act][0]
         if not self.gated:
             return act(h)
@@ -91,6 +139,9 @@ class Weights:
         return act(gate) * up
 
     def activated_backward(self, g: Tensor, h: Tensor) -> Tensor:
+        interleaved = Interleaved.of(self.act)
+        if interleaved is not None:
+            return interleaved.backward(g, h)
         act, back = ACTS[self.act]
         if not self.gated:
             return back(g, h)
@@ -169,8 +220,11 @@ def _add_weights(sums: list[Tensor], i: int, dh: Tensor, xs: Tensor, dy: Tensor,
 
 
 def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: str, gated: bool, transposed: bool) -> None:
-    if act not in ACTS:
-        raise RuleError(f"experts: no activation {act!r}; it knows {', '.join(ACTS)}")
+    interleaved = Interleaved.of(act)
+    if act not in ACTS and interleaved is None:
+        raise RuleError(f"experts: no activation {act!r}; it knows {', '.join((*ACTS, INTERLEAVED))}")
+    if interleaved is not None and not gated:
+        raise RuleError(f"experts: {act!r} has a gate. Try: gated=True")
     if index.dtype not in (torch.int64, torch.int32):
         raise RuleError(f"experts: index is {index.dtype}; take the int64 that topk gives")
     up = gate_up.shape[1:] if not transposed else tuple(reversed(gate_up.shape[1:]))

@@ -7,8 +7,8 @@
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
 shifts indices, and a choice of another rank's expert is one of nobody's. On `f` it is tensor parallelism inside the
-experts: column and row of every expert, `c` counts gate and up. Dispatch of tokens to the ranks of their experts is a
-strategy with local code of its own (the plugin `moe`).
+experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. Dispatch of tokens to the
+ranks of their experts is a strategy with local code of its own (the plugin `moe`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from colofunc.dtensor.rules.opened import Split, opened
 from colofunc.dtensor.rules.pattern import RuleFn, pattern
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_gather, axis_index, keep_first
+from colofunc.ops.experts import Interleaved
 from colofunc.ops.experts import expert_position as position_op
 
 
@@ -44,7 +45,8 @@ def _rule(call: Call, x: int) -> Rule:
     gated, transposed = bool(call.arg(x + 8, "gated", True)), bool(call.arg(x + 9, "transposed", False))
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
-    up, tokens, choices = "([c] f)" if gated else "f", f"{batch} [d]", f"{batch} [k]"
+    interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
+    up, tokens, choices = ("(f [c])" if interleaved else "([c] f)") if gated else "f", f"{batch} [d]", f"{batch} [k]"
     weights = (f"e [d] {up}", "e f [d]") if transposed else (f"e {up} [d]", "e [d] f")
     texts: Texts = {x: tokens, x + 1: choices, x + 2: choices, x + 3: weights[0], x + 4: weights[1], gub: f"e {up}", db: "e [d]"}
     size = prod(call.ins[x + 1].shape) * prod(call.ins[x + 4].shape[1:])  # choices times d times f
