@@ -142,7 +142,8 @@ def draw(seed: int, n_lines: int = 8) -> Case:
     rng = random.Random(seed)
     trains = rng.random() < 0.5
     policy = rng.choice(POLICIES) if trains and rng.random() < 0.3 else None
-    tries = (random_programs.draw(1000 * seed + k, n_lines, differentiated=trains, smooth=policy is not None) for k in range(1000))
+    lines = random_programs.LINES + random_programs.RANDOM
+    tries = (random_programs.draw(1000 * seed + k, n_lines, lines, differentiated=trains, smooth=policy is not None) for k in range(1000))
     program = next(program for program in tries if runs(program, trains, policy))
     # The last bits of a sum may differ, and of floats seen as integers all bits count.
     floats = tuple(name for name, x in program(*program.inputs).items() if x.dtype == torch.float64)

@@ -296,7 +296,7 @@ def layer(d: Drawing) -> str | None:
     kinds = [
         "F.gelu({0})", "F.silu({0})", "F.softplus({0})", "F.layer_norm({0}, {0}.shape[-1:])", "F.pad({0}, (1, 1))",
         "F.pad({0}, (0, 1, 1, 0))",
-        "F.normalize({0} + 2, dim=-1)", "F.scaled_dot_product_attention({0}, {0}, {0})", "F.glu({0}, -1)", "F.dropout({0}, 0.5)",
+        "F.normalize({0} + 2, dim=-1)", "F.scaled_dot_product_attention({0}, {0}, {0})", "F.glu({0}, -1)",
         "F.scaled_dot_product_attention({0}, {0}, {0}, is_causal=True)", "F.mse_loss({0}, {0} * 0.5)", "torch.fft.fft({0}).real",
         "F.rms_norm({0}, {0}.shape[-1:])", "torch.kron({0}, {0})", f"F.linear({{0}}, torch.ones(3, {shape[-1]}, {half})",
     ]  # fmt: skip
@@ -319,6 +319,15 @@ def layer(d: Drawing) -> str | None:
             "F.unfold({0}, (1, 2))", "F.group_norm({0}, 1)", "F.pixel_shuffle({0}, 2)", "F.adaptive_avg_pool2d({0}, 1)",
         ]  # fmt: skip
     return f"{d.name()} = {d.rng.choice(kinds).format(name)}"
+
+
+def random_numbers(d: Drawing) -> str | None:
+    """A function that draws: the same numbers on one device and on a mesh, others than torch itself draws."""
+    name = d.pick(lambda x: x.dtype == torch.float64)
+    if name is None:
+        return None
+    forms = ["F.dropout({0}, 0.5)", "torch.rand_like({0})", "{0} + torch.randn({0}.shape, dtype=torch.float64)"]
+    return f"{d.name()} = {d.rng.choice(forms).format(name)}"
 
 
 def two_operands(d: Drawing) -> str | None:
@@ -419,7 +428,9 @@ LINES: tuple[tuple[int, Line], ...] = (
     (1, shape_in_place), (2, layer),
 )  # fmt: skip
 # Where a result jumps or its gradient does: what rounding moves past such a place differs by all that lies between.
-JUMPS = re.compile(r"> 0|floor|relu|clamp|abs\(|sort|max|median|topk|norm\(dim|std\(|prod\(|fft|dropout")
+JUMPS = re.compile(r"> 0|floor|relu|clamp|abs\(|sort|max|median|topk|norm\(dim|std\(|prod\(|fft|dropout|rand")
+# What draws random numbers, which only the canonical operators draw alike.
+RANDOM: tuple[tuple[int, Line], ...] = ((1, random_numbers),)
 # What gives a tensor other memory.
 MEMORY: tuple[tuple[int, Line], ...] = ((1, storage_in_place),)
 
