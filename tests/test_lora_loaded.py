@@ -67,17 +67,22 @@ def test_two_calls_with_ranks_of_their_own_are_read(tmp_path: Path) -> None:
         assert torch.equal({**back.params, **back.frozen}[name], {**model.params, **model.frozen}[name])
 
 
-def test_on_a_mesh_they_go_on_training_as_on_one_device(tmp_path: Path) -> None:
-    saved(tmp_path)
-    mesh, x = cf.Mesh(dp=2), torch.randn(8, 16)
-    losses = []
-    for model in (cf.load(tmp_path, model=adapted()), cf.load(tmp_path, model=adapted(), mesh=mesh)):
+def test_they_go_on_training_on_a_mesh_as_where_they_were_made(tmp_path: Path) -> None:
+    x, losses = torch.randn(8, 16), []
+    for model in (saved(tmp_path), cf.load(tmp_path, model=adapted())):
         step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: (out**2).mean())
-        step = cf.shard(step_fn, mesh, zero(1, "dp"))
+        step = cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp"))
         for _ in range(2):
             state, metrics = step(state, x)
         losses.append(metrics["loss"].full())
     torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_they_are_placed_on_a_mesh(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    back = cf.load(tmp_path, model=adapted(), mesh=cf.Mesh(dp=2), specs={"*.lora_A": "r (dp i)"})
+    assert str(back.params["fc1.lora_A"].spec) == "a (dp b)"
+    assert all(torch.equal(back.params[n].full(), model.params[n]) for n in model.params)
 
 
 def test_adapters_beside_their_base_bring_both(tmp_path: Path) -> None:
