@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
@@ -189,6 +190,25 @@ def test_wrapper() -> None:
     quick = compat.wrapper(Wrapper, (2, 3), torch.float64, torch.device("cpu"))
     assert (quick.shape, quick.stride(), quick.dtype, quick.device) == (slow.shape, slow.stride(), slow.dtype, slow.device)
     assert not quick.requires_grad and quick.is_contiguous()
+
+
+def test_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever hangs somewhere is seen, also where its dict was replaced."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    looked = lambda: compat.without_hooks(list(net.modules()), list(net.parameters()))  # noqa: E731
+    assert looked()
+    registers = [getattr(net[1], f"register_{kind}") for kind in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook")]
+    for register in (*registers, net[1].register_full_backward_hook, net[0].bias.register_hook):
+        handle = register(lambda *args: None)
+        assert not looked()
+        handle.remove()
+        assert looked()
+    net[1]._forward_hooks = {0: lambda *args: None}
+    assert not looked()
+    net[1]._forward_hooks = {}
+    assert looked()
+    monkeypatch.delattr(net[0], "_forward_hooks")
+    assert not looked()  # a torch that keeps them elsewhere: somebody has to look
 
 
 # ---- autograd ----

@@ -9,12 +9,14 @@ from einops import rearrange
 
 from colofunc.dtensor.layout import replicated
 from colofunc.errors import ProgramError
+from colofunc.executors import kernels
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.faults import FaultError, fail
 from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import resolve
 from colofunc.program.facts import rearrange_steps
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.inplace import in_place
@@ -372,3 +374,28 @@ def test_what_lanes_share_is_written_for_each_by_whatever_name_it_is_read_later(
         want = -common * mine[rank].view(4, 3)
         torch.testing.assert_close(got[0][rank].view(4, 3), want, rtol=0, atol=0)
         torch.testing.assert_close(got[1][rank], -want, rtol=0, atol=0)
+
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+QUICK = {
+    "aten.add.Tensor": [((X, X[0]), {}), ((X, 2), {}), ((X, X), dict(alpha=3)), ((X > 0, X), {}), ((X.long(), 0.5), {})],
+    "aten.add.out": [((X, X), dict(out=torch.empty(3, 4)))],
+    "aten.gelu.default": [((X,), {}), ((X,), dict(approximate="tanh"))],
+    "aten.mul.Tensor": [((X, X[0]), {}), ((X, 2.0), {}), ((X > 0, X > 1), {}), ((X.half(), torch.tensor(2.0)), {})],
+    "aten.mul.out": [((X, 3.0), dict(out=torch.empty(3, 4))), ((X, X), dict(out=torch.empty(3, 4)))],
+    "aten.native_layer_norm.default": [((X, (4,), X[0], None, 1e-5), {}), ((X, (3, 4), None, None, 1e-5), {})],
+    "aten.sum.dim_IntList": [((X, (0,)), {}), ((X, (0, -1), True), {}), ((X, ()), {}), ((X, None), {}), ((X, (1,)), dict(dtype=torch.float64)),
+                             ((X > 0, (0,)), {})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", QUICK)
+def test_a_quick_way_to_call_an_operator_is_that_operator(target):
+    assert callable_of(target) is not resolve(target)
+    for args, kwargs in QUICK[target]:
+        quick, slow = (fn(*args, **kwargs) for fn in (callable_of(target), resolve(target)))
+        torch.testing.assert_close(quick, slow, rtol=0, atol=0)
+
+
+def test_every_quick_way_is_compared():
+    assert {name for name in kernels._FAST if name.startswith("aten.")} - QUICK.keys() == {"aten.native_layer_norm_backward.default"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.program.tracing.tree import flatten, flatten_like
+from colofunc.program.tracing.tree import flatten, flatten_like, unflatten
 from colofunc.transforms.guard import Guard
 from colofunc.transforms.surroundings import look_around
 
@@ -230,11 +230,12 @@ def test_surroundings_stand_until_what_was_found_is_another_thing() -> None:
     assert not found.stands() and found.key != look_around(step).key
 
 
-@pytest.mark.parametrize("left", range(9))
-@pytest.mark.parametrize("right", range(9))
+@pytest.mark.parametrize("left", range(13))
+@pytest.mark.parametrize("right", range(13))
 def test_a_tree_is_like_another_exactly_where_their_keys_are_equal(left: int, right: int) -> None:
     x = torch.ones(2)
     trees = [(x,), (x, x), [x], {"a": x, "b": 1}, {"b": 1, "a": x}, {"a": x, "b": True}, {"a": x, "b": "1"}, (x, None), (x, 1.0)]
+    trees += [{"a": x, "b": x}, {"a": x, "c": x}, ({"a": x, "b": x}, x), ()]
     tree = flatten(trees[left])[1]
     leaves = flatten_like(tree, trees[right])
     assert (leaves is not None) == (tree.key() == flatten(trees[right])[1].key())
@@ -275,3 +276,16 @@ def test_what_an_argument_holds_may_change_between_calls(asked: list[bool], kind
     for _ in range(2):
         assert step(x, settings).full().equal(x * 2)
     assert step(x, make()).full().equal(x)
+
+
+def test_a_tree_is_rebuilt_from_as_many_leaves_as_it_has() -> None:
+    x = torch.ones(2)
+    for obj in ((x, x), {"a": x, "b": {"c": x}}, [{"a": x}, x, 3], {"a": (), "b": x}):
+        leaves, tree = flatten(obj)
+        fresh = [torch.full((2,), float(k)) for k, _ in enumerate(leaves)]
+        again = flatten(unflatten(tree, fresh))
+        assert again[1] == tree and all(a is b for a, b in zip(again[0], fresh, strict=True))
+        with pytest.raises(cf.ColofuncError, match="was given"):
+            unflatten(tree, [*fresh, x])
+    with pytest.raises(cf.ColofuncError, match="holds 2 tensors and was given 1"):
+        unflatten(flatten((x, x))[1], [x])

@@ -79,6 +79,8 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
         return make_parts(x, layout, mesh, backend.ranks(mesh))
     refuse_unlike(x, what, InputError)
     plain = x.detach().resolve_conj().resolve_neg()
+    if mesh.size == 1 and not layout.is_padded and layout.local_shape == layout.shape and not layout.pending:
+        return [plain.clone() if copy or not plain.is_contiguous() else plain]
     done: dict[tuple[int, ...], torch.Tensor] = {}
     for rank in backend.ranks(mesh):
         key = part_key(layout, mesh, rank)

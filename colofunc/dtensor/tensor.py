@@ -11,7 +11,7 @@ through the same rules as whole programs (a program of one node), so `x @ y`, `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -59,6 +59,13 @@ def home_of(layout: Layout, dtype: torch.dtype, mesh: Mesh, backend: Backend) ->
 
 
 _HOMES: dict[tuple[object, ...], Home] = {}
+
+
+def consume_all(given: Iterable[DTensor], by: str) -> None:
+    """Give the parts of tensors away: later reads, also of views, raise ConsumedError naming `by`."""
+    for x in given:
+        held = x._held
+        held.shards, held.consumed_by = None, by
 
 
 class DTensor(torch.Tensor):
@@ -149,8 +156,7 @@ class DTensor(torch.Tensor):
 
     def consume(self, by: str) -> None:
         """Give the parts away: later reads, also of views, raise ConsumedError naming `by`."""
-        self._held.shards = None
-        self._held.consumed_by = by
+        consume_all((self,), by)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """As torch's; a leaf's gradient gets the leaf's own layout."""

@@ -91,8 +91,7 @@ class RankProgram:
             self._function = writer.function()
         if self._watch is not None and self._hash:
             self._watch.advance(self._hash)
-        outs = self._function(flat)
-        return [[outs[k] for k in slots] for slots in self._function.slots]
+        return self._function.per_lane(self._function(flat))
 
 
 class RankWires:

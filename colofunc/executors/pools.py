@@ -169,6 +169,9 @@ def in_tier(x: torch.Tensor, tier: str, gpu: torch.device) -> torch.Tensor:
     return x if x.is_cuda else x.to(gpu)
 
 
+_CPU = torch.device("cpu")
+
+
 def gpu_of(mesh: Mesh) -> torch.device | None:
     """The GPU on which steps on a mesh run because it says so, or its process group does; None: wherever their inputs lie."""
     joined = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
@@ -178,4 +181,6 @@ def gpu_of(mesh: Mesh) -> torch.device | None:
 
 def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where a program on these inputs runs: their GPU, or the CPU where they lie on the host only."""
-    return next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
+    if not torch.cuda.is_initialized():  # then there is no tensor on one
+        return _CPU
+    return next((x.device for x in tensors if x.is_cuda), _CPU)

@@ -69,8 +69,7 @@ class SimulatedProgram:
         function = self._functions.get((partition, device))
         if function is None:
             function = self._functions[partition, device] = self.write(partition, device).function()
-        outs = function(flat)
-        return [[outs[k] for k in slots] for slots in function.slots]
+        return function.per_lane(function(flat))
 
     def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None) -> Writer:
         """The source for inputs that are shared as `partition` says."""

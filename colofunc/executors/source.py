@@ -342,6 +342,7 @@ class StepFunction:
         order = {name: k for k, name in enumerate(dict.fromkeys(n for names in outs for n in names))}
         # outputs -> per lane -> place in the returned tuple
         self.slots = tuple(tuple(order[n] for n in names) for names in outs)
+        self._one_each = self.slots == tuple((k,) for k in range(len(order)))
         head = ["def step(inputs):"]
         if writer.input_names:
             head += [f"    {', '.join(writer.input_names)}, = inputs", "    inputs.clear()"]
@@ -373,6 +374,12 @@ class StepFunction:
         finally:
             if self._finish is not None:
                 self._finish()
+
+    def per_lane(self, outs: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
+        """What a call has returned as outputs, each with its tensor on every lane."""
+        if self._one_each:
+            return [[x] for x in outs]
+        return [[outs[k] for k in slots] for slots in self.slots]
 
     def _failed_node(self, error: Exception) -> Node | None:
         trace = error.__traceback__

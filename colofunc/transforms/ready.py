@@ -20,7 +20,7 @@ import torch
 from colofunc import compat
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
-from colofunc.dtensor.tensor import DTensor, Home, home_of
+from colofunc.dtensor.tensor import DTensor, Home, consume_all, home_of
 from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.disk.tensors import Scratch, Together
@@ -138,6 +138,10 @@ class Ready:
         return self.backend.compile(self.low.program, self.low.mesh)
 
     @cached_property
+    def _donated(self) -> frozenset[int]:
+        return frozenset(self.low.donated)
+
+    @cached_property
     def _has_gpu(self) -> bool:
         return gpu_of(self.low.mesh) is not None
 
@@ -155,8 +159,7 @@ class Ready:
             inputs = side_by_side(inputs, self.buffers)
         given = [leaf for leaf in (leaves[i] for i in low.donated) if type(leaf) is DTensor and leaf.owned]
         outs = self._ran(inputs, given, name)
-        for leaf in given:
-            leaf.consume(name)
+        consume_all(given, name)
         return low.traced.unpack(self._wrapped(outs))
 
     def _placed(self, leaves: Sequence[Leaf], name: str) -> list[Shards]:
@@ -174,8 +177,8 @@ class Ready:
 
     def _bring(self, leaves: Sequence[Leaf], which: Sequence[int], inputs: list[Shards], name: str) -> None:
         """Place those leaves that are not at home."""
-        low, donated = self.low, set(self.low.donated)
-        copied = [i in donated and not _is_owned(leaves[i]) for i in which]
+        low = self.low
+        copied = [not _is_owned(leaves[i]) and i in self._donated for i in which]
         layouts = [low.input_layouts[i] for i in which]
         shelves = None
         if any(layout.tier == "disk" for layout in layouts):
@@ -206,10 +209,8 @@ class Ready:
             # The error's traceback may hold what lies there: the next call has room of its own.
             self.__dict__.pop("scratch", None)
             if disk.committed or before != compat.versions(written):
-                for leaf in given:
-                    leaf.consume(
-                        f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)"
-                    )
+                lost = f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)"
+                consume_all(given, lost)
                 error.add_note(
                     f"{name} had begun to update its state in place: that state is lost; load the last checkpoint"
                 )

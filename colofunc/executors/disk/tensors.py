@@ -277,7 +277,10 @@ class Together:
 
     def __init__(self, parts: Iterable[torch.Tensor]) -> None:
         self.committed = False
-        self._parts = [x for x in parts if isinstance(x, OnDisk)]
+        held = list(parts)
+        # Few kinds of tensors, and many of each.
+        some = any(issubclass(kind, OnDisk) for kind in set(map(type, held)))
+        self._parts = [x for x in held if isinstance(x, OnDisk)] if some else []
         self._stores = list({id(x.store): x.store for x in self._parts if x.store is not None}.values())
 
     def commit(self) -> None:

@@ -172,15 +172,15 @@ def watch_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[None]:
             handle.remove()
 
 
-_IS_USER: dict[CodeType, bool] = {}
+_IS_USER: dict[str, bool] = {}
 
 
 def _is_user(code: CodeType) -> bool:
-    known = _IS_USER.get(code)
+    name = code.co_filename  # to hash a code object takes longer
+    known = _IS_USER.get(name)
     if known is None:
-        name = code.co_filename
         inside = name.startswith((_HERE, _TORCH)) or (name.startswith(_STDLIB) and "site-packages" not in name)
-        known = _IS_USER[code] = not inside and not name.startswith(_GENERATED)
+        known = _IS_USER[name] = not inside and not name.startswith(_GENERATED)
     return known
 
 

@@ -17,7 +17,8 @@ import enum
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
+from functools import cached_property
+from itertools import islice, repeat
 from typing import Any
 
 import attrs
@@ -40,6 +41,11 @@ class Tree:
     value: Any = None
     content: Any = None  # of a static leaf that can be changed where it stands: what it held (see `held_by`)
     context: Any = attrs.field(default=None, eq=False)  # of a container registered with torch
+
+    @cached_property
+    def holds_tensors(self) -> bool:
+        """Whether every child is a tensor, so that nobody has to look at them one by one."""
+        return all(child.kind == "tensor" and child.type is None for child in self.children)
 
     def leaves(self) -> Iterator[Tree]:
         """Tensor leaves in order."""
@@ -140,6 +146,9 @@ def _flatten_like(tree: Tree, obj: Any, leaves: list[torch.Tensor]) -> bool:
         keys, items = tuple(parts[1]), parts[2]
     if keys != tree.keys or len(items) != len(tree.children):
         return False
+    if tree.holds_tensors:
+        leaves += items
+        return all(issubclass(cls, torch.Tensor) for cls in set(map(type, items)))
     return all(map(_flatten_like, tree.children, items, repeat(leaves)))
 
 
@@ -257,7 +266,13 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if tree.kind == "static":
         return tree.value
-    return rebuild(tree.kind, tree.type, tree.keys, [_build(child, leaves) for child in tree.children], tree.context)
+    if tree.holds_tensors:
+        items = list(islice(leaves, len(tree.children)))
+        if len(items) < len(tree.children):
+            raise TraceError(f"{tree.name or 'a tree'} holds {len(tree.children)} tensors and was given {len(items)}")
+    else:
+        items = [_build(child, leaves) for child in tree.children]
+    return rebuild(tree.kind, tree.type, tree.keys, items, tree.context)
 
 
 def rebuild(kind: str, cls: Any, keys: Sequence[Any], items: Sequence[Any], context: Any = None) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 from weakref import ref
 
@@ -79,7 +80,13 @@ class Hooks:
         hung = list(map(compat.module_hooks, modules))
         return Hooks(modules, parameters, hung, compat.all_gradient_hooks(parameters))
 
+    @cached_property
+    def is_empty(self) -> bool:
+        return not self.on_parameters and not any(self.on_modules)
+
     def stands(self) -> bool:
+        if self.is_empty and compat.without_hooks(self.modules, self.parameters):
+            return True
         same = compat.all_gradient_hooks(self.parameters) == self.on_parameters
         return same and list(map(compat.module_hooks, self.modules)) == self.on_modules
 
