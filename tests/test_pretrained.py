@@ -105,6 +105,18 @@ def test_experts_are_read_only_where_they_are_held(tmp_path, monkeypatch) -> Non
     assert sum(read) == part.nbytes and torch.equal(part, make(x)[1:2])
 
 
+def test_frozen_weights_that_a_load_placed_are_taken_as_they_lie(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    module[0].requires_grad_(False)
+    cf.save_pretrained(cf.functional(module), None, tmp_path)
+    losses, x, mesh = [], torch.randn(4, 8), cf.Mesh(dp=2)
+    for options in ({}, {"mesh": mesh, "specs": {"0.weight": "(dp o) i"}}):
+        model = cf.load(tmp_path, model=cf.functional(module), **options)
+        step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: (out**2).mean())
+        losses.append(cf.shard(step_fn, mesh)(state, x)[1]["loss"].full())
+    torch.testing.assert_close(*losses)
+
+
 def test_a_lazy_model_is_placed_by_the_step(tmp_path) -> None:
     saved("llama", tmp_path / "a")
     model = cf.load(tmp_path / "a", model=unbuilt("llama").train())

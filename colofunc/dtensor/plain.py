@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from colofunc import compat
-from colofunc.dtensor.lazy import LazyTensor
 from colofunc.errors import ColofuncError
 
 
 def refuse_unlike(x: torch.Tensor, what: str, kind: type[ColofuncError]) -> None:
     """Raise `kind` where a tensor, which is no DTensor, has values that a program cannot compute with as they are."""
-    if not isinstance(x, (LazyTensor, compat.FakeTensor)) and has_operators(type(x)):
+    # Our own kinds are placed by the step: frozen weights may lie on the mesh already, or have no values yet.
+    ours = type(x).__module__.startswith("colofunc.")
+    if not ours and not isinstance(x, compat.FakeTensor) and has_operators(type(x)):
         raise kind(
             f"{what} is a {type(x).__name__}, a tensor class with operators of its own, which a step would not call. Try: "
             "x.as_subclass(torch.Tensor) to compute with its values (x.full() of a DTensor), or what it computes written in the step"
