@@ -13,15 +13,16 @@ tuples, dicts by name, and other attrs records; JSON's lists are tuples.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import sys
 import types
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
@@ -41,10 +42,25 @@ class Wrong(ValueError):
 
 def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
     """The content of a JSON file. Raises Wrong, and OSError where the file cannot be read."""
-    size = os.stat(path).st_size
-    if size > most_bytes:
-        raise Wrong(f"it has {size} bytes, more than {most_bytes}")
-    return parse_json(Path(path).read_bytes())
+    return parse_json(read_bytes(path, most_bytes))
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """What a file holds. Raises Wrong where that is too much, and OSError as `open_file` does."""
+    with open_file(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise Wrong(f"it has more than {most_bytes} bytes")
+    return data
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader waiting."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a device or a pipe, no file", os.fspath(path))
+    return file
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -192,4 +208,4 @@ def _record_maker(kind: Any, infinity: str) -> Make:
     return make
 
 
-__all__ = ["Wrong", "build", "check", "parse_json", "read_json"]
+__all__ = ["Wrong", "build", "check", "open_file", "parse_json", "read_bytes", "read_json"]

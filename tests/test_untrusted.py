@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import colofunc as cf
 from colofunc import untrusted
@@ -111,3 +112,62 @@ def test_records_come_back() -> None:
 def test_what_is_no_json(text: Any, tmp_path: Path) -> None:
     with pytest.raises(untrusted.Wrong):
         untrusted.parse_json(text)
+
+
+# ---- what is no file ----
+
+
+def folders(tmp_path: Path) -> dict[str, tuple[Path, Any]]:
+    """Every file that is read -> (where it is, who reads it)."""
+    step = cf.shard(lambda x: x + 1, cf.Mesh(dp=2))
+    low = step.lower(torch.ones(2))
+    state = {"w": torch.ones(2, 3)}
+    for name, save in {
+        "state": lambda path: cf.save(path, state),
+        "dcp": lambda path: cf.save(path, state, format="dcp"),
+        "program": lambda path: serialize.save(low.program, path),
+    }.items():
+        save(tmp_path / name)
+    (tmp_path / "plain").mkdir()
+    save_file(state, tmp_path / "plain" / "model.safetensors")
+    low.plan.save(tmp_path / "plan.json")
+    low.mesh.topology.save(tmp_path / "topology.json")
+    (tmp_path / "run.yaml").write_text("mesh: {dp: 2}")
+    data = next((tmp_path / "dcp").glob("*.distcp"))
+    return {
+        "index": (tmp_path / "state" / "colofunc.json", lambda: cf.load(tmp_path / "state")),
+        "data": (tmp_path / "state" / "rank-00000-00000.safetensors", lambda: cf.load(tmp_path / "state")),
+        "metadata": (tmp_path / "dcp" / ".metadata", lambda: cf.load(tmp_path / "dcp")),
+        "distcp": (data, lambda: cf.load(tmp_path / "dcp")),
+        "weights": (tmp_path / "plain" / "model.safetensors", lambda: cf.load(tmp_path / "plain")),
+        "plan": (tmp_path / "plan.json", lambda: cf.Plan.load(tmp_path / "plan.json")),
+        "topology": (tmp_path / "topology.json", lambda: cf.Topology.load(tmp_path / "topology.json")),
+        "program": (tmp_path / "program" / "program.json", lambda: serialize.load(tmp_path / "program")),
+        "configuration": (tmp_path / "run.yaml", lambda: cf.configure(tmp_path / "run.yaml")),
+        "saved over": (tmp_path / "state" / "colofunc.json", lambda: cf.save(tmp_path / "state", state)),
+    }
+
+
+FILES = ("index", "data", "metadata", "distcp", "weights", "plan", "topology", "program", "configuration", "saved over")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path, name: str, kind: str) -> None:
+    path, read = folders(tmp_path)[name]
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(cf.ColofuncError):
+        read()
+
+
+def test_a_header_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(cf.ColofuncError, match="is no safetensors file"):
+        cf.load(tmp_path)

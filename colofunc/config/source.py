@@ -22,11 +22,12 @@ from typing import Any
 
 import attrs
 
-from colofunc import owned
+from colofunc import owned, untrusted
 from colofunc.errors import ConfigError
 
 # Far more than anybody writes, far less than aliases of aliases can make.
 MOST_NODES = 20_000
+MOST_CONFIG_BYTES = 1 << 24
 PLAIN_TAGS = ("null", "bool", "int", "float", "str", "map", "seq", "timestamp")
 # YAML 1.1 takes 1e-3 for a word.
 FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)\Z")
@@ -89,10 +90,10 @@ def _parsed(path: Path) -> Node:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: a configuration is a .yaml, .yml or .json file, or a dict")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = untrusted.read_bytes(path, MOST_CONFIG_BYTES).decode()
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from error
     if not text.strip():
         raise ConfigError(f"{path}: is empty; write keys with values, such as `mesh: {{dp: 2}}`")

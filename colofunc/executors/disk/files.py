@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from colofunc import owned
+from colofunc import owned, untrusted
 from colofunc.errors import DiskError
 from colofunc.executors.disk.layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
 from colofunc.mesh.sizes import size_text
@@ -188,7 +188,7 @@ def reopen(directory: str | os.PathLike[str], rank: int | None) -> tuple[Files, 
     except OSError as error:
         raise disk_error("cannot open a store in", given, error) from error
     try:
-        found = parse_index((path / INDEX).read_bytes(), path / INDEX)
+        found = parse_index(untrusted.read_bytes(path / INDEX), path / INDEX)
         keep = bool(_owner(lock_fd).get("keep", True))
         _sign(lock_fd, int(_owner(lock_fd).get("rank", 0)), keep)
         files = Files(path, lock_fd, found.layout, keep)

@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import torch
 
+from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint.files import Item, inside
 from colofunc.functional.checkpoint.regions import Pick, Region, Span, common, take
@@ -94,10 +95,8 @@ def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, Sto
     """
     path = folder / METADATA
     try:
-        if path.stat().st_size > MOST_METADATA_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {MOST_METADATA_BYTES}; it is not read")
-        data = path.read_bytes()
-    except OSError as error:
+        data = untrusted.read_bytes(path, MOST_METADATA_BYTES)
+    except (OSError, untrusted.Wrong) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is incomplete") from error
     if crc32 is not None and zlib.crc32(data) != crc32:
         raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
@@ -201,7 +200,7 @@ def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> A
 
 
 def _bytes_of(path: Path, name: str, chunk: Chunk) -> bytearray:
-    with open(path, "rb") as file:
+    with untrusted.open_file(path) as file:
         if chunk.start + chunk.nbytes > os.fstat(file.fileno()).st_size:
             raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {chunk.start + chunk.nbytes}")
         memory = bytearray(chunk.nbytes)

@@ -36,7 +36,7 @@ def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None])
 
     Raises OSError of the file, and what `done` raises: of several errors that of the first block.
     """
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of a file is an error, not a wait
     direct = None
     try:
         few = sum(len(memory) for _, memory in blocks) < FROM_BYTES

@@ -49,8 +49,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The content of a folder's index. Raises CheckpointError where it is missing, changed or of another version."""
     path = folder / INDEX
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = untrusted.read_bytes(path)
+    except (OSError, untrusted.Wrong) as error:
         raise CheckpointError(f"{folder} holds no checkpoint of colofunc: {path.name} cannot be read ({error})") from error
     head = _HEAD.match(data)
     text = data[head.end() : -2] if head is not None else b""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from colofunc import untrusted
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
 from colofunc.functional.checkpoint.place import Entry
@@ -72,7 +72,9 @@ def files(folder: Path) -> list[Path]:
 
 def _listed(folder: Path, listing: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(listing.read_text())["weight_map"].values()))
+        names = sorted(set(untrusted.read_json(listing)["weight_map"].values()))
+    except OSError as error:
+        raise CheckpointError(f"{listing} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{listing} is no index of safetensors: {error!r}") from error
     return [_inside(folder, listing, name) for name in names]
@@ -97,11 +99,11 @@ def _nothing(folder: Path) -> str:
 def header(path: Path) -> dict[str, Entry]:
     """Name -> tensor of one safetensors file."""
     try:
-        with open(path, "rb") as file:
+        with untrusted.open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MOST_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            data = json.loads(file.read(length))
+            data = untrusted.parse_json(file.read(length))
             size = file.seek(0, 2)
         data.pop("__metadata__", None)
         return {name: _entry(path, name, said, 8 + length, size) for name, said in data.items()}
