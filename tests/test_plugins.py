@@ -176,6 +176,44 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("testplugin::row_max", mutates_args=())
+def row_max(x: torch.Tensor) -> torch.Tensor:
+    return x.amax(-1)
+
+
+@row_max.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[:-1])
+
+
+@pytest.mark.parametrize("key", ["testplugin.row_max", "testplugin.row_max.default"])
+def test_a_rule_is_that_of_the_plugin_that_is_asked(key: str) -> None:
+    """Of two that were tried one after the other, as an author does; by either name of the operator."""
+    right, wrong = (
+        plugin(how, colofunc_rules=lambda how=how: {key: cf.pattern("b i -> b", reduce={"i": how})}) for how in ("max", "sum")
+    )
+    x = torch.randn(6, 6, dtype=torch.float64)
+    for _ in range(2):
+        assert "{a: i}" in {p.strategy for p in check_strategies(right, key, sample(x))}
+        with pytest.raises(cf.CheckError, match=r"row_max \{a: i\} on a=2, result 0 .* differs"):
+            check_strategies(wrong, key, sample(x))
+    step = cf.shard(row_max, cf.Mesh(dp=2), in_specs="b (dp i)", plugins=[right])
+    low = step.lower(x)
+    assert low.coverage().fallbacks == () and torch.equal(step(x).full(), x.amax(-1))
+
+
+def test_strategies_that_fail_name_their_function() -> None:
+    def unfinished(call: Any, mesh: cf.Mesh) -> Any:
+        return call.nothing
+
+    for gives, words in ((unfinished, "unfinished failed: AttributeError"), (lambda call, mesh: None, "failed: TypeError")):
+        fails = plugin("fails", colofunc_strategies=lambda gives=gives: {"testplugin.row_max": gives})
+        with pytest.raises(cf.PluginError, match=rf"strategies of testplugin.row_max from .*{words}.*; yield cf.Strategy records"):
+            cf.shard(row_max, cf.Mesh(dp=2), plugins=[fails]).lower(torch.ones(4, 4))
+    with pytest.raises(cf.PluginError, match="'b i' of a rule has no two sides; write operands -> results"):
+        check_strategies(plugin("half", colofunc_rules=lambda: {"testplugin.row_max": cf.pattern("b i")}), "testplugin.row_max")
+
+
 def test_named_plans_see_the_rules_of_plugins_by_hand() -> None:
     def step(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return F.linear(bend(F.linear(x, p["a"])), p["b"])

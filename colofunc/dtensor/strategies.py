@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
+from typing import Any
 
 import torch
 
@@ -199,18 +200,23 @@ def _ways(rule: Rule) -> list[Way]:
 
 
 class _Keyed:
-    """A rule as part of a cache key: rules are built once per call, so identity of the call suffices."""
+    """A rule as part of a cache key: what it says of its factors. Two plugins may have different rules for the same call."""
 
-    __slots__ = ("rule",)
+    __slots__ = ("rule", "says")
 
     def __init__(self, rule: Rule | None) -> None:
         self.rule = rule
+        self.says: tuple[Any, ...] = ()
+        if rule is not None:
+            passes = (*map(frozenset, rule.linear), None, *map(frozenset, rule.monotone))
+            kinds = (frozenset(rule.sizes.items()), frozenset(rule.reduce.items()), frozenset(rule.whole), frozenset(rule.addends))
+            self.says = (rule.ins, rule.outs, *kinds, passes, frozenset(rule.copied), rule.flops)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and (self.rule is None) == (other.rule is None)
+        return isinstance(other, _Keyed) and self.says == other.says
 
     def __hash__(self) -> int:
-        return hash(self.rule is None)
+        return hash(self.says)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ import pluggy
 
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
-from colofunc.errors import PluginError, near
+from colofunc.errors import ColofuncError, PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.plugins import hookspecs
 
@@ -47,22 +47,33 @@ class Registry:
 
     def rule(self, call: Call) -> Rule | None:
         """The rule of a call: a plugin's, else the built-in one; None where there is none."""
-        fn = self.rules.get(call.target)
+        fn = self.rules.get(call.target) or self.rules.get(f"{call.target}.default")
         return fn(call) if fn is not None else rule_for(call)
 
     def extra_strategies(self, call: Call, mesh: Mesh) -> tuple[Strategy, ...]:
         """Strategies with local code of their own, beyond the rule's."""
         found: list[Strategy] = []
         # Built-in ones stand under the operator's name without its overload.
-        fns = [fn for key in dict.fromkeys((base_of(call.target), call.target)) for fn in self.strategies.get(key, ())]
-        for fn in fns:
-            for strategy in fn(call, mesh):
+        keys = dict.fromkeys((base_of(call.target), call.target, f"{call.target}.default"))
+        for fn in [fn for key in keys for fn in self.strategies.get(key, ())]:
+            for strategy in _given(fn, call, mesh):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(
                         f"strategies of {call.target} from {fn.__module__}.{fn.__name__} gave {strategy!r}; yield cf.Strategy records"
                     )
                 found.append(strategy)
         return tuple(found)
+
+
+def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
+    """What a function of strategies yields for a call. Raises PluginError where it fails."""
+    try:
+        return list(fn(call, mesh))
+    except ColofuncError:
+        raise
+    except Exception as error:
+        what = f"strategies of {call.target} from {fn.__module__}.{fn.__name__} failed"
+        raise PluginError(f"{what}: {type(error).__name__}: {error}; yield cf.Strategy records, or none") from error
 
 
 @lru_cache(maxsize=64)

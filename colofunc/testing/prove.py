@@ -98,7 +98,8 @@ def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Me
 def target_of(op: Any) -> str:
     """The name that programs and plugins use: "aten.mm.default", "mylib.scan"."""
     if isinstance(op, (str, PluginOperator)):
-        return op if isinstance(op, str) else op.name
+        name = op if isinstance(op, str) else op.name
+        return name if name.startswith("aten.") else name.removesuffix(".default")
     schema = getattr(op, "_schema", None) or getattr(getattr(op, "default", None), "_schema", None)
     if schema is None:
         raise InputError(f"check_strategies wants an operator or its name, not {op!r}. Try: \"aten.cumsum.default\"")
@@ -186,7 +187,7 @@ def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -
 def _claimed(call: Call, mesh: Mesh, registry: Registry, own: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
     """The strategies to prove and the rule they came from: all, or those that a plugin has of its `own`."""
     rule = registry.rule(call)
-    if rule is not None and (own is None or call.target in own.rules or call.target in REGISTERED):
+    if rule is not None and (own is None or {call.target, f"{call.target}.default"} & {*own.rules, *REGISTERED}):
         rule.check(call)
         _check_decided(call, rule)
         yield from ((s, rule) for s in enumerate_strategies(call, rule, mesh))

@@ -16,6 +16,7 @@ import attrs
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Factors, Operand, Rule
+from colofunc.errors import SpecError
 
 RuleFn = Callable[[Call], Rule | None]
 Args = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -24,6 +25,8 @@ Sets = Iterable[Iterable[int]]
 
 @cache
 def _parse(text: str) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...] | None, ...]]:
+    if text.count("->") != 1:
+        raise SpecError(f"the pattern {text!r} of a rule has no two sides; write operands -> results, such as 'm k, k n -> m n'")
     left, right = text.split("->")
 
     def side(words: str) -> tuple[tuple[str, ...] | None, ...]:
