@@ -14,6 +14,7 @@ tuples, dicts by name, and other attrs records; JSON's lists are tuples.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import sys
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
@@ -54,7 +55,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
     return data
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader waiting."""
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
