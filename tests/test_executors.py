@@ -384,6 +384,13 @@ QUICK = {
     "aten.mul.Tensor": [((X, X[0]), {}), ((X, 2.0), {}), ((X > 0, X > 1), {}), ((X.half(), torch.tensor(2.0)), {})],
     "aten.mul.out": [((X, 3.0), dict(out=torch.empty(3, 4))), ((X, X), dict(out=torch.empty(3, 4)))],
     "aten.native_layer_norm.default": [((X, (4,), X[0], None, 1e-5), {}), ((X, (3, 4), None, None, 1e-5), {})],
+    "aten.permute.default": [((X, (1, 0)), {}), ((X, (-1, 0)), {})],
+    "aten.relu.default": [((X,), {}), ((X.long(),), {})],
+    "aten.select.int": [((X, 0, 1), {}), ((X, -1, -2), {})],
+    "aten.squeeze.dim": [((X[None], 0), {}), ((X[..., None], -1), {}), ((X, 1), {})],
+    "aten.transpose.int": [((X, 0, 1), {}), ((X, -1, -2), {})],
+    "aten.unsqueeze.default": [((X, 0), {}), ((X, -1), {})],
+    "aten.view.default": [((X, (12,)), {}), ((X.t(), (2, 6)), {}), ((X, (-1, 2)), {}), ((X[0, :1], ()), {})],
     "aten.sum.dim_IntList": [((X, (0,)), {}), ((X, (0, -1), True), {}), ((X, ()), {}), ((X, None), {}), ((X > 0, (0,)), {}),
                              ((X, (1,)), dict(dtype=torch.float64))],
 }  # fmt: skip

@@ -41,7 +41,14 @@ _FAST: dict[str, Callable[..., Any]] = {
     "aten.mul.Tensor": torch.mul,
     "aten.mul.out": torch.mul,
     "aten.native_layer_norm.default": torch.native_layer_norm,
+    "aten.permute.default": torch.permute,
+    "aten.relu.default": torch.relu,
+    "aten.select.int": torch.select,
+    "aten.squeeze.dim": torch.squeeze,
     "aten.sum.dim_IntList": torch.sum,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+    "aten.view.default": torch.reshape,
     "aten.native_layer_norm_backward.default": _contiguous(torch.ops.aten.native_layer_norm_backward.default, 3, 4),
 }
 

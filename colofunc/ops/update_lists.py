@@ -50,7 +50,8 @@ def _each(
         return
     taken: set[int] = set()
     if fused is not None:
-        taken = {k for k, tensors in enumerate(zip(*columns, strict=True)) if fusable(*tensors)}
+        rows = enumerate(zip(*columns, strict=True))
+        taken = {k for k, tensors in rows if all(map(_is_contiguous, tensors)) or fusable(*tensors)}
         if taken:
             fused(*([column[k] for k in sorted(taken)] for column in columns))
     for k, operands in enumerate(zip(*lists, strict=True)):
