@@ -105,3 +105,11 @@ def test_two_steps_with_two_precisions_each_read_their_own() -> None:
     narrow(narrow.init(state, batch), batch)
     plain = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(dp=1))
     torch.testing.assert_close(plain(state["params"], batch).full(), model.apply(state["params"], {}, batch)[0])
+
+
+def test_a_model_without_values_may_be_in_the_dtype_that_is_computed_in() -> None:
+    """Autocast knows nothing of the device on which weights without data lie."""
+    with torch.device("meta"):
+        step, state, _, _ = adapters(BF16)
+    low = cf.precision(cf.shard(step, cf.Mesh(dp=2)), "bf16").lower(state, cf.abstract((8, 64)))
+    assert {value.dtype for value in frozen(low).values()} == {BF16}

@@ -171,7 +171,8 @@ def _open(func: Any) -> Any:
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as autocast would hand them to a matmul. Fake tensors sit on CPU, whatever device autocast names."""
     kinds = [t.device.type for t in tensors if t is not None] + ["cuda", "cpu"]
-    kind = next((k for k in kinds if torch.is_autocast_enabled(k)), None)
+    # Weights without data lie on "meta", of which autocast knows nothing.
+    kind = next((k for k in kinds if torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k)), None)
     if kind is None:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
