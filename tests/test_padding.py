@@ -179,3 +179,41 @@ def test_what_cannot_be_padded():
         cf.pad({"input_ids": ids, "attention_mask": torch.ones(2, 1, 3, 3)}, 4)
     with pytest.raises(InputError, match="is on a mesh already"):
         cf.pad({"input_ids": cf.distribute(ids, "(dp b) s", cf.Mesh(dp=2)), "attention_mask": ids}, 4)
+
+
+BATCHES = {
+    "tensor": (lambda x, y: x, lambda batch: (batch[0].sum(1), batch[-1])),
+    "pair": (lambda x, y: (x, y), lambda batch: (batch[0].sum(1) - batch[1], batch[-1])),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch["x"].sum(1) - batch["y"], batch["weight"])),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("rows", [5, 8])
+def test_a_mean_by_hand_over_rows_that_do_not_divide(kind, rows):
+    """Two microbatches on two ranks under zero, what the refusal says, against the mean over the batch as it was."""
+    make_batch, split = BATCHES[kind]
+    batch = make_batch(torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, dtype=torch.float64))
+
+    def step_fn(state, batch):
+        w = state["w"].detach().requires_grad_()
+        errors, weight = split(batch)
+        loss = ((errors * w.sum()) ** 2 * weight).sum() / weight.sum()
+        return {"w": state["w"] - 0.1 * torch.autograd.grad(loss, w)[0]}, loss.detach()
+
+    state = {"w": torch.ones(4, dtype=torch.float64)}
+    ones = torch.ones(rows, dtype=torch.float64)
+    whole = (batch, ones) if kind == "tensor" else (*batch, ones) if kind == "pair" else {**batch, "weight": ones}
+    want = step_fn(state, whole)
+    step = cf.shard(cf.accumulate(step_fn, microbatches=2), cf.Mesh(dp=2), zero(1, "dp"))
+    padded = cf.pad(batch, multiple=1, rows=4, weights="weight")
+    new, loss = step(state, padded)
+    torch.testing.assert_close(loss.full(), want[1], atol=1e-12, rtol=0)
+    torch.testing.assert_close(new["w"].full(), want[0]["w"], atol=1e-12, rtol=0)
+
+
+def test_weights_that_cannot_be_added():
+    with pytest.raises(cf.InputError, match="weights='x': the batch has a leaf of that name"):
+        cf.pad({"x": torch.ones(3, 2)}, rows=4, weights="x")
+    with pytest.raises(cf.InputError, match=r"none of x tells a loss to leave them out. Try: fill=.*weights='weight' and a loss"):
+        cf.pad({"x": torch.ones(3, 2)}, rows=4)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import attrs
 import torch
 
 from colofunc.dtensor.tensor import DTensor
@@ -41,12 +42,14 @@ DECIDING = ("labels", "next_sentence_label", "start_positions", "end_positions",
 
 
 def pad(
-    batch: Any, multiple: int = 64, *, dim: int = 1, rows: int = 1, pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None
-) -> Any:
+    batch: Any, multiple: int = 64, *, dim: int = 1, rows: int = 1, pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None,
+    weights: str | None = None,
+) -> Any:  # fmt: skip
     """The batch with its sequences lengthened at the end to the next multiple of `multiple`, each tensor for itself.
 
     `rows`: as many rows as the next multiple of it, the added ones without weight: labels -100, masks 0, anything else copied.
-    Raises InputError where no tensor of the batch tells a loss to leave them out.
+    Raises InputError where no tensor of the batch tells a loss to leave them out. `weights`: name of a leaf to add, 1 for real
+    rows and 0 for added ones, for a loss that weighs its rows: `(row_losses * weight).sum() / weight.sum()`.
 
     `fill`: values by name or glob (the last part of the path, or all of it) for further tensors or in place of the usual
     ones; None leaves a tensor as it is. `attention_mask` is added where `input_ids` has none. Labels must be in the batch:
@@ -60,29 +63,45 @@ def pad(
     for leaf, x in zip(tree.leaves(), leaves, strict=True):
         value = position_fill(leaf.name, x, dim, fills)
         out.append(x if value is None else lengthened(x, dim, -(-x.shape[dim] // multiple) * multiple, value))
-    return unflatten(tree, _whole_rows(tree, out, rows, usual(ROWS, pad_id, ignore_index, fill), fill))
+    return _whole_rows(tree, out, rows, usual(ROWS, pad_id, ignore_index, fill), fill, weights)
 
 
 def _whole_rows(
-    tree: Tree, leaves: Sequence[torch.Tensor], multiple: int, fills: Mapping[str, float | None], fill: Fill | None
-) -> Sequence[torch.Tensor]:
-    """The leaves with rows that count for nothing up to a multiple; the rows are the leading size that most of them have."""
+    tree: Tree, leaves: Sequence[torch.Tensor], multiple: int, fills: Mapping[str, float | None], fill: Fill | None, weights: str | None
+) -> Any:
+    """The batch with rows that count for nothing up to a multiple; the rows are the leading size that most of them have."""
     sizes = Counter(x.shape[0] for x in leaves if x.dim())
     n = max(sizes, key=lambda size: (sizes[size], size), default=0)
     missing = -n % multiple
-    if not missing:
-        return leaves
-    if not decides(tree, leaves, fill):
+    if not missing and weights is None:
+        return unflatten(tree, leaves)
+    if weights is None and not decides(tree, leaves, fill):
         raise InputError(
             f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of {', '.join(tree.names())} tells a loss to "
-            "leave them out; name the tensor that does (fill={'target': -100}), or weigh the loss with cf.batches(..., weights='weight')"
+            "leave them out. Try: fill={'target': -100} where such a value does, or weights='weight' and a loss that weighs its rows with "
+            "it, (row_losses * weight).sum() / weight.sum()"
         )
     dead = torch.arange(n + missing) >= n
     out = []
     for name, x in zip(tree.names(), leaves, strict=True):
         has_rows = x.dim() > 0 and x.shape[0] == n
         out.append(dead_rows(name, more_rows(x, n + missing), dead, fills) if has_rows else x)
-    return out
+    if weights is None:
+        return unflatten(tree, out)
+    return unflatten(with_weight(tree, weights), [*out, (~dead).to(out[0].device, torch.get_default_dtype())])
+
+
+def with_weight(tree: Tree, name: str) -> Tree:
+    """The tree of a batch with a leaf behind all others. Raises InputError where it cannot be added."""
+    leaf = Tree("tensor", name)
+    if tree.kind == "tensor":
+        return Tree("sequence", "", tuple, (0, 1), (tree, leaf))
+    if tree.kind not in ("dict", "mapping") and (tree.kind != "sequence" or name in tree.keys):
+        raise InputError(f"weights={name!r}: a leaf cannot be added to a {tree.type.__name__}; collate to a dict or tuple")
+    if name in tree.keys:
+        raise InputError(f"weights={name!r}: the batch has a leaf of that name; choose another")
+    key = name if tree.kind != "sequence" else len(tree.keys)
+    return attrs.evolve(tree, keys=(*tree.keys, key), children=(*tree.children, leaf))
 
 
 def usual(table: Mapping[str, float], pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None) -> dict[str, float | None]:

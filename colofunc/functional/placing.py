@@ -31,6 +31,7 @@ from colofunc.functional.padding import (
     pad,
     position_fill,
     usual,
+    with_weight,
 )
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Said
@@ -344,17 +345,7 @@ class Placer:
 
 def _add_weights(held: Held, name: str, spec: Spec) -> None:
     """A leaf with 1 for real rows and 0 for added ones."""
-    tree, leaf = held.tree, Tree("tensor", name)
-    if tree.kind == "tensor":
-        tree = Tree("sequence", "", tuple, (0, 1), (tree, leaf))
-    elif tree.kind in ("dict", "mapping") or (tree.kind == "sequence" and name not in tree.keys):
-        if name in tree.keys:
-            raise InputError(f"weights={name!r}: the batch has a leaf of that name; choose another")
-        key = name if tree.kind != "sequence" else len(tree.keys)
-        tree = attrs.evolve(tree, keys=(*tree.keys, key), children=(*tree.children, leaf))
-    else:
-        raise InputError(f"weights={name!r}: a leaf cannot be added to a {tree.type.__name__}; collate to a dict or tuple")
-    held.tree = tree
+    held.tree = with_weight(held.tree, name)
     held.leaves.append((~held.dead).to(held.leaves[0].device, torch.get_default_dtype()))
     held.specs.append(spec)
     held.by_row.append(True)
