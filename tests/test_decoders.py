@@ -112,6 +112,17 @@ def test_experts_with_interleaved_gates_equal_one_device(name: str) -> None:
 # ---- what stays whole ----
 
 
+def test_a_plan_names_what_every_rank_does_whole() -> None:
+    """Low-rank projections have a norm over what they give, and an indexer chooses the largest of its scores."""
+    step, state, batch = step_of("deepseek_v32", trains=False)
+    (note,) = cf.shard(step, *PLANS["1d"]).lower(state, batch).plan.notes
+    assert note.startswith("tp: each of 2 ranks does 38 % of the products whole, ")
+    assert "bmm in 'model.layers.*.self_attn.indexer'" in note
+    assert note.endswith("what reads their results needs whole rows (a norm, a choice of the largest), or a size does not divide")
+    step, state, batch = step_of("llama", trains=False)
+    assert cf.shard(step, *PLANS["1d"]).lower(state, batch).plan.notes == ()
+
+
 def test_an_error_says_what_is_not_reached() -> None:
     """Two small products are a pair; the large one in front has a norm over what it gives."""
     net = nn.Sequential(nn.Linear(32, 256), nn.LayerNorm(256), nn.Linear(256, 16), nn.GELU(), nn.Linear(16, 32)).double()

@@ -260,6 +260,23 @@ def test_plans_split_the_weights_of_a_forward_pass(name: str, by_hand: bool) -> 
     assert step.lower(ids, model.params).cost().flops < 0.8 * work
 
 
+def mixed(x: Tensor, w: Tensor) -> Tensor:
+    return (x[:, :, None] * w).sum(1)
+
+
+@pytest.mark.parametrize("step", [mixed, lambda x, w: (x.cumsum(0) + w * w).tanh()])
+def test_an_error_where_roles_are_a_guess_names_what_says_them(step: Any) -> None:
+    with pytest.raises(cf.PlanError) as found:
+        cf.shard(step, cf.Mesh(tp=2), tensor("1d", "tp")).lower(torch.randn(8, 8), torch.randn(8, 8))
+    assert "model = cf.functional(module)" in found.value.__notes__[0]
+
+
+def test_an_error_where_roles_are_known_does_not_name_it() -> None:
+    with pytest.raises(cf.PlanError, match="finds no two products") as found:
+        cf.shard(lambda w, x: x @ w, cf.Mesh(tp=2), tensor("1d", "tp", vocabulary=False)).lower(torch.randn(8, 7), torch.randn(4, 8))
+    assert not hasattr(found.value, "__notes__")
+
+
 def test_weights_that_a_step_takes_from_outside_are_split_too() -> None:
     model, ids = language(), torch.zeros(4, 8, dtype=torch.int64)
     step = cf.shard(lambda ids: model.apply(model.params, {}, ids)[0], cf.Mesh(tp=2), tensor("1d", "tp"))

@@ -28,9 +28,14 @@ import attrs
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.mesh import Mesh
+from colofunc.planner.sharding.classes import starred
 from colofunc.program.ir import Node, Program
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
+NAMED = 3
+"""At most so many operators are named in a line."""
+WORTH_NAMING = 0.2
+"""Share of the products that is whole on every rank, from which on a plan names them."""
 FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
 UNUSED = "unused: every rank computes everything"
 KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
@@ -63,6 +68,29 @@ def describe(
     axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
     masters = _masters(program).intersection(once)
     return tuple((a, words(shares(program, strategies, inputs, a, masters, each))) for a in axes)
+
+
+def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis: str) -> str:
+    """A line that names the products which every rank of an axis does whole, where these are a part worth naming; else ""."""
+    whole: dict[str, float] = {}
+    total = 0.0
+    for node, s in zip(program.nodes, strategies, strict=True):
+        name = node.target.split(".")[1] if "." in node.target else node.target
+        if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
+            weight = _weight(program, node)
+            total += weight
+            if kind_of(name, s, axis) == "whole":
+                said = f"{name} in {starred(node.path)!r}"
+                whole[said] = whole.get(said, 0.0) + weight
+    share = sum(whole.values()) / total if total else 0.0
+    if not WORTH_NAMING <= share < 1:
+        return ""
+    most = sorted(whole, key=lambda said: -whole[said])
+    more = f" and {len(most) - NAMED} more" if len(most) > NAMED else ""
+    return (
+        f"{axis}: each of {mesh.axis_size(axis)} ranks does {100 * share:.0f} % of the products whole, {', '.join(most[:NAMED])}{more}: "
+        "what reads their results needs whole rows (a norm, a choice of the largest), or a size does not divide"
+    )
 
 
 def _masters(program: Program) -> set[int]:

@@ -15,7 +15,7 @@ import attrs
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import Spec, bind
-from colofunc.errors import InputError, SpecError, near
+from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.explain import RuleOf, constraints_from
@@ -66,6 +66,12 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
         yield from _walk(items[key], child, path, at)
 
 
+GUESSED = (
+    "nothing in the step says which argument has the weights (no gradient, no product of a known form), so the first was taken for them. "
+    "Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), which says it"
+)
+
+
 def wanted(
     program: Program,
     traced: Traced,
@@ -87,7 +93,12 @@ def wanted(
     rules = Rules(program, mesh, plugins=options.get("plugins", ()))
     for k, part in enumerate(options.get("plans", ())):
         name = getattr(part, "name", None) or f"plan {k + 1}"
-        mine = wishes_of(part, program, str(name), mesh, rules)
+        try:
+            mine = wishes_of(part, program, str(name), mesh, rules)
+        except PlanError as error:
+            if traced.guessed:
+                error.add_note(GUESSED)
+            raise
         wishes += mine
         for wish in mine:
             for axis in wish.axes or ():

@@ -16,7 +16,7 @@ from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
-from colofunc.planner.describe import describe
+from colofunc.planner.describe import describe, repeated
 from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan
 from colofunc.planner.plan_table import size_text, time_text
 from colofunc.planner.sharding.assign import Assignment
@@ -94,8 +94,15 @@ def make_plan(
         found.peak_bytes,
         budget_bytes,
         tuple(program.values[i].name for i in program.inputs if i in found.regather),
-        notes=_dense_masks(program),
+        notes=(*_dense_masks(program), *_repeated(program, mesh, found, by)),
     )
+
+
+def _repeated(program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, str]) -> tuple[str, ...]:
+    """A line for each axis of a plan of tensor parallelism that leaves products whole."""
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1 and named.get(a, "").startswith("tensor")]
+    lines = (repeated(program, mesh, found.strategies, axis) for axis in axes)
+    return tuple(line for line in lines if line)
 
 
 def _dense_masks(program: Program) -> tuple[str, ...]:

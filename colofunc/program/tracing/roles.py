@@ -92,7 +92,7 @@ class Observed:
         said = {*self.marks, *returned}
         params = self._params(said)
         weights = said | params | operands
-        holds = [any(name in weights for name in argument.names()) for argument in self.arguments]
+        holds = self._holds(weights)
         if not any(holds) and len(self.arguments) > 1:
             holds[0] = True
         found: dict[str, str] = {}
@@ -103,6 +103,17 @@ class Observed:
                 found[name] = self._rest(name, rest)
         found |= dict.fromkeys(operands - said, "param")
         return {**found, **returned, **dict.fromkeys(params, "param"), **self.marks}
+
+    def is_guess(self) -> bool:
+        """Whether nothing says which of several arguments has the weights, so that the first is taken."""
+        trained = {*self.marks, *self._outermost()}
+        operands = set() if trained else self._weight_operands()
+        said = {*self.marks, *self._returned(trained | operands)}
+        return len(self.arguments) > 1 and not any(self._holds(said | self._params(said) | operands))
+
+    def _holds(self, weights: Collection[str]) -> list[bool]:
+        """Which arguments have one of these leaves."""
+        return [any(name in weights for name in argument.names()) for argument in self.arguments]
 
     def _params(self, said: Collection[str]) -> set[str]:
         """What is differentiated and not the batch, of which penalties and forces take a gradient too.

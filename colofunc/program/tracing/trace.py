@@ -53,6 +53,7 @@ class Traced:
     those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
     that are no tensors. `captured`: value id -> the tensor that the function took from outside, as it stands there.
     `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
+    `guessed`: nothing said which of the arguments has the weights (see `roles`).
     """
 
     program: Program
@@ -65,6 +66,7 @@ class Traced:
     captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     modules: tuple[torch.nn.Module, ...] = attrs.field(default=(), eq=False, repr=False)
     models: tuple[HasFrozen, ...] = attrs.field(default=(), eq=False, repr=False)
+    guessed: bool = False
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
@@ -108,12 +110,12 @@ def trace(
     warn_of_put_back(words)
     refuse_leaks(rec)
     given = {**dict.fromkeys(params, "param"), **(roles or {})}
-    values = _with_roles(rec, tree, out_tree, out_ids, differentiated, given)
+    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured, modules, models)
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured, modules, models, guessed)
 
 
 def _observe(
@@ -289,8 +291,8 @@ def _with_roles(
     out_ids: Sequence[int],
     differentiated: Mapping[str, int],
     given: Mapping[str, str],
-) -> dict[int, Value]:
-    """Values with the roles of the inputs: given, or observed."""
+) -> tuple[dict[int, Value], bool]:
+    """Values with the roles of the inputs, given or observed, and whether these are a guess."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
     arguments = tuple(argument for part in tree.children for argument in part.children)
@@ -301,7 +303,7 @@ def _with_roles(
     observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again)
     for name, role in {**observed.roles(), **given}.items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
-    return values
+    return values, not given and observed.is_guess()
 
 
 def _assemble(
