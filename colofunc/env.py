@@ -52,10 +52,15 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """This process's place under `torchrun` (or any launcher that sets RANK and WORLD_SIZE); None elsewhere."""
+    """This process's place under `torchrun` (or any launcher that sets RANK and WORLD_SIZE); None elsewhere.
+
+    Raises SwitchError where there is no such place: the others would wait for this process for ever.
+    """
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
     if rank is None or world_size is None:
         return None
+    if not 0 <= rank < world_size:
+        raise SwitchError(f"RANK={rank} is no rank of WORLD_SIZE={world_size}; ranks count from 0, so the last is {world_size - 1}")
     return Launch(
         rank=rank,
         world_size=world_size,

@@ -267,6 +267,11 @@ MODEL, SGD = cf.functional(nn.Linear(3, 3)), cf.adapt(torch.optim.SGD, lr=0.1)
         (lambda: cf.train_step(MODEL, SGD, clip="1.0"), "clip='1.0' is no number. Try: clip=1.0"),
         (lambda: cf.train_step(MODEL, SGD, loss="mse"), "loss='mse' cannot be called. Try: loss=lambda out, batch:"),
         (lambda: cf.train_step(MODEL, SGD, loss=None), "loss=None cannot be called"),
+        (
+            lambda: cf.train_step(MODEL, SGD)[0]({"params": MODEL.params, "opt": {}}, {}),
+            r"state of train_step has params, buffers and opt; this one has \['params', 'opt'\]. Try: the state that it returned",
+        ),
+        (lambda: cf.train_step(MODEL, SGD)[0](MODEL, {}), "this one has Model"),
         (lambda: cf.train_step(MODEL, SGD, inputs="x"), "inputs='x' cannot be called. Try: inputs=lambda batch:"),
         (lambda: cf.train_step(MODEL, SGD, inputs=["x"]), r"inputs=\['x'\] cannot be called"),
         (lambda: cf.train_step(MODEL, SGD, loss=lambda: 0), r"loss\(out\) or loss\(out, batch\), and this one takes \(\)"),

@@ -178,6 +178,20 @@ def test_launch_record(bare: pytest.MonkeyPatch) -> None:
     assert env.launched() == env.Launch(5, 8, 1, 4, "127.0.0.1", 1234)
 
 
+@pytest.mark.parametrize("rank", ["2", "5", "-1"])
+def test_a_rank_that_is_none_is_said_at_once(bare: pytest.MonkeyPatch, rank: str) -> None:
+    bare.setenv("WORLD_SIZE", "2")
+    bare.setenv("RANK", rank)
+    with pytest.raises(ColofuncError, match=f"RANK={rank} is no rank of WORLD_SIZE=2; ranks count from 0, so the last is 1"):
+        env.launched()
+
+
+def test_every_variable_that_a_launcher_sets_is_documented() -> None:
+    asked = set(re.findall(r'(?:environ\.get|_integer)\("([A-Z_]+)"', Path(env.__file__).read_text()))
+    page = (Path(__file__).parents[1] / "docs" / "environment.md").read_text()
+    assert asked > {"RANK", "XDG_CACHE_HOME"} and all(f"`{name}`" in page for name in asked)
+
+
 def test_switches_are_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOFUNC_QUIET", "1")
     assert env.switched_on("COLOFUNC_QUIET")

@@ -94,6 +94,9 @@ def train_step(
     with_batch = takes_batch(loss)
 
     def step_fn(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        if not isinstance(state, Mapping) or not {"params", "buffers", "opt"} <= set(state):
+            has = list(state) if isinstance(state, Mapping) else type(state).__name__
+            raise InputError(f"the state of train_step has params, buffers and opt; this one has {has}. Try: the state that it returned")
         args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
 
         def loss_fn(params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
