@@ -30,7 +30,7 @@ from bench import Row, Section
 from bench.calls import attention, convolutions, perceptron
 from colofunc.executors.launch import launch
 
-RANKS, ROUNDS, WARM = 2, 31, 3
+RANKS, ROUNDS, WARM = 2, 21, 3
 SLOWER = 1.05
 """The clock's error: a found plan that takes so many times as long as the named one still counts as equal."""
 

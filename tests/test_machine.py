@@ -187,10 +187,24 @@ def test_gradients_share_a_start_and_what_layers_wait_for_does_not() -> None:
     known, usual = Conversions(pattern_s, mesh), Conversions(pattern_s, cf.Mesh(dp=2, topology=attrs.evolve(topology, measured=())))
     whole = replicated((256,))
     pending = make_layout(whole.dims, whole.shape, (("dp", "sum"),))
-    alone_s, shared_s = known.second(pending, whole, 4), known.second(pending, whole, 4, together=True)
-    assert alone_s > 1e-3 > 20 * shared_s > 0
-    assert known.second(whole, whole, 4, together=True) == 0
-    assert usual.second(pending, whole, 4, together=True) == usual.second(pending, whole, 4)
+    alone_s, shared_s = known.second(pending, whole, 4), known.second(pending, whole, 4, together=50)
+    assert alone_s > 1e-3 > 20 * shared_s > 20 * 1e-3 / 50  # its part of the start, and the copies
+    assert known.second(whole, whole, 4, together=50) == 0
+    assert usual.second(pending, whole, 4, together=50) == usual.second(pending, whole, 4)
+
+
+@pytest.mark.parametrize("start_s", [3e-4, 1e-2])
+def test_a_start_that_all_gradients_share_counts_once(start_s: float) -> None:
+    """A step that takes less than a start is not shared out."""
+    low = trained(perceptron(64, 4), torch.ones(64, 64), figures(start_s))
+    assert not low.cost().calls, str(low.plan)
+
+
+def test_a_kind_that_seems_to_start_in_no_time_was_lucky() -> None:
+    starts = dict(zip(KINDS, (3e-4, 0.0, 5e-4, 2e-4, 4e-4), strict=True))
+    found = attrs.evolve(cf.Mesh().topology, measured=tuple(Measured("dp", 2, kind, s, 1e-9) for kind, s in starts.items()))
+    planned = {one.kind: one.alpha_s / machine.CAUTION for one in machine.cautious(found).measured}
+    assert planned == pytest.approx({kind: max(s, 3e-4) for kind, s in starts.items()})
 
 
 def tokens_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

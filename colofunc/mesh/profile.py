@@ -35,6 +35,7 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _REPEATS = 5
+_OFTEN, _SMALL_BYTES = 20, 1 << 16  # small collectives are timed so often: a start is short, and easily interrupted on some rank
 _LONG_S = 0.005  # longer runs are seldom left alone by others
 _COLD_BYTES = 1 << 22  # what is written between two runs: more than a core keeps for itself
 _COPIED_BYTES = 1 << 22  # of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts
@@ -125,12 +126,13 @@ def _time_collectives(mesh: Mesh, device: torch.device, sizes: Sequence[int], de
     # Sizes outermost: when time is up, every axis and kind has the same sizes.
     for place, size in enumerate(sizes):
         for (axis, kind), points in samples.items():
-            expected_s = points[-1][1] * max(1.0, size / points[-1][0]) * (_REPEATS + 1) if points else 0.0
+            repeats = _OFTEN if size <= _SMALL_BYTES else _REPEATS
+            expected_s = points[-1][1] * max(1.0, size / points[-1][0]) * (repeats + 1) if points else 0.0
             if place >= 2 and not _agreed(time.perf_counter() + expected_s < deadline, device):
                 continue
             nbytes, run = _collective(kind, mesh.group_of(dist.get_rank(), (axis,)), groups[axis], size, device)
             dist.barrier()
-            slowest = torch.tensor([_seconds(run, device)], dtype=torch.float64, device=device)
+            slowest = torch.tensor([_seconds(run, device, repeats)], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             points.append((nbytes, float(slowest)))
     for group in groups.values():

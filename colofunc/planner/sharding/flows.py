@@ -44,7 +44,7 @@ class Flow:
     every strategy wants alike only the first is named. Conversions are shared within a group only (a parameter that is
     gathered anew in each phase has one group per phase).
     `settle`: the value is an output of the step, so that a pending or wrongly placed one must be brought to rest.
-    `together`: its collectives can join a bucket, see `Conversions`.
+    `together`: its collectives can share a start with those of so many values, see `Conversions`; 1: with none.
     """
 
     producer: int
@@ -53,7 +53,7 @@ class Flow:
     settle: Layout | str | None
     itemsize: int
     sum_itemsize: int  # while it is summed over the mesh
-    together: bool
+    together: int
     count: int
     values: tuple[int, ...]
 
@@ -70,32 +70,33 @@ class Conversions:
 
     Note [Starts that are shared]. A model has dozens of small gradients, and each collective takes a while to start. What the
     update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
-    (`program/passes/buckets.py`): of each counts what it moves, and to be copied into a bucket and out of it, where that is less than
-    a start of its own. What flows through the layers is waited for at once and pays its start. Only where starts were measured:
-    latencies of a data sheet are those of a wire, and weigh little.
+    (`program/passes/buckets.py`): of each counts what it moves, its part of one start, and to be copied into a bucket and out of
+    it, where that is less than a start of its own. What flows through the layers is waited for at once and pays its start. Only
+    where starts were measured: latencies of a data sheet are those of a wire, and weigh little.
     """
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
         self._unstarted = mesh.with_topology(without_starts(mesh.topology)) if mesh.topology.measured else None
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, bool], Array] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, int], Array] = {}
 
-    def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: bool = False) -> float:
+    def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: int = 1) -> float:
         itemsize = max(itemsize, sum_itemsize) if src.pending else itemsize
         if src is dst:
             return 0.0
         try:
             alone_s = self._convert_s(src, dst, self._mesh, itemsize)
-            if self._unstarted is None or not together:
+            if self._unstarted is None or together < 2:
                 return min(alone_s, BIG)
+            unstarted_s = self._convert_s(src, dst, self._unstarted, itemsize)
             nbytes = max(src.local_numel, dst.local_numel) * itemsize
             copied_s = COPIES * (nbytes / self._mesh.topology.device.memory_bytes_per_s + self._mesh.topology.device.launch_s)
-            return min(alone_s, self._convert_s(src, dst, self._unstarted, itemsize) + copied_s, BIG)
+            return min(alone_s, unstarted_s + (alone_s - unstarted_s) / together + copied_s, BIG)
         except SpecError:
             return BIG
 
     def table(
-        self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0, together: bool = False
+        self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0, together: int = 1
     ) -> Array:
         """From each to each; values of one shape often ask for the same."""
         key = (srcs, dsts, itemsize, sum_itemsize, together)
@@ -279,12 +280,13 @@ def flows_of(
             uses[id][(ties.of_input(leaf_of[position]), -1, 0)] = None
         else:
             settle[id] = outputs.get(position, "rest")
-    late = _can_wait(program)
+    late, parameters = _can_wait(program), max(1, sum(program.values[i].role == "param" for i in program.inputs))
     grouped: dict[Flow, list[int]] = {}
     for id, (c, j) in made.items():
         if uses[id] or id in settle:
             size = program.values[id].dtype.itemsize
-            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), id in late, 0, ())
+            together = parameters if id in late else 1
+            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), together, 0, ())
             grouped.setdefault(like, []).append(id)
     return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
 
