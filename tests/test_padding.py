@@ -149,6 +149,14 @@ def test_a_retrace_says_what_differs(capfd):
     ]
 
 
+def test_a_retrace_with_fewer_arguments_says_which_are_gone(capfd):
+    step = cf.shard(lambda x, *more: sum((m.sum() for m in more), x.sum()), cf.Mesh())
+    for many in (1, 3, 2, 1):
+        assert step(*[torch.ones(3)] * many).full() == 3 * many
+    said = [line.partition("traced again for ")[2] for line in capfd.readouterr().err.splitlines() if "traced again" in line]
+    assert said == [f"its arguments' structure: 'more.{k}' is {what}" for k, what in ((0, "new"), (1, "gone"))]
+
+
 def test_values_by_key():
     ids = torch.ones(2, 3, dtype=torch.int64)
     batch = {

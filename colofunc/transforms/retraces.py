@@ -53,7 +53,7 @@ class Retraces:
 
     def tell(self, staged: Staged, new: Signature, old: Signature) -> None:
         """Arguments of a signature that has not been there."""
-        called = _called(staged, new.tree)
+        called = _called(staged, max(new.tree, old.tree, key=lambda tree: len(tree.children)))  # it may have fewer arguments now
         pairs = zip(new.tree.statics(), old.tree.statics(), strict=False)
         changed = [(now, before) for now, before in pairs if now.key() != before.key()]
         if changed:
