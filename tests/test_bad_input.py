@@ -198,14 +198,14 @@ def test_a_consumed_value_names_the_call() -> None:
     second, _ = staged(first, batch_of())
     call = line_before()
     parts = f"was donated to step at {call} and its memory reused; it is read again at", ": use that call's output, or pass donate=()"
-    refuses(cf.ConsumedError, "this DTensor (6, 4)", *parts, call=lambda: staged(first, batch_of()))
+    refuses(cf.ConsumedError, "this DTensor 'state.params.w' (6, 4)", *parts, call=lambda: staged(first, batch_of()))
     refuses(cf.ConsumedError, *parts, call=lambda: first["params"]["w"] + 1)
     with pytest.raises(cf.ConsumedError) as caught:
         staged(first, batch_of())
     again = line_before()
     assert f"read again at {again}: use" in said(caught) and f"as argument 'state.params.w' of step at {again}" in said(caught)
     mixed = {"params": {"w": second["params"]["w"], "b": first["params"]["b"]}}
-    refuses(cf.ConsumedError, "this DTensor (6,)", *parts, call=lambda: staged(mixed, batch_of()))
+    refuses(cf.ConsumedError, "this DTensor 'state.params.b' (6,)", *parts, call=lambda: staged(mixed, batch_of()))
     staged(second, batch_of())  # not consumed by the call that failed
 
 

@@ -349,8 +349,8 @@ SGD, ADAM = cf.adapt(torch.optim.SGD, lr=0.1), cf.adapt(torch.optim.AdamW, lr=0.
         (lambda: cf.adapt(torch.optim.AdamW, groups=[dict(params=["w"])]), "is no mapping to options"),
         (lambda: ADAM.init([torch.ones(2)]), "a list is there. Try: model.params"),
         (lambda: ADAM.init({"layer": P}), "a dict is there"),
-        (lambda: ADAM.update(P, SGD.init(P), P), r"not that of AdamW.*missing \[\"exp_avg\['w'\]\""),
-        (lambda: SGD.update(P, ADAM.init(P), P), r"not that of SGD.*unknown \[\"exp_avg\['w'\]\""),
+        (lambda: ADAM.update(P, SGD.init(P), P), r"not that of AdamW.*missing \['exp_avg\.w\'"),
+        (lambda: SGD.update(P, ADAM.init(P), P), r"not that of SGD.*unknown \['exp_avg\.w\'"),
         (lambda: SGD.update([P["w"]], SGD.init(P), P), "the gradients are a list"),
     ],
 )

@@ -36,6 +36,7 @@ class Held:
     shards: list[torch.Tensor] | None
     consumed_by: str = ""
     writes: int = 0
+    name: str = ""  # of the leaf that was consumed
 
 
 @attrs.define(eq=False)

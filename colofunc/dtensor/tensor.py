@@ -12,6 +12,7 @@ through the same rules as whole programs (a program of one node), so `x @ y`, `l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import attrs
@@ -61,11 +62,11 @@ def home_of(layout: Layout, dtype: torch.dtype, mesh: Mesh, backend: Backend) ->
 _HOMES: dict[tuple[object, ...], Home] = {}
 
 
-def consume_all(given: Iterable[DTensor], by: str) -> None:
-    """Give the parts of tensors away: later reads, also of views, raise ConsumedError naming `by`."""
-    for x in given:
+def consume_all(given: Iterable[DTensor], by: str, names: Iterable[str] | None = None) -> None:
+    """Give the parts of tensors away: later reads, also of views, raise ConsumedError naming `by`. `names`: of the leaves they were."""
+    for x, name in zip(given, repeat("") if names is None else names):
         held = x._held
-        held.shards, held.consumed_by = None, by
+        held.shards, held.consumed_by, held.name = None, by, name
 
 
 class DTensor(torch.Tensor):
@@ -137,8 +138,9 @@ class DTensor(torch.Tensor):
         lost = self._held if self._held.shards is None else origin.root if origin is not None and origin.root.shards is None else None
         if lost is not None:
             read = f"it is read again at {line}: " if (line := user_line()) else ""
+            name = f"{lost.name!r} " if lost.name else ""
             raise ConsumedError(
-                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory reused; "
+                f"this DTensor {name}{tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory reused; "
                 f"{read}use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:

@@ -32,7 +32,7 @@ from colofunc.ops import update as ops
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
-from colofunc.program.tracing.tree import flatten
+from colofunc.program.tracing.tree import flatten, join
 
 Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]
@@ -267,14 +267,16 @@ class Optimizer:
         return [key for key in KINDS[kind].states if kind != "RMSprop" or key not in unused]
 
     def _check_state(self, opt_state: State, params: Mapping[str, Tensor]) -> None:
-        wanted = {"step"} | {f"{key}[{n!r}]" for part, names in self._parts(params) for n in names for key in part._needs(n)}
-        found = {f"{key}[{n!r}]" for key, v in opt_state.items() if isinstance(v, Mapping) for n in v}
+        wanted = {"step"} | {join(key, n) for part, names in self._parts(params) for n in names for key in part._needs(n)}
+        found = {join(key, n) for key, v in opt_state.items() if isinstance(v, Mapping) for n in v}
         found |= {key for key, v in opt_state.items() if not isinstance(v, Mapping)}
         if wanted != found:
             raise InputError(
                 f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - found)[:4]}, "
                 f"unknown {sorted(found - wanted)[:4]}. Try: the state that init(params) of this optimizer made"
             )
+        for key in SHAPED:
+            _check_shapes(key, opt_state.get(key, {}), params)
 
     def _check_names(self, grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> None:
         if not isinstance(grads, Mapping):
@@ -285,6 +287,20 @@ class Optimizer:
             raise InputError(
                 f"update: no gradient for {missing[:4]}, no parameter for {extra[:4]}. Try: gradients "
                 f"with the names of the parameters"
+            )
+        _check_shapes("grads", {n: g for n, g in grads.items() if g is not None}, params)
+
+
+# Parts of the state that have the shapes of the parameters. Kernels walk all of them as one.
+SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def _check_shapes(key: str, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.shape != params[name].shape:
+            raise InputError(
+                f"update: {join(key, name)!r} has shape {tuple(tensor.shape)}, and the parameter {name!r} {tuple(params[name].shape)}. "
+                "Try: the state that init(params) of this optimizer made"
             )
 
 

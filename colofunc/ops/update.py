@@ -40,7 +40,7 @@ IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
 def fusable(param: Tensor, *others: Tensor) -> bool:
     """torch's fused kernels walk all operands in memory order, so they must lie alike."""
     dtype, stride = param.dtype, param.stride()
-    if dtype not in FUSED_DTYPES or any(t.dtype != dtype for t in others):
+    if dtype not in FUSED_DTYPES or any(t.dtype != dtype or t.shape != param.shape for t in others):
         return False
     if param.is_contiguous():  # strides along dims of one element say nothing
         return all(t.is_contiguous() for t in others)

@@ -20,7 +20,7 @@ import torch
 
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
-from colofunc.program.tracing.tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk_keys
 from colofunc.testing.bounds import Bounds
 from colofunc.testing.overflow import comparable, policy_of
 from colofunc.testing.trees import NARROW, compare, plain_copy
@@ -69,7 +69,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
             goes_on = _continues(expected, reference)
             bounds = Bounds(low, (began, *batch), FIRST_SEED + n, f"step {n}: ", goes_on)
             worst = max(worst, compare(got, expected, f"step {n}: out", tolerance, bounds))
-            leaves, done = len(list(walk(expected))), n + 1
+            leaves, done = len(list(walk_keys(expected))), n + 1
             if n + 1 == steps or not goes_on:
                 break
             placed, reference = got[0], expected[0]
@@ -116,7 +116,7 @@ def _continues(out: Any, state: Any) -> bool:
     """Whether output 0 can be the next argument 0."""
     if not isinstance(out, (tuple, list)) or not out:
         return False
-    return [(path, _type(x)) for path, x in walk(out[0])] == [(path, _type(x)) for path, x in walk(state)]
+    return [(keys, _type(x)) for keys, x in walk_keys(out[0])] == [(keys, _type(x)) for keys, x in walk_keys(state)]
 
 
 def _type(x: Any) -> Any:

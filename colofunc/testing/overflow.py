@@ -19,7 +19,7 @@ import torch
 
 from colofunc.errors import CheckError
 from colofunc.ops.dtypes import Policy
-from colofunc.program.tracing.tree import walk
+from colofunc.program.tracing.tree import walk_keys
 from colofunc.testing.trees import compare
 from colofunc.transforms.precision import join_scale, next_scale, split_scale, state_of
 from colofunc.transforms.staged import Staged
@@ -68,7 +68,7 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
 
 def _returns(out: Any, state: Any) -> bool:
     """Whether a step returned a state with its loss scale."""
-    return [path for path, _ in walk(state_of(out)[0])] == [path for path, _ in walk(state)]
+    return [keys for keys, _ in walk_keys(state_of(out)[0])] == [keys for keys, _ in walk_keys(state)]
 
 
 def _taken(out: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckError
-from colofunc.program.tracing.tree import walk
+from colofunc.program.tracing.tree import walk, walk_keys
 from colofunc.testing.check import FIRST_SEED, seeded
 from colofunc.testing.trees import compare, plain_copy
 from colofunc.testing.world import changes, snapshot
@@ -50,7 +50,7 @@ def check_pure(step_fn: Callable[..., Any], *args: Any) -> None:
 def _differences(where: str, got: Any, expected: Any) -> list[str]:
     """At most four leaves that differ, in words; written in place means other values or another shape."""
     a, b = list(walk(got, where)), list(walk(expected, where))
-    if [path for path, _ in a] != [path for path, _ in b]:
+    if [keys for keys, _ in walk_keys(got)] != [keys for keys, _ in walk_keys(expected)]:
         return [f"{where} has another tree, {[path for path, _ in a]} against {[path for path, _ in b]}"]
     found = []
     for (path, x), (_, y) in zip(a, b, strict=True):

@@ -15,7 +15,7 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError
 from colofunc.program.closeness import TOLERANCE, scaled_difference
-from colofunc.program.tracing.tree import map_tensors, walk
+from colofunc.program.tracing.tree import map_tensors, walk, walk_keys
 from colofunc.transforms.allowed import HALVES
 from colofunc.transforms.differing import judged
 
@@ -57,8 +57,8 @@ def compare(
     a dtype narrower than its own.
     """
     a, b = list(walk(got, where)), list(walk(expected, where))
-    there, wanted = [path for path, _ in a], [path for path, _ in b]
-    if there != wanted:
+    if [keys for keys, _ in walk_keys(got)] != [keys for keys, _ in walk_keys(expected)]:
+        there, wanted = [path for path, _ in a], [path for path, _ in b]
         odd = [p for p in there if p not in wanted][:4], [p for p in wanted if p not in there][:4]
         raise CheckError(f"{where or 'compare'}: the trees differ, unexpected {odd[0]}, missing {odd[1]}, or in another order")
     worst, failed = 0.0, []

@@ -157,9 +157,9 @@ class Ready:
         inputs += self.hidden()
         if self.buffers:
             inputs = side_by_side(inputs, self.buffers)
-        given = [leaf for leaf in (leaves[i] for i in low.donated) if type(leaf) is DTensor and leaf.owned]
-        outs = self._ran(inputs, given, name)
-        consume_all(given, name)
+        given = {i: leaf for i, leaf in ((i, leaves[i]) for i in low.donated) if type(leaf) is DTensor and leaf.owned}
+        outs = self._ran(inputs, list(given.values()), name)
+        consume_all(given.values(), name, map(low.traced.names.__getitem__, given))
         return low.traced.unpack(self._wrapped(outs))
 
     def _placed(self, leaves: Sequence[Leaf], name: str) -> list[Shards]:

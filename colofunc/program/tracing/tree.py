@@ -238,18 +238,26 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
 
 
 def walk(obj: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path as Python writes it, leaf) of everything that is no container.
+    """(name, leaf) of everything that is no container; names as those of `flatten`.
 
     >>> list(walk({"a": [1, 2]}, "out"))
-    [("out['a'][0]", 1), ("out['a'][1]", 2)]
+    [('out.a.0', 1), ('out.a.1', 2)]
     """
+    for keys, leaf in walk_keys(obj):
+        name = path
+        for key in keys:
+            name = join(name, key)
+        yield name, leaf
+
+
+def walk_keys(obj: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The same with the keys that lead to a leaf, which tell `{"a.b": x}` from `{"a": {"b": x}}`."""
     parts = None if isinstance(obj, torch.Tensor) else container(obj)
     if parts is None:
-        yield path, obj
+        yield keys, obj
         return
-    kind, keys, items, _ = parts
-    for key, item in zip(keys, items, strict=True):
-        yield from walk(item, f"{path}.{key}" if kind in ("namedtuple", "record") else f"{path}[{key!r}]")
+    for key, item in zip(parts[1], parts[2], strict=True):
+        yield from walk_keys(item, (*keys, key))
 
 
 def unflatten(tree: Tree, leaves: Sequence[Any]) -> Any:
