@@ -7,6 +7,7 @@ import attrs
 import pytest
 import random_cases
 import torch
+import torch.nn.functional as F
 from colofunc_plugins import zero
 from random_cases import MOST_REFUSED
 
@@ -154,3 +155,32 @@ def test_a_chunk_that_does_not_say_that_it_is_a_view_is_one():
     for spec in ("a (dp b)", None):
         step = cf.shard(chunk_beside_its_base, cf.Mesh(dp=2), in_specs=(spec,))
         cf.testing.compare(step(x), chunk_beside_its_base(x))
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 4), (2, 4, 6, 4)])
+def test_attention_of_a_contiguous_query_has_a_result_that_can_be_viewed(shape):
+    def step(x, transposed):
+        flat = F.scaled_dot_product_attention(x, x, x).view(-1)
+        again = F.scaled_dot_product_attention(transposed, transposed, transposed)
+        return flat, again.transpose(-2, -3).view(*shape[:-3], shape[-2], -1)
+
+    x = torch.randn(shape, dtype=torch.float64)
+    transposed = x.transpose(-2, -3).contiguous()
+    want = step(x, transposed.transpose(-2, -3))
+    got = cf.shard(lambda x, y: step(x, y.transpose(-2, -3)), cf.Mesh(dp=2))(x, transposed)
+    cf.testing.compare(got, want)
+
+
+def test_batch_norm_of_a_transposed_input_lies_in_order_as_torch_has_it():
+    def step(x, image, mean, var):
+        trained = F.batch_norm(x.T, None, None, training=True)
+        evaluated = F.batch_norm(x.T, mean, var)
+        last = F.batch_norm(image.permute(0, 3, 1, 2), mean, var)
+        turned = F.batch_norm(image.permute(0, 3, 2, 1), mean, var)
+        places = [2, 3, 2, 2], [12, 1, 6, 3]
+        flat = trained.as_strided([4, 3], [3, 1]), evaluated.as_strided([2, 3], [1, 2])
+        return *flat, last.as_strided(*places), turned.as_strided(*places)
+
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (2, 2, 2, 3), (3,))]
+    inputs.append(torch.ones(3, dtype=torch.float64))
+    cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(*inputs), step(*inputs))

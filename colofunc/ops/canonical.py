@@ -210,14 +210,12 @@ def _attention(
     out, _ = attention.apply(
         q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site, None, None, [], [], None, None, None, None
     )
-    if query.dim() == 4:
-        return out
-    heads_shape = (q.shape[1],) if query.dim() > 2 else ()
-    return (
-        out.reshape((*lead, *heads_shape, *out.shape[-2:]))
-        if query.dim() > 4 or len(lead)
-        else out.reshape((*heads_shape, *out.shape[-2:]))
-    )
+    if query.dim() != 4:
+        heads_shape = (q.shape[1],) if query.dim() > 2 else ()
+        leading = (*lead, *heads_shape) if query.dim() > 4 or len(lead) else heads_shape
+        out = out.reshape((*leading, *out.shape[-2:]))
+    # torch's result lies as the query does, and code behind it may call `.view`. In a program this is no operator.
+    return out.contiguous() if query.is_contiguous() else out
 
 
 def _four(x: Tensor, lead: torch.Size) -> Tensor:

@@ -339,11 +339,24 @@ def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return CPU
 
 
+def _written_order(x: Any) -> torch.memory_format:
+    """The order in which kernels write a result for this operand: channels last where its channels are the innermost, else contiguous."""
+    channels_first = [1, *range(x.dim() - 1, 1, -1), 0]
+    strides = [x.stride(dim) for dim in channels_first] if x.dim() in (4, 5) else []
+    if not strides or strides != sorted(strides):
+        return torch.contiguous_format
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
 def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Training updates the running statistics behind the schema's back; the functional form returns them."""
     x, weight, bias, mean, var, training, momentum, eps = args
+    # The kernel writes its result in order, or channels last; the shape function says that it lies as a transposed input does.
+    order = _written_order(x)
+    if not x.is_contiguous(memory_format=order):
+        x = rec.call(aten.clone.default, x, memory_format=order)
     if training and mean is not None:
-        out = rec.call(aten._native_batch_norm_legit_functional.default, *args)
+        out = rec.call(aten._native_batch_norm_legit_functional.default, x, *args[1:])
         assign(rec, mean, out[3])
         assign(rec, var, out[4])
         return tuple(out[:3])
