@@ -428,7 +428,7 @@ LINES: tuple[tuple[int, Line], ...] = (
     (1, shape_in_place), (2, layer),
 )  # fmt: skip
 # Where a result jumps or its gradient does: what rounding moves past such a place differs by all that lies between.
-JUMPS = re.compile(r"> 0|floor|relu|clamp|abs\(|sort|max|median|topk|norm\(dim|std\(|prod\(|fft|dropout|rand")
+JUMPS = re.compile(r"> 0|floor|relu|clamp|abs\(|sort|max|median|topk|norm\(dim|std\(|prod\(|fft|dropout|rand|view\(torch")
 # What draws random numbers, which only the canonical operators draw alike.
 RANDOM: tuple[tuple[int, Line], ...] = ((1, random_numbers),)
 # What gives a tensor other memory.
