@@ -35,6 +35,12 @@ SAMPLED = {
 LEFT_OUT = "ignore:torch.distributions checks the values of its arguments:UserWarning"
 
 
+@pytest.fixture(autouse=True)
+def validates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's default, which `torch.compile` switches off for the whole process where another test has used it."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
 @pytest.mark.filterwarnings(LEFT_OUT)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_densities_entropies_and_divergences(name):
