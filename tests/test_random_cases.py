@@ -184,3 +184,50 @@ def test_batch_norm_of_a_transposed_input_lies_in_order_as_torch_has_it():
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (2, 2, 2, 3), (3,))]
     inputs.append(torch.ones(3, dtype=torch.float64))
     cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(*inputs), step(*inputs))
+
+
+def test_blocks_of_an_image_lie_in_order_as_torch_has_them():
+    def step(x):
+        blocks = F.unfold(x, (1, 2))
+        blocks.flatten()[1] = 0.5
+        return blocks
+
+    for shape in ((1, 1, 4, 2), (2, 3, 4, 4)):
+        x = torch.randn(shape, dtype=torch.float64)
+        cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(x), step(x))
+
+
+def test_one_row_is_copied_to_no_rows():
+    def step(x):
+        none = x.diff(dim=0)
+        none.copy_(x)
+        return none, x * 2
+
+    x = torch.randn(1, 3, dtype=torch.float64)
+    cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(x), step(x))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_no_images_are_resized(mode):
+    def step(x):
+        return F.interpolate(x[:0], scale_factor=2, mode=mode), x * 2
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    cf.testing.compare(cf.shard(step, cf.Mesh(dp=2))(x), step(x))
+
+
+def test_a_maximum_over_the_batch_as_a_whole_leaves_the_batch_its_layout():
+    """What every trip has is its own maximum over the trips: no move, and no other layout of the value that was there."""
+
+    def step(w, x):
+        def loss_of(w):
+            dropped = F.dropout(x, 0.5)
+            dropped_rows = dropped.tril()
+            return w.square().mean() + torch.maximum(x, dropped).square().mean() + dropped_rows.square().mean() + x.square().mean()
+
+        loss, grad = cf.value_and_grad(loss_of)(w)
+        return w - 0.1 * grad, loss
+
+    w, x = torch.randn(2, 1, dtype=torch.float64), torch.randn(6, 1, 4, dtype=torch.float64)
+    staged = cf.accumulate(cf.shard(step, cf.Mesh(dp=5)), microbatches=2)
+    cf.testing.check(staged, w, x, steps=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import attrs
@@ -160,14 +161,34 @@ def remembered(
     return found
 
 
+# Operators whose kernels write their result in row-major order, where torch's shape functions say another.
+_IN_ORDER = frozenset({torch.ops.aten.im2col.default})
+
+
 def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
     """Run `func` on fake tensors. The n-th `Ref` in args then kwargs has the type `metas[n]`."""
+    try:
+        results = _run(func, args, kwargs, metas, compat.fake_mode())
+    except TypeError:
+        # Some of torch's shape functions fall over a batch without elements (upsampling); the kernel has nothing to compute there.
+        if not metas or any(0 not in m.shape for m in metas):
+            raise
+        results = _run(func, args, kwargs, metas, nullcontext())
+    if func in _IN_ORDER:
+        return attrs.evolve(results, metas=tuple([contiguous(m.shape, m.dtype) for m in results.metas]))
+    return results
+
+
+def _run(
+    func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta], mode: AbstractContextManager[Any]
+) -> Results:
+    """The types of what `func` returns for operands made inside `mode`."""
     with (
         compat.disable_modes(),
         compat.no_function_modes(),
         compat.quiet_fake_errors(),
         torch.no_grad(),
-        compat.fake_mode(),
+        mode,
     ):
         operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
 

@@ -250,8 +250,11 @@ def set_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_reshaped(rec, args[0], args)
-    assign(rec, args[0], args[1])
-    return args[0]
+    tensor, source = args[:2]
+    if tensor.numel() == 0 and _fits(source.shape, tensor.shape):
+        return tensor  # one row may be copied to no rows
+    assign(rec, tensor, source)
+    return tensor
 
 
 def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
