@@ -100,9 +100,9 @@ def generate(model, params, buffers, prompt: bytes, count: int) -> str:
 def plan_big(console) -> None:
     """Plan a training step of OPT-30B for eight A100s: no weights, no GPU, only shapes."""
     began = time.perf_counter()
-    config = OPTConfig(hidden_size=7168, ffn_dim=28672, num_hidden_layers=48, num_attention_heads=56, word_embed_proj_dim=7168)
+    config = OPTConfig(hidden_size=7168, ffn_dim=28672, num_hidden_layers=48, num_attention_heads=56, word_embed_proj_dim=7168, dropout=0.0)
     with torch.device("meta"):
-        module = OPTForCausalLM(config).train(False)
+        module = OPTForCausalLM(config)
     model, opt = cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     ids = cf.abstract((8, 1024), torch.int64)
