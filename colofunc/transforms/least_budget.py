@@ -18,12 +18,12 @@ import attrs
 from colofunc.planner.fitted import Fitted
 from colofunc.transforms.decide import Decided
 
-LOWER, LOWER_OF_LARGE = 12, 2
-"""At most so many times what was counted is asked for again with less; of a large program, where a search takes long."""
-HIGHER, GROWS = 16, 8
-"""Where another tier is short, the device has to hold more: so often an eighth."""
-SAID_IN_GIB = 1 << 27
-"""Fewer bytes are said to the byte."""
+MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
+"""At most this many searches below the least peak so far; the second for large programs, whose searches take long."""
+MAX_RAISES, RAISE_PART = 16, 8
+"""Where another tier is short, the device's budget is raised by 1/RAISE_PART at a time, at most this many times."""
+GIB_FROM_BYTES = 1 << 27
+"""Budgets from here on are written in GiB with two decimals, smaller ones in bytes."""
 
 
 @attrs.frozen(eq=False)
@@ -43,12 +43,12 @@ class Tried:
 def least_budget(leanest: Callable[[int], Tried], large: bool) -> Tried:
     """The leanest plan found. `leanest(bytes)`: of a search within so many the first plan that fits, or else the leanest."""
     best = leanest(1)
-    for _ in range(HIGHER if best.done.short else 0):
-        asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // GROWS))
+    for _ in range(MAX_RAISES if best.done.short else 0):
+        asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // RAISE_PART))
         best = leanest(asked_bytes)
         if not best.done.short:
             break
-    for _ in range(LOWER_OF_LARGE if large else LOWER):
+    for _ in range(MAX_DESCENTS_LARGE if large else MAX_DESCENTS):
         less = leanest(_below(best.least_bytes))
         if less.done.short or less.done.peak_bytes >= best.done.peak_bytes:
             break
@@ -58,17 +58,17 @@ def least_budget(leanest: Callable[[int], Tried], large: bool) -> Tried:
 
 def said(nbytes: int) -> str:
     """Rounded up: whoever gives it as a budget has enough."""
-    return f"{_hundredths(nbytes) / 100:.2f} GiB" if nbytes >= SAID_IN_GIB else f"{nbytes:,} B"
+    return f"{_hundredths(nbytes) / 100:.2f} GiB" if nbytes >= GIB_FROM_BYTES else f"{nbytes:,} B"
 
 
 def said_bytes(nbytes: int) -> int:
     """The bytes that a budget has which is given as `said` says it."""
-    return int(_hundredths(nbytes) / 100 * 2**30) if nbytes >= SAID_IN_GIB else nbytes
+    return int(_hundredths(nbytes) / 100 * 2**30) if nbytes >= GIB_FROM_BYTES else nbytes
 
 
 def _below(nbytes: int) -> int:
     """The next smaller amount that is said in other words."""
-    return int((_hundredths(nbytes) - 1) / 100 * 2**30) if nbytes > SAID_IN_GIB else nbytes - 1
+    return int((_hundredths(nbytes) - 1) / 100 * 2**30) if nbytes > GIB_FROM_BYTES else nbytes - 1
 
 
 def _hundredths(nbytes: int) -> int:

@@ -37,7 +37,6 @@ from colofunc.program.tracing.roles import is_traced
 Known = Mapping[int, "weakref.ref[Tensor]"]
 
 
-
 def known_attributes(module: nn.Module) -> Known:
     """The tensors that modules hold beside parameters and buffers now, by their identity."""
     return {id(tensor): weakref.ref(tensor) for _, _, tensor in _plain_tensors(module)}
