@@ -156,6 +156,9 @@ def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict
             if kind == "all_reduce" or how == "sum":  # copies already are a pending max or min
                 value.emit(kind, (axes, n, how), value.form)
     value.rearrange(value.home(puzzle.goal))
+    if steps and not value.moves:
+        # The same tensor in another layout is a value of its own: the one that was there keeps its layout.
+        value.emit("rearrange", _pattern(value.form, value.form, puzzle.sizes), value.form)
     return value.moves
 
 

@@ -180,13 +180,7 @@ class _Build:
         wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
         if wide:  # see Note [Accumulators]
             current = self._cast(current, torch.float32, maker)
-        moves = conversion(have, over, self.mesh, like.dtype.itemsize).moves
-        if not moves and have.pending != over.pending:
-            # The maximum over trips of what all have is what each has. The value that was there keeps its layout.
-            out = self.new(like, None, over.local_shape)
-            self.emit(Node("aten.alias.default", (Ref(current),), (), (out,), maker.phase, maker.path, maker.line), (out,))
-            current = out
-        for move in moves:
+        for move in conversion(have, over, self.mesh, like.dtype.itemsize).moves:
             out = self.new(attrs.evolve(like, dtype=self.values[current].dtype), None, move.local_shape)
             rise = int(move.target in ("all_reduce", "all_gather"))
             made = Node(
