@@ -1,0 +1,25 @@
+"""Operators that only a card has, or that it computes in other dtypes than the CPU, as functions of tensors of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Any
+) -> Any:
+    """A card keeps statistics in float32 and computes in it."""
+    wide = [t if t is None else t.to(mean.dtype) for t in (grad, x, weight, bias)]
+    return aten.native_layer_norm_backward.default(wide[0], wide[1], shape, mean, rstd, wide[2], wide[3], wanted)
+
+
+EMULATED: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+}
+"""Operator -> a function of tensors of the host with the same signature and results."""

@@ -1,0 +1,343 @@
+"""A machine with cards that are pretended: what `torch.cuda` says, and the modes that send operators there.
+
+    with Machine(cards=1, seed=0) as machine:
+        x = torch.randn(4, 4, device="cuda")
+        y = (x @ x).sum()            # nothing has been computed yet
+        float(y)                     # the host waits: counted in machine.waits
+    machine.waits, machine.launches, machine.peak_bytes()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from pretended.memory import SPOILED, Allocator
+from pretended.streams import Engine, Event, Stream
+from pretended.tensors import CPU, OnCard, caller, dispatch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from colofunc.executors import pools
+from colofunc.executors.copies import COPIER
+
+GIB = 1 << 30
+FUNCTIONS_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+class Machine:
+    """`waits`: how often the host waited, by what for; `places`: the same by line of the project; `launches`: kernels by operator."""
+
+    def __init__(self, cards: int = 1, seed: int = 0, capacity_bytes: int = 80 * GIB, name: str = "NVIDIA H100 80GB HBM3", card: int = 0):
+        torch._C._ensureCUDADeviceGuardSet()
+        self.engine = Engine(seed)
+        self.fakes = FakeTensorMode()
+        self.name = name
+        self.cards = [torch.device("cuda", k) for k in range(cards)]
+        self.allocators = {device: Allocator(capacity_bytes) for device in self.cards}
+        self.default_streams = {device: Stream(self.engine, device) for device in self.cards}
+        self.first_card = card
+        self.waits: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.copies = 0
+        self._thread = threading.local()
+        self._registered: dict[int, int] = {}  # address -> bytes that `cudaHostRegister` has pinned
+        self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # address -> torch's own pinned memory
+        self._around = contextlib.ExitStack()
+
+    # ---- counted ----
+
+    def host_waits(self, why: str) -> None:
+        self.waits[why] += 1
+        self.places[f"{why}: {caller()}"] += 1
+
+    def forget_counts(self) -> None:
+        """Begin to count anew, at what lives now."""
+        for counts in (self.waits, self.places, self.launches):
+            counts.clear()
+        self.copies = 0
+        for allocator in self.allocators.values():
+            allocator.reset_peak()
+
+    def live_bytes(self, card: int = 0) -> int:
+        return self.allocators[self.cards[card]].live_bytes
+
+    def peak_bytes(self, card: int = 0) -> int:
+        return self.allocators[self.cards[card]].peak_bytes
+
+    # ---- devices and streams, of the thread that asks ----
+
+    @property
+    def current_card(self) -> int:
+        return getattr(self._thread, "card", 0)
+
+    def set_card(self, device: Any) -> int:
+        """The card that was current before. A thread begins with card 0, whatever others have."""
+        before = self.current_card
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:
+            if index >= len(self.cards):
+                raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {len(self.cards)}")
+            self._thread.card = index
+        return before
+
+    def device_of(self, device: Any) -> torch.device:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type != "cuda":
+            return device
+        index = self.current_card if device.index is None else device.index
+        if index >= len(self.cards):
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {len(self.cards)}")
+        return self.cards[index]
+
+    def current_stream(self, device: Any = None) -> Stream:
+        device = self.device_of("cuda" if device is None else device)
+        stream: Stream = self._streams().get(device, self.default_streams[device])
+        return stream
+
+    def _streams(self) -> dict[torch.device, Stream]:
+        if not hasattr(self._thread, "streams"):
+            self._thread.streams = {}
+        streams: dict[torch.device, Stream] = self._thread.streams
+        return streams
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Stream | None) -> Iterator[None]:
+        """`torch.cuda.stream`."""
+        if stream is None:
+            yield
+            return
+        before, card = self._streams().get(stream.device), self.set_card(stream.device)
+        self._streams()[stream.device] = stream
+        try:
+            yield
+        finally:
+            self.set_card(card)
+            if before is None:
+                del self._streams()[stream.device]
+            else:
+                self._streams()[stream.device] = before
+
+    @contextlib.contextmanager
+    def on_device(self, device: Any) -> Iterator[None]:
+        """`torch.cuda.device`."""
+        before = self.set_card(-1 if device is None else self.device_of(device))
+        try:
+            yield
+        finally:
+            self.set_card(before)
+
+    def synchronize(self, device: Any = None) -> None:
+        self.host_waits("device")
+        self.engine.drain()
+
+    # ---- memory ----
+
+    def room(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, stream: Stream) -> OnCard:
+        """A new tensor of a card; what it holds is NaN, or what somebody else wrote."""
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        handle = self.allocators[device].allocate(extent * dtype.itemsize, stream)
+        memory = handle.block.memory
+        usable = memory.numel() // dtype.itemsize * dtype.itemsize
+        real = memory[:usable].view(dtype).as_strided(tuple(shape), tuple(stride))
+        return OnCard(real, handle, self, device)
+
+    def placed(self, x: Tensor, device: torch.device, stream: Stream) -> OnCard:
+        """A tensor of the host, as it lies, on a card."""
+        out = self.room(x.shape, x.stride(), x.dtype, device, stream)
+        out.cpu_view.copy_(x)
+        return out
+
+    def to_card(self, x: Tensor, card: int = 0) -> OnCard:
+        """A tensor that a user has put on a card before the step begins."""
+        device = self.cards[card]
+        stream = self.default_streams[device]
+        stream.synchronize()
+        return self.placed(x.detach(), device, stream)
+
+    def pinned_empty(self, like: Tensor) -> Tensor:
+        """Pinned memory of the host as torch allocates it."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            flat = torch.full((like.untyped_storage().nbytes(),), SPOILED, dtype=torch.uint8)
+            self._pinned[flat.untyped_storage().data_ptr()] = flat.untyped_storage()
+            return flat.view(like.dtype).as_strided(like.shape, like.stride()) if like.numel() else torch.empty_like(like, device=CPU)
+
+    def is_registered(self, x: Tensor) -> bool:
+        """Whether it lies in pages that the project has pinned: nobody but the project keeps them until a copy has ended."""
+        at = x.data_ptr()
+        return any(begin <= at < begin + nbytes for begin, nbytes in self._registered.items())
+
+    def is_pinned(self, x: Tensor) -> bool:
+        if x.device.type != "cpu":
+            return False
+        return not x.numel() or self.is_registered(x) or x.untyped_storage().data_ptr() in self._pinned
+
+    def _register(self, address: int, nbytes: int, flags: int = 0) -> int:
+        self._registered[int(address)] = nbytes
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        self.engine.drain()  # it waits for the card
+        return 0 if self._registered.pop(int(address), None) is not None else 1
+
+    # ---- what torch says ----
+
+    def properties(self, device: Any = None) -> Any:
+        capacity = self.allocators[self.device_of("cuda" if device is None else device)].capacity_bytes
+        return SimpleNamespace(
+            name=self.name, major=9, minor=0, total_memory=capacity, multi_processor_count=132, warp_size=32, index=0, type="cuda",
+            L2_cache_size=50 << 20, shared_memory_per_block=49152, shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048, is_integrated=0, is_multi_gpu_board=0, gcnArchName="", clock_rate=1_980_000,
+            memory_clock_rate=2_619_000, memory_bus_width=5120, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, uuid="pretended",
+        )  # fmt: skip
+
+    def _said(self) -> dict[str, Any]:
+        """What stands in `torch.cuda` meanwhile."""
+
+        def allocator(device: Any = None) -> Allocator:
+            return self.allocators[self.device_of("cuda" if device is None else device)]
+
+        runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+        return {
+            "_lazy_init": lambda: None, "init": lambda: None, "is_initialized": lambda: True, "is_available": lambda: True,
+            "device_count": lambda: len(self.cards), "current_device": lambda: self.current_card,
+            "set_device": lambda device: self.set_card(device) and None, "_exchange_device": self.set_card,
+            "_maybe_exchange_device": self.set_card, "device": self.on_device, "synchronize": self.synchronize,
+            "current_stream": self.current_stream, "default_stream": lambda device=None: self.default_streams[self._or_current(device)],
+            "Stream": lambda device=None, priority=0: Stream(self.engine, self._or_current(device)), "Event": Event,
+            "stream": self.on_stream, "get_device_name": lambda device=None: self.name, "get_device_properties": self.properties,
+            "_get_device_properties": self.properties, "get_device_capability": lambda device=None: (9, 0), "cudart": lambda: runtime,
+            "check_error": _check, "mem_get_info": lambda device=None: _info(allocator(device)), "empty_cache": lambda: None,
+            "memory_allocated": lambda device=None: allocator(device).rounded_bytes,
+            "max_memory_allocated": lambda device=None: allocator(device).peak_rounded_bytes,
+            "reset_peak_memory_stats": lambda device=None: allocator(device).reset_peak(),
+            "is_bf16_supported": lambda *a, **k: True, "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None,
+            "_is_in_bad_fork": lambda: False,
+        }  # fmt: skip
+
+    def _or_current(self, device: Any) -> torch.device:
+        return self.device_of("cuda" if device is None else device)
+
+    def __enter__(self) -> Self:
+        around = self._around
+        for name, value in self._said().items():
+            around.enter_context(mock.patch.object(torch.cuda, name, value, create=True))
+        around.enter_context(mock.patch.object(torch.Tensor, "record_stream", OnCard.record_stream))
+        around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
+        around.enter_context(mock.patch.object(threading.Thread, "start", _start_with(self)))
+        around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
+        around.enter_context(mock.patch.dict(COPIER._flights, clear=True))
+        self.set_card(self.first_card)
+        around.enter_context(self.modes())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(Exception) if error[0] is not None else contextlib.nullcontext():
+            self.engine.drain()
+        _unpin_all()
+        self._around.close()
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """What a thread needs so that new tensors come to a card."""
+        with _Factories(self), _Functions(self):
+            yield
+
+
+def _unpin_all() -> None:
+    """Pages that outlive the machine are let go with it: afterwards there is no runtime to ask."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        about = finalizer.peek()
+        if about is not None and about[1] is pools._unpin:
+            finalizer()
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"CUDA error {code} (pretended)")
+
+
+def _info(allocator: Allocator) -> tuple[int, int]:
+    return allocator.capacity_bytes - allocator.rounded_bytes, allocator.capacity_bytes
+
+
+def _start_with(machine: Machine) -> Any:
+    """Threads that begin meanwhile have the modes too."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def inside() -> None:
+            with machine.modes():
+                run()
+
+        thread.run = inside  # type: ignore[method-assign]
+        start(thread)
+
+    return started
+
+
+class _Factories(TorchDispatchMode):
+    """New tensors with `device="cuda"` and copies there; pinned memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, FakeTensor) for t in types):
+            return func(*args, **kwargs)
+        device = kwargs.get("device")
+        to_card = device is not None and torch.device(device).type == "cuda"
+        if to_card or any(isinstance(x, OnCard) for x in tree_flatten((args, kwargs))[0]):
+            return dispatch(self.machine, func, args, kwargs)
+        if kwargs.get("pin_memory"):
+            return self.machine.pinned_empty(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """What torch does in C++ before any operator is called."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        machine = self.machine
+        if func in FUNCTIONS_OF_DATA and kwargs.get("device") is not None:
+            device = machine.device_of(kwargs.pop("device"))
+            return func(*args, **kwargs).to(device)
+        if func is Tensor.cuda:
+            return args[0].to(machine.device_of(args[1] if len(args) > 1 and args[1] is not None else "cuda"), **kwargs)
+        if func is Tensor.pin_memory:
+            x = args[0]
+            return x if machine.is_pinned(x) else machine.pinned_empty(x).copy_(x)
+        if func is Tensor.is_pinned:
+            return machine.is_pinned(args[0])
+        if func is Tensor.tolist and isinstance(args[0], OnCard):
+            return args[0].cpu().tolist()
+        return func(*args, **kwargs)
+
+
+def on_card(machine: Machine, tree: Any) -> Any:
+    """A tree with all its tensors on card 0."""
+    return torch.utils._pytree.tree_map(lambda x: machine.to_card(x) if isinstance(x, Tensor) and not isinstance(x, OnCard) else x, tree)
+
+
+warnings.filterwarnings("ignore", message=".*_make_subclass.*")
