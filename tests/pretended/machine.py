@@ -20,9 +20,6 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from pretended.memory import SPOILED, Allocator
-from pretended.streams import Engine, Event, Stream
-from pretended.tensors import CPU, OnCard, caller, dispatch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -31,6 +28,9 @@ from torch.utils._pytree import tree_flatten
 
 from colofunc.executors import pools
 from colofunc.executors.copies import COPIER
+from pretended.memory import SPOILED, Allocator
+from pretended.streams import Engine, Event, Stream
+from pretended.tensors import CPU, OnCard, caller, dispatch
 
 GIB = 1 << 30
 FUNCTIONS_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)

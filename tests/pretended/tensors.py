@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pretended.kernels import EMULATED
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pretended.kernels import EMULATED
 
 if TYPE_CHECKING:
     from pretended.machine import Machine
