@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from colofunc.ops import masks
+from colofunc.ops import draws, indices, masks
 from colofunc.ops import random as R
 from tests.test_random import reference_bits
 
@@ -26,7 +26,7 @@ def by_definition(q: float, index: int) -> bool:
     first = math.floor(q * 256)
     if byte != first:
         return byte < first
-    further = mix(((KEY ^ masks.SECOND) + index * 0x9E3779B97F4A7C15) & MASK64) >> 33 ^ 1 << 30  # read as int64
+    further = mix(((KEY ^ draws.SECOND) + index * 0x9E3779B97F4A7C15) & MASK64) >> 33 ^ 1 << 30  # read as int64
     return further < round((q * 256 - first) * 2**31)
 
 
@@ -98,7 +98,7 @@ def test_dropout_keeps_memory_order_and_half_precision() -> None:
 
 def test_attention_blocks_see_the_mask_of_the_whole() -> None:
     want = R.random_bernoulli(SEED, 2, (2, 3, 20, 13), torch.bool, 0.7)
-    dims = R.dim_indices((2, 3, 20, 13), (), (), torch.device("cpu"))
+    dims = indices.dim_indices((2, 3, 20, 13), (), (), torch.device("cpu"))
     block = (dims[0], dims[1][1:], dims[2][4:9], dims[3][5:])
     assert torch.equal(R.keep_mask(SEED, 2, 0.3, block), want[:, 1:, 4:9, 5:])
     striped = (dims[0], dims[1], dims[2], dims[3][1::3])

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
-from colofunc.ops.random import dim_indices, keep_mask
+from colofunc.ops.indices import dim_indices
+from colofunc.ops.random import keep_mask
 
 # Elements of scores alive at once on the plain path (all heads of a block of rows), and of a made mask.
 MAX_SCORES = 1 << 22

@@ -7,9 +7,7 @@ position in the *global* tensor, so any part of it can be made anywhere, in any 
     random_uniform(seed, site=3, shape=(4, 6), dtype=torch.float32)                   # the whole
     random_uniform(seed, 3, (4, 3), torch.float32, (4, 3), (6, 1), tensor(3))         # its right half, same bits
 
-`sizes` and `strides` list the local atoms of all dims, major first, and their strides in the global index; `offset`
-(0-dim int64) is added: local coordinate c has index `offset + sum(c_k * strides_k)`. Empty means row-major over
-`shape`. The atoms of a dim multiply to its local size.
+`sizes`, `strides` and `offset` (0-dim int64) say which part of the global tensor this is: see `colofunc.ops.indices`.
 
 Bits are the index-th output of SplitMix64 whose state and site are mixed from the seed: `mix(key + index * GAMMA)`.
 It takes eleven integer operations, equal on every device; it passes BigCrush, and two streams of one program overlap
@@ -20,161 +18,91 @@ Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod, sqrt
 from typing import Any
 
-import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
+from colofunc.ops import draws
 from colofunc.ops.define import define
-from colofunc.ops.masks import keep_tiles, mix_
+from colofunc.ops.indices import Index, index_of
+from colofunc.ops.masks import Words, keep_tiles, mix_words
 from colofunc.ops.seeds import GAMMA, MASK64, mix_int, signed
 
-# Elements mixed at a time: two int64 buffers that stay in the second-level cache.
-TILE = 1 << 16
+# Elements mixed at a time on the CPU: two buffers of words that stay in the second-level cache.
+TILE = 1 << 15
 Place = tuple[Sequence[int], Sequence[int], Tensor | None]  # (sizes, strides, offset)
-# Bits that a uniform number of a dtype can hold exactly in [0, 1).
-UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-
-# ---- indices ----
-
-
-@attrs.frozen(eq=False)
-class Index:
-    """The global indices of a local tensor: element (r, c) has rows[r] + columns[c].
-
-    `columns` is given, or where they are equally spaced only its first tile: then there are `count` of them, and those
-    of tile k are the first ones plus `k * TILE * stride`.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    count: int
-    stride: int | None = None
-
-    def tile(self, c: int, width: int) -> tuple[Tensor, int]:
-        """(first columns, what to add) for the columns c : c + width."""
-        if self.stride is None:
-            return self.columns[c : c + width], 0
-        return self.columns[: min(width, self.count - c)], c * self.stride
-
-
-def dim_indices(
-    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], device: torch.device
-) -> list[Tensor]:
-    """Per dim of `shape`, the contribution (n,) int64 of each of its coordinates to the global index,
-    without offset.
-    """
-    atoms = [a for a in zip(*_atoms(shape, sizes, strides), strict=True) if a[0] != 1]
-    found = []
-    for n in shape:
-        mine, size = [], 1
-        while size < n and atoms:
-            mine.append(atoms.pop(0))
-            size *= mine[-1][0]
-        if size != n:
-            raise InputError(
-                f"sizes {tuple(sizes)} do not group to the dims of shape {tuple(shape)}. Try: one atom per dim"
-            )
-        found.append(_outer_sum(mine, device))
-    return found
-
-
-def _atoms(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    if len(sizes) == 0 and len(strides) == 0:
-        return shape, [prod(shape[k + 1 :]) for k in range(len(shape))]
-    if len(sizes) != len(strides) or prod(sizes) != prod(shape):
-        raise InputError(f"sizes {tuple(sizes)}, strides {tuple(strides)} and shape {tuple(shape)} do not fit together")
-    return sizes, strides
-
-
-def _outer_sum(atoms: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """(prod of sizes,) of sum(c_k * stride_k), row-major over the atoms."""
-    total = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, stride in atoms:
-        total = (total.unsqueeze(1) + torch.arange(size, device=device) * stride).flatten()
-    return total
-
-
-def _index(
-    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], offset: Tensor | None, device: torch.device
-) -> Index:
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(*_atoms(shape, sizes, strides), strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    rows = _outer_sum(merged[:-1], device)
-    if offset is not None:
-        rows = rows + offset
-    count, stride = merged[-1] if merged else (1, 1)
-    return Index(rows, _outer_sum([(min(count, TILE), stride)], device), count, stride)
-
-
-# ---- bits ----
+# (words, the part of the result that they decide): changes both.
+Write = Callable[[Words, Any], Any]
+# (indices, key) -> numbers.
+Plain = Callable[[Tensor, Tensor], Tensor]
 
 
 def _key(seed: Tensor, site: int) -> Tensor | int:
-    """The stream of a call site: mixed twice, so that neighbouring seeds and sites share nothing."""
+    """The stream of a call site, without a look at a seed that another device holds."""
     if seed.device.type == "cpu":
         return signed(mix_int(mix_int(int(seed) & MASK64) + (site + 1) * GAMMA & MASK64))
-    first = mix_(seed.clone(), torch.empty_like(seed)).add_(signed((site + 1) * GAMMA))
-    return mix_(first, torch.empty_like(first))
+    return draws.key_of(seed, site)
 
 
-def _tiles(index: Index, seed: Tensor, site: int, top_only: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, bits) tile by tile; the bits are a buffer that the next tile overwrites."""
-    n, m = index.rows.numel(), index.count
-    rows, first = index.rows * signed(GAMMA) + _key(seed, site), index.columns * signed(GAMMA)
-    scaled = attrs.evolve(index, columns=first)
+# ---- tiles ----
+
+
+def _words(index: Index, key: int, top_only: bool) -> Iterator[tuple[slice, slice, Words]]:
+    """(rows, columns, bits) tile by tile, on the CPU; the bits are a buffer that the next tile overwrites.
+
+    NumPy alone: a call of it costs a tenth of a call of torch, which in tiles of this size would be a third of the time.
+    """
+    assert isinstance(index.columns, tuple)
+    n, (m, stride) = index.rows.numel(), index.columns
     width = max(1, min(m, TILE))
     height = max(1, TILE // width)
-    buffer = torch.empty((2, min(n, height) * width), dtype=torch.int64, device=seed.device)
+    rows = (index.rows * signed(GAMMA) + key).numpy().view(np.uint64)[:, None]
+    columns = np.arange(width, dtype=np.uint64) * np.uint64(stride * GAMMA & MASK64)
+    buffers = np.empty((2, min(n, height) * width), dtype=np.uint64)
     for r in range(0, n, height):
         for c in range(0, m, width):
-            row = rows[r : r + height]
-            column, start = scaled.tile(c, width)
-            shape = (row.numel(), column.numel())
-            z, spare = (b[: shape[0] * shape[1]].view(shape) for b in buffer)
-            torch.add(row.unsqueeze(1) + signed(start * GAMMA), column, out=z)
-            yield slice(r, r + height), slice(c, c + width), mix_(z, spare, top_only)
+            row, column = rows[r : r + height], columns[: m - c]
+            z, spare = buffers[:, : row.size * column.size].reshape(2, row.size, column.size)
+            np.add(row + np.uint64(c * stride * GAMMA & MASK64), column, out=z)
+            mix_words(z, spare, top_only)
+            yield slice(r, r + height), slice(c, c + width), z
 
 
 def _filled(
-    seed: Tensor,
-    site: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    place: Place,
-    to: Callable[[Tensor], Tensor],
-    top_only: bool = False,
+    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: Place, write: Write, plain: Plain, top_only: bool = False
 ) -> Tensor:
-    """A tensor of `shape` whose tiles are `to(bits)`."""
-    index = _index(shape, *place, seed.device)
+    """A tensor of `shape`: on the CPU `write` fills each of its tiles, elsewhere the tiles are what `plain` gives."""
+    index = index_of(shape, *place, seed.device)
     out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
-    if out.numel():
-        for r, c, bits in _tiles(index, seed, site, top_only):
-            out[r, c] = to(bits)
+    if out.numel() == 0:
+        return out.view(tuple(shape))
+    key = _key(seed, site)
+    if isinstance(key, Tensor):
+        for r, c, numbers in index.tiles():
+            out[r, c] = plain(numbers, key)
+        return out.view(tuple(shape))
+    # NumPy has no bfloat16, and rounds to half precision in one step where torch takes two.
+    direct = dtype not in (torch.float16, torch.bfloat16)
+    array = out.numpy() if direct else None
+    for r, c, words in _words(index, key, top_only):
+        if array is not None:
+            write(words, array[r, c])
+        else:
+            wide = np.empty(words.shape)
+            write(words, wide)
+            out[r, c] = torch.from_numpy(wide)
     return out.view(tuple(shape))
 
 
-def _top(bits: Tensor, count: int) -> Tensor:
-    return bits.bitwise_right_shift_(64 - count).bitwise_and_((1 << count) - 1)
-
-
-def _runs(index: Index) -> tuple[Tensor, Tensor | int]:
+def _columns(index: Index) -> tuple[Tensor, Tensor | int]:
     """(rows, columns) for `keep_tiles`: the number of columns where they are consecutive."""
-    if index.stride is not None:
-        if index.stride == 1 or index.count == 1:
-            return index.rows, index.count
-        return index.rows, torch.arange(index.count, device=index.rows.device) * index.stride
-    if index.columns.device.type == "cpu" and index.count:
+    if isinstance(index.columns, tuple):
+        count, stride = index.columns
+        return index.rows, count if stride == 1 or count == 1 else index.listed()
+    if index.rows.device.type == "cpu" and index.count:
         first = index.columns[0]
         if torch.equal(index.columns, torch.arange(index.count) + first):
             return index.rows + first, index.count
@@ -184,7 +112,7 @@ def _runs(index: Index) -> tuple[Tensor, Tensor | int]:
 def _keep(index: Index, q: float, seed: Tensor, site: int, dtype: torch.dtype = torch.bool) -> Tensor:
     """(rows, columns) with ones where a draw of probability q says yes."""
     out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
-    for r, c, keep in keep_tiles(*_runs(index), q, _key(seed, site), dtype):
+    for r, c, keep in keep_tiles(*_columns(index), q, _key(seed, site), dtype):
         out[r, c] = keep
     return out
 
@@ -207,7 +135,10 @@ def _random_bits(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:
-    return _filled(seed, site, shape, torch.int64, (sizes, strides, offset), lambda bits: bits)
+    def write(words: Words, part: Any) -> None:
+        np.copyto(part, words.view(np.int64))
+
+    return _filled(seed, site, shape, torch.int64, (sizes, strides, offset), write, draws.bits)
 
 
 def _random_uniform(
@@ -215,9 +146,18 @@ def _random_uniform(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    count = UNIFORM_BITS[dtype]
-    place = (sizes, strides, offset)
-    return _filled(seed, site, shape, dtype, place, lambda bits: _top(bits, count), count <= 31).mul_(2.0**-count)
+    count = draws.UNIFORM_BITS[dtype]
+    shift = np.uint64(64 - count)
+
+    def write(words: Words, part: Any) -> None:
+        np.right_shift(words, shift, out=words)
+        np.copyto(part, words.view(np.int64), casting="unsafe")
+        np.multiply(part, 2.0**-count, out=part)
+
+    def plain(index: Tensor, key: Tensor) -> Tensor:
+        return draws.uniform(index, key, dtype)
+
+    return _filled(seed, site, shape, dtype, (sizes, strides, offset), write, plain, count <= draws.TOP_BITS)
 
 
 def _random_normal(
@@ -225,13 +165,20 @@ def _random_normal(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    def inverse(bits: Tensor) -> Tensor:
-        # Inverse distribution function in float64, so that float32 results agree to an ulp between devices. 52 bits and
-        # a half: never 0 or 1.
-        u = _top(bits, 52).to(torch.float64).add_(0.5).mul_(2.0**-51).sub_(1.0)
-        return u.erfinv_().mul_(sqrt(2.0))
+    # In float64, so that float32 results agree to an ulp between devices.
+    shift = np.uint64(64 - draws.NORMAL_BITS)
 
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), inverse)
+    def write(words: Words, part: Any) -> None:
+        np.right_shift(words, shift, out=words)
+        u = np.multiply(words.view(np.int64), draws.NORMAL_SCALE)
+        np.add(u, draws.NORMAL_SHIFT, out=u)
+        torch.from_numpy(u).erfinv_()
+        np.multiply(u, draws.SQRT2, out=part, casting="same_kind")
+
+    def plain(index: Tensor, key: Tensor) -> Tensor:
+        return draws.normal(index, key, dtype)
+
+    return _filled(seed, site, shape, dtype, (sizes, strides, offset), write, plain)
 
 
 def _random_bernoulli(
@@ -239,7 +186,7 @@ def _random_bernoulli(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    index = _index(shape, sizes, strides, offset, seed.device)
+    index = index_of(shape, sizes, strides, offset, seed.device)
     return _keep(index, p, seed, site, dtype).view(tuple(shape))
 
 
@@ -254,10 +201,10 @@ def _dropout(
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
-    index = _index(x.shape, sizes, strides, offset, seed.device)
+    index = index_of(x.shape, sizes, strides, offset, seed.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat, source = (t.view(index.rows.numel(), index.count) for t in (out, x.contiguous()))
-    for r, c, keep in keep_tiles(*_runs(index), 1.0 - p, _key(seed, site), x.dtype):
+    for r, c, keep in keep_tiles(*_columns(index), 1.0 - p, _key(seed, site), x.dtype):
         part = flat[r, c]
         # Ones and zeros times x, then the factor, which half precision could not hold.
         torch.mul(source[r, c], keep, out=part).mul_(1.0 / (1.0 - p))
@@ -274,7 +221,7 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor], dtype: 
     lead = dims[0]
     for d in dims[1:-1]:
         lead = (lead.unsqueeze(1) + d).flatten()
-    index = Index(lead, dims[-1], dims[-1].numel())
+    index = Index(lead, dims[-1])
     out = _keep(index, 1.0 - p, seed, site, dtype)
     return out.view([d.numel() for d in dims])
 
