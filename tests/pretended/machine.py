@@ -1,4 +1,4 @@
-"""A machine with cards that are pretended: what `torch.cuda` says, and the modes that send operators there.
+"""A machine with cards that are pretended: what `torch.cuda` says, and the kernels that make tensors there.
 
     with Machine(cards=1, seed=0) as machine:
         x = torch.randn(4, 4, device="cuda")
@@ -15,17 +15,17 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import Library
 
+from colofunc.dtensor import plain
 from colofunc.executors import pools
 from colofunc.executors.copies import COPIER
 from pretended.memory import SPOILED, Allocator
@@ -33,7 +33,12 @@ from pretended.streams import Engine, Event, Stream
 from pretended.tensors import CPU, OnCard, caller, dispatch
 
 GIB = 1 << 30
-FUNCTIONS_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+aten = torch.ops.aten
+SIZED_BY_NUMBERS = (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m, aten.tril_indices.default,
+    aten.triu_indices.default,
+)  # fmt: skip
+"""Torch makes these by resizing an empty tensor, which the tensors here do not."""
 
 
 class Machine:
@@ -234,13 +239,16 @@ class Machine:
         around = self._around
         for name, value in self._said().items():
             around.enter_context(mock.patch.object(torch.cuda, name, value, create=True))
-        around.enter_context(mock.patch.object(torch.Tensor, "record_stream", OnCard.record_stream))
+        for (where, name), value in _plainly(self).items():
+            around.enter_context(mock.patch.object(where, name, value))
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
-        around.enter_context(mock.patch.object(threading.Thread, "start", _start_with(self)))
+        # The tensors of a real card are of no class of their own.
+        has_operators = plain.has_operators
+        around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))
         around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
         around.enter_context(mock.patch.dict(COPIER._flights, clear=True))
         self.set_card(self.first_card)
-        around.enter_context(self.modes())
+        around.callback(_factories(self)._destroy)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -248,12 +256,6 @@ class Machine:
             self.engine.drain()
         _unpin_all()
         self._around.close()
-
-    @contextlib.contextmanager
-    def modes(self) -> Iterator[None]:
-        """What a thread needs so that new tensors come to a card."""
-        with _Factories(self), _Functions(self):
-            yield
 
 
 def _unpin_all() -> None:
@@ -273,71 +275,65 @@ def _info(allocator: Allocator) -> tuple[int, int]:
     return allocator.capacity_bytes - allocator.rounded_bytes, allocator.capacity_bytes
 
 
-def _start_with(machine: Machine) -> Any:
-    """Threads that begin meanwhile have the modes too."""
-    start = threading.Thread.start
+def _plainly(machine: Machine) -> dict[tuple[Any, str], Any]:
+    """Functions of torch that look for a device in C++, before any operator is called: (where, name) -> what stands there meanwhile."""
 
-    def started(thread: threading.Thread) -> None:
-        run = thread.run
+    def of_data(real: Any) -> Any:
+        def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is None or machine.device_of(device).type != "cuda":
+                return real(*args, **kwargs) if device is None else real(*args, device=device, **kwargs)
+            return real(*args, **kwargs).to(machine.device_of(device))
 
-        def inside() -> None:
-            with machine.modes():
-                run()
+        return made
 
-        thread.run = inside  # type: ignore[method-assign]
-        start(thread)
+    def perhaps_pinned(real: Any) -> Any:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            out: Tensor = real(*args, **kwargs)
+            return machine.pinned_empty(out) if pin_memory else out
 
-    return started
+        return made
 
+    pin, is_pinned = Tensor.pin_memory, Tensor.is_pinned
 
-class _Factories(TorchDispatchMode):
-    """New tensors with `device="cuda"` and copies there; pinned memory."""
+    def pinned(x: Tensor, *args: Any) -> Tensor:
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return pin(x, *args)
+        return x if machine.is_pinned(x) else machine.pinned_empty(x).copy_(x.detach())
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self.machine = machine
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **kwargs)
-        device = kwargs.get("device")
-        to_card = device is not None and torch.device(device).type == "cuda"
-        if to_card or any(isinstance(x, OnCard) for x in tree_flatten((args, kwargs))[0]):
-            return dispatch(self.machine, func, args, kwargs)
-        if kwargs.get("pin_memory"):
-            return self.machine.pinned_empty(func(*args, **{**kwargs, "pin_memory": False}))
-        return func(*args, **kwargs)
+    return {
+        **{(torch, name): of_data(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")},
+        **{(torch, name): perhaps_pinned(getattr(torch, name)) for name in ("empty", "empty_like", "zeros", "empty_strided")},
+        (Tensor, "pin_memory"): pinned,
+        (Tensor, "is_pinned"): lambda x, *args: machine.is_pinned(x) if type(x) in (Tensor, torch.nn.Parameter) else is_pinned(x, *args),
+        (Tensor, "record_stream"): OnCard.record_stream,
+    }
 
 
-class _Functions(TorchFunctionMode):
-    """What torch does in C++ before any operator is called."""
+def _factories(machine: Machine) -> Library:
+    """Kernels of the card for what makes tensors; all else is asked of the tensors that there are."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self.machine = machine
+    def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pinned: Any = None, memory_format: Any = None) -> Any:
+        like = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+        return empty_strided(size, like.stride(), like.dtype, layout, device)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        machine = self.machine
-        if func in FUNCTIONS_OF_DATA and kwargs.get("device") is not None:
-            device = machine.device_of(kwargs.pop("device"))
-            return func(*args, **kwargs).to(device)
-        if func is Tensor.cuda:
-            return args[0].to(machine.device_of(args[1] if len(args) > 1 and args[1] is not None else "cuda"), **kwargs)
-        if func is Tensor.pin_memory:
-            x = args[0]
-            return x if machine.is_pinned(x) else machine.pinned_empty(x).copy_(x)
-        if func is Tensor.is_pinned:
-            return machine.is_pinned(args[0])
-        if func is Tensor.tolist and isinstance(args[0], OnCard):
-            return args[0].cpu().tolist()
-        return func(*args, **kwargs)
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pinned: Any = None) -> Any:
+        where = machine.device_of(device)
+        return machine.room(size, stride, dtype or torch.get_default_dtype(), where, machine.current_stream(where))
+
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that kernels of a real card stand there already
+        library.impl("empty.memory_format", empty, "CUDA")
+        library.impl("empty_strided", empty_strided, "CUDA")
+        for func in SIZED_BY_NUMBERS:
+            library.impl(func.name().removeprefix("aten::"), partial(_made, machine, func), "CUDA")
+    return library
+
+
+def _made(machine: Machine, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(machine, func, args, kwargs)
 
 
 def on_card(machine: Machine, tree: Any) -> Any:
     """A tree with all its tensors on card 0."""
     return torch.utils._pytree.tree_map(lambda x: machine.to_card(x) if isinstance(x, Tensor) and not isinstance(x, OnCard) else x, tree)
-
-
-warnings.filterwarnings("ignore", message=".*_make_subclass.*")

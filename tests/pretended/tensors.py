@@ -90,6 +90,9 @@ class OnCard(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def new_tensor(self, data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype).to(device or self._device)
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 
