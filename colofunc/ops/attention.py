@@ -17,19 +17,21 @@ Dropout keeps weight (b, h, i, j) of the full batch by the counter-based bits of
 `strides` and `offset` describe the rank's (b, h, s, t) block of the virtual weights as they do for `random_uniform`.
 
 On CPU the kernel is torch's own flash attention, called per block of rows when a mask must be made, so that an (s, t)
-matrix of the whole batch is never alive. Source: Dao et al., FlashAttention (2022), section 3; Milakov and
+matrix of the whole batch is never alive. On CUDA a call gets the quickest of torch's kernels that takes it (`attention_cuda`), or
+the blocks of this module. Source: Dao et al., FlashAttention (2022), section 3; Milakov and
 Gimelshein, Online normalizer calculation for softmax (2018).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colofunc.errors import RuleError
+from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED, blockwise_kernels
 from colofunc.ops.attention_parts import (
     Block,
     Options,
@@ -54,6 +56,7 @@ from colofunc.ops.attention_parts import (
     with_keep,
 )
 from colofunc.ops.define import define
+from colofunc.ops.kernels import Kernel, bound, capability_at, choose, describe, table_of
 
 aten = torch.ops.aten
 FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,10 +74,36 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     return total.to(outs[0].dtype), lse
 
 
+# ---- on a device ----
+
+_FUSED = table_of(FUSED)
+
+
+def fused(target: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Kernel, tuple[Any, ...]] | None:
+    """The kernel of torch that takes a call with real tensors, and all its arguments by position. None: none does."""
+    device = args[0].device
+    candidates = _FUSED.get((target, device.type))
+    if candidates is None:
+        return None
+    every = bound(target, args, options)
+    kernel = choose(candidates, describe(target, every, capability_at(device)))
+    return None if kernel is None else (kernel, every)
+
+
+def _attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    found = fused(FORWARD, args, options)
+    return blockwise(*args, **options) if found is None else found[0].fn(*found[1])
+
+
+def _attention_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = fused(BACKWARD, args, options)
+    return blockwise_backward(*args, **options) if found is None else found[0].fn(*found[1])
+
+
 # ---- forward ----
 
 
-def _attention(
+def blockwise(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool = False, window: int = 0,
     dropout: float = 0.0, seed: Tensor | None = None, site: int = 0, q_offset: Tensor | None = None,
     k_offset: Tensor | None = None, sizes: Sequence[int] = (), strides: Sequence[int] = (),
@@ -196,7 +225,7 @@ def _math_block(
 # ---- backward ----
 
 
-def _attention_backward(
+def blockwise_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float,
     causal: bool = False, window: int = 0, dropout: float = 0.0, seed: Tensor | None = None, site: int = 0,
     q_offset: Tensor | None = None, k_offset: Tensor | None = None, sizes: Sequence[int] = (),
@@ -385,3 +414,4 @@ attention = define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
     _attention, _attention_fake, (_save_attention, _attention_grad),
 )  # fmt: skip
+CUDA_KERNELS: tuple[Kernel, ...] = (*FUSED, *blockwise_kernels(blockwise, blockwise_backward))

@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
+from colofunc.ops.attention_bands import band_of
 from colofunc.ops.indices import dim_indices
+from colofunc.ops.kernels import Run, run_of
 from colofunc.ops.random import keep_mask
 
-# Elements of scores alive at once on the plain path (all heads of a block of rows), and of a made mask.
+# Elements of scores alive at once on the plain path (all heads of a block of rows), and of a made mask. On the CPU what
+# stays in the cache; elsewhere what bounds the memory, because each block costs launches.
 MAX_SCORES = 1 << 22
+OTHER_MAX_SCORES = 1 << 26
 MAX_MASK = 1 << 20
 
 
@@ -72,7 +76,19 @@ def nonzero(offset: Tensor | None) -> bool:
     return offset is not None and (offset.dim() > 0 or int(offset) != 0)
 
 
+def known_positions(offset: Tensor | None) -> Run | None:
+    """Where rows or columns stand; None where the host does not know, or not at equal steps."""
+    if offset is None:
+        return 0, 1
+    run = run_of(offset)
+    return run if run is None or offset.dim() else (run[0], 1)
+
+
 def positions(offset: Tensor | None, n: int, device: torch.device) -> Tensor:
+    if offset is not None and offset.device != device:
+        # Known on the host: made on the device, because a copy would wait for it.
+        run = known_positions(offset)
+        return offset.to(device) if run is None else torch.arange(n, device=device) * run[1] + run[0]
     if offset is not None and offset.dim() > 0:
         return offset
     start = torch.arange(n, device=device)
@@ -84,6 +100,9 @@ def blocks(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
     if not opt.masked:
         yield from (Block(i, min(i + rows, s), 0, t, None) for i in range(0, s, rows))
         return
+    if q.device.type != "cpu":
+        yield from _blocks_unread(q, k, opt, rows)
+        return
     row, column = positions(opt.q_offset, s, q.device), positions(opt.k_offset, t, q.device)
     for i in range(0, s, rows):
         keep = _visible(opt, slice(i, i + rows), row, column)
@@ -94,6 +113,25 @@ def blocks(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
         j0, j1 = int(seen[0]), int(seen[-1]) + 1
         keep = keep[..., j0:j1]
         yield Block(i, min(i + rows, s), j0, j1, None if bool(keep.all()) else keep)
+
+
+def _blocks_unread(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
+    """Blocks of a mask that lies on a device and is not looked at: columns are left out where the host knows that nobody sees them."""
+    s, t = q.shape[2], k.shape[2]
+    band = band_of(opt.causal, opt.window, known_positions(opt.q_offset), known_positions(opt.k_offset))
+    row, column = positions(opt.q_offset, s, q.device), positions(opt.k_offset, t, q.device)
+    for i0 in range(0, s, rows):
+        i1 = min(i0 + rows, s)
+        low, high = (None, None) if band is None else (band.low, band.high)
+        j0 = 0 if low is None else min(t, max(0, i0 + low))
+        j1 = t if high is None else max(0, min(t, i1 + high))
+        if j0 >= j1:
+            yield Block(i0, i1, 0, 0, None)
+            continue
+        after = low is None or i1 - 1 + low <= j0  # the last row sees the first column
+        before = high is None or i0 + high >= j1 - 1
+        whole = band is not None and after and before and opt.code is None
+        yield Block(i0, i1, j0, j1, None if whole else _visible(opt, slice(i0, i1), row, column)[..., j0:j1])
 
 
 def _visible(opt: Options, rows: slice, row: Tensor, column: Tensor) -> Tensor:
@@ -120,7 +158,8 @@ def mask_rows(q: Tensor, k: Tensor, opt: Options) -> int:
 
 
 def score_rows(q: Tensor, k: Tensor) -> int:
-    return max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    most = MAX_SCORES if q.device.type == "cpu" else OTHER_MAX_SCORES
+    return max(1, most // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
 
 
 def take_rows(x: Tensor, block: Block) -> Tensor:
@@ -250,5 +289,7 @@ def rows_major(x: Tensor) -> Tensor:
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
     out = q.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
-    lse = q.new_empty((b, s, h), dtype=torch.promote_types(q.dtype, torch.float32)).transpose(1, 2)
-    return out, lse
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if q.device.type == "cuda":  # what torch's kernels give there, and ask for
+        return out, q.new_empty((b, h, s), dtype=wide)
+    return out, q.new_empty((b, s, h), dtype=wide).transpose(1, 2)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretended.attention import ATTENTION
+
 aten = torch.ops.aten
 
 
@@ -21,5 +23,6 @@ def layer_norm_backward(
 
 EMULATED: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    **ATTENTION,
 }
 """Operator -> a function of tensors of the host with the same signature and results."""

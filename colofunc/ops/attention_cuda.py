@@ -1,0 +1,349 @@
+"""Attention on CUDA: torch's own kernels behind `colofunc.attention` and its backward.
+
+Problem: torch has several fused kernels, and each takes only some calls. Idea: each is a `Kernel` whose guard says what it takes:
+
+    flash       bfloat16, float16; causal, windows, offsets, stripes (all that is a band, see `attention_bands`), grouped heads
+    cudnn       the same, without offsets and windows; taken where torch's switch for flash is off
+    efficient   float32 too; nothing masked, or causal from the top left corner
+    biased      the efficient kernel with a bias: given ones and their gradient, documents, padding, offsets on the device; a mask
+                is made for as many rows at once as `MAX_BIAS` allows, mostly all
+
+What none of them takes is computed block-wise by `attention`: float64, gradients of the log-sum-exp, and dropout, whose bits are
+ours (`ops/random.py`) and not those that torch's kernels draw. Torch's switches hold here too: `torch.nn.attention.sdpa_kernel`.
+
+Results: out (b, h, s, f) with memory order (b, s, h, f), lse (b, h, s) float32 and contiguous. Rows that see nothing never reach a
+flash kernel. Blocks of a ring enter backward with the merged out and lse, which the kernels take as they are.
+
+Sources: Dao, FlashAttention-2 (2307.08691), figures 4 to 6, for the shares of peak rates; Rabe and Staats, Self-attention does not
+need O(n^2) memory (2112.05682), for the efficient kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colofunc.ops.attention_bands import Band, Cut, band_of, cut
+from colofunc.ops.attention_parts import (
+    Block,
+    blocks,
+    cut_bias,
+    empty_results,
+    float_bias,
+    fold,
+    known_positions,
+    like_rows,
+    make_options,
+    repeat,
+    rows_major,
+    take_columns,
+    take_rows,
+    with_keep,
+)
+from colofunc.ops.kernels import Like
+
+aten = torch.ops.aten
+# Elements of a bias that is made at once; in halves 128 MiB.
+MAX_BIAS = 1 << 26
+# The efficient kernel reads the log-sum-exp of so many rows at once, and rows of a bias that begin at a multiple of so many elements.
+LSE_ROWS, BIAS_COLUMNS = 32, 16
+
+
+# ---- shapes ----
+
+
+def multiple(n: int, of: int) -> int:
+    return -(-n // of) * of
+
+
+def head_width(*operands: Tensor | Like) -> int:
+    """Elements of a head as flash kernels want them: of keys and values alike, a multiple of 8."""
+    return multiple(max(x.shape[-1] for x in operands), 8)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the elements of a head; and memory that kernels can read 16 bytes at a time."""
+    if x.shape[-1] != width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    strides = (stride for n, stride in zip(x.shape, x.stride()[:-1], strict=False) if n > 1)
+    even = all(stride % 8 == 0 for stride in strides) and x.storage_offset() % 8 == 0
+    return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """(b, h, s, e) -> (b, s, h, width)."""
+    return _padded(x.transpose(1, 2), width)
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """(b, s, h, width) -> (b, h, s, e), in rows' order."""
+    return rows_major((x if x.shape[-1] == width else x[..., :width]).transpose(1, 2))
+
+
+# ---- what is cut off ----
+
+
+@lru_cache(maxsize=4096)
+def _cut(causal: bool, window: int, rows: tuple[int, int], columns: tuple[int, int], s: int, t: int) -> Cut | None:
+    band = band_of(causal, window, rows, columns)
+    assert band is not None, "the guard has let a call through whose positions are no band"
+    return cut(band, s, t)
+
+
+def _part_of(q: Tensor, k: Tensor, causal: bool, window: int, q_offset: Tensor | None, k_offset: Tensor | None) -> Cut | None:
+    if not causal and window <= 0:
+        return cut(Band(), q.shape[2], k.shape[2])
+    rows, columns = known_positions(q_offset), known_positions(k_offset)
+    assert rows is not None and columns is not None, "the guard has let a call through whose offsets lie on the device"
+    return _cut(causal, window, rows, columns, q.shape[2], k.shape[2])
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor, Tensor]]
+
+
+def _forward(
+    run: Forward, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, window: int, dropout: float,
+    seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None, *placed: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One kernel over the rows and columns that see each other."""
+    part = _part_of(q, k, causal, window, q_offset, k_offset)
+    if part is not None and part.i1 - part.i0 == q.shape[2]:
+        return run(q, k[:, :, part.j0 : part.j1], v[:, :, part.j0 : part.j1], scale, part)
+    out, lse = empty_results(q, v)
+    out.zero_(), lse.fill_(-torch.inf)
+    if part is not None:
+        rows, columns = slice(part.i0, part.i1), slice(part.j0, part.j1)
+        out[:, :, rows], lse[:, :, rows] = run(q[:, :, rows], k[:, :, columns], v[:, :, columns], scale, part)
+    return out, lse
+
+
+def _backward(
+    run: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float,
+    causal: bool, window: int, dropout: float, seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None,
+    *placed: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    part = _part_of(q, k, causal, window, q_offset, k_offset)
+    nothing = q.new_empty(0)
+    if part is not None and part.i1 - part.i0 == q.shape[2] and part.j1 - part.j0 == k.shape[2]:
+        return *run(grad, q, k, v, out, lse, scale, part), nothing
+    dq, dk, dv = (like_rows(x).zero_() for x in (q, k, v))
+    if part is not None:
+        rows, columns = slice(part.i0, part.i1), slice(part.j0, part.j1)
+        row_wise = (grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows])
+        dq[:, :, rows], dk[:, :, columns], dv[:, :, columns] = run(*row_wise, scale, part)
+    return dq, dk, dv, nothing
+
+
+# ---- flash ----
+
+
+def _window(part: Cut) -> dict[str, int]:
+    return {} if part.whole or part.causal else {"window_size_left": part.left, "window_size_right": part.right}
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+    rows, keys, values = (_rows(x, head_width(q, v)) for x in (q, k, v))
+    sizes = (None, None, rows.shape[1], keys.shape[1])
+    found = aten._flash_attention_forward(rows, keys, values, *sizes, 0.0, part.causal, False, scale=scale, **_window(part))
+    return _narrowed(found[0], v.shape[-1]), found[1]
+
+
+def _flash_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, rows, keys, values, result = (_rows(x, head_width(q, v)) for x in (grad, q, k, v, out))
+    sizes = (None, None, rows.shape[1], keys.shape[1])
+    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # the state of a dropout that there is not
+    dq, dk, dv = aten._flash_attention_backward(
+        dout, rows, keys, values, result, lse.contiguous(), *sizes, 0.0, part.causal, *unused, scale=scale, **_window(part)
+    )
+    return _narrowed(dq, q.shape[-1]), _narrowed(dk, k.shape[-1]), _narrowed(dv, v.shape[-1])
+
+
+# ---- cuDNN ----
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+    found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, part.causal, False, scale=scale)
+    return rows_major(found[0]), found[1].reshape(q.shape[:3])
+
+
+@lru_cache(maxsize=1)
+def _cudnn_lse_dims() -> int:
+    """Three, or a fourth of size 1: as this torch's shape function has it."""
+    q = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+    return aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1].dim()
+
+
+def _cudnn_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = lse.contiguous() if _cudnn_lse_dims() == 3 else lse.contiguous().unsqueeze(-1)
+    unused = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, stats, *unused, None, None, None, q.shape[2], k.shape[2], 0.0, part.causal, scale=scale
+    )
+    return rows_major(dq), rows_major(dk), rows_major(dv)
+
+
+# ---- efficient ----
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As the efficient kernel takes them: a key head for each query head, heads of whole 16 bytes."""
+    h = q.shape[1]
+    return tuple(_padded(x.transpose(1, 2), head_width(x)).transpose(1, 2) for x in (q, repeat(k, h), repeat(v, h)))  # type: ignore[return-value]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    found = aten._scaled_dot_product_efficient_attention(*_operands(q, k, v), bias, True, 0.0, causal, scale=scale)
+    out = found[0] if found[0].shape[-1] == v.shape[-1] else found[0][..., : v.shape[-1]]
+    return rows_major(out), found[1][..., : q.shape[2]].contiguous()
+
+
+def _efficient_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, causal: bool,
+    dbias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    short = -q.shape[2] % LSE_ROWS
+    stats = F.pad(lse, (0, short), value=torch.inf) if short else lse.contiguous()
+    dout, result = (_padded(x.transpose(1, 2), head_width(v)).transpose(1, 2) for x in (grad, out))
+    unused = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
+    dq, dk, dv, db = aten._scaled_dot_product_efficient_attention_backward(
+        dout, *_operands(q, k, v), bias, result, stats, *unused, 0.0, [True, True, True, dbias], causal, scale=scale
+    )
+    dk, dv = (fold(x, k.shape[1]) for x in (dk, dv))
+    cut_off = (x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]] for x, like in ((dq, q), (dk, k), (dv, v)))
+    dq, dk, dv = (rows_major(x) for x in cut_off)
+    return dq, dk, dv, db if dbias else None
+
+
+def _unbiased(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+    return _efficient(q, k, v, None, scale, part.top_left and not part.whole)
+
+
+def _unbiased_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _efficient_grads(grad, q, k, v, None, out, lse, scale, part.top_left and not part.whole)[:3]
+
+
+# ---- efficient, with a bias ----
+
+
+def bias_heads(call_bias: Tensor | Like | None, code: Tensor | Like | None) -> int:
+    """How many rows and columns of a bias are made: for each sample and head that has its own."""
+    shape = () if call_bias is None else tuple(call_bias.shape[:-2])[-2:]
+    heads = shape[-1] if shape else 1
+    samples = max(shape[-2] if len(shape) > 1 else 1, 1 if code is None else code.shape[0])
+    return samples * heads
+
+
+def bias_rows(s: int, t: int, heads: int) -> int:
+    """Rows of a block: as few blocks as the bound allows, all of a size."""
+    most = max(LSE_ROWS, MAX_BIAS // max(1, heads * t) // LSE_ROWS * LSE_ROWS)
+    return s if s <= most else multiple(-(-s // -(-s // most)), LSE_ROWS)
+
+
+def _made_bias(bias: Tensor | None, block: Block, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The bias of a block for all samples and heads, and which rows see nothing; None where all see all."""
+    made = float_bias(with_keep(cut_bias(bias, block), block.keep), q.dtype)
+    if made is None:
+        return None, None
+    b, h, rows, columns = q.shape[0], q.shape[1], block.i1 - block.i0, block.j1 - block.j0
+    made = made.expand(*made.shape[:3], columns)
+    if made.stride(-1) != 1 or any(n > 1 and stride % BIAS_COLUMNS for n, stride in zip(made.shape[:3], made.stride()[:3], strict=True)):
+        made = F.pad(made, (0, -columns % BIAS_COLUMNS))[..., :columns]
+    return made.expand(b, h, rows, columns), made.amax(-1, keepdim=True) == -torch.inf
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, *options: Any) -> tuple[Tensor, Tensor]:
+    opt = make_options(q, k, scale, *options)
+    out, lse = empty_results(q, v)
+    for block in blocks(q, k, opt, bias_rows(q.shape[2], k.shape[2], bias_heads(bias, opt.code))):
+        rows = slice(block.i0, block.i1)
+        if block.j0 == block.j1:
+            out[:, :, rows], lse[:, :, rows] = 0, -torch.inf
+            continue
+        made, blind = _made_bias(bias, block, q)
+        o, m = _efficient(take_rows(q, block), take_columns(k, block), take_columns(v, block), made, scale, False)
+        if blind is not None:
+            o, m = o.masked_fill(blind, 0.0), m.masked_fill(blind.squeeze(-1), -torch.inf)
+        if block.i1 - block.i0 == q.shape[2]:
+            return o, m
+        out[:, :, rows], lse[:, :, rows] = o, m
+    return out, lse
+
+
+def _biased_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *options, need_dbias, _ = rest
+    opt = make_options(q, k, scale, *options)
+    needed = bool(need_dbias) and bias is not None
+    # A row that sees nothing has weights exp(-inf - lse), which are 0 for every finite lse.
+    finite = lse.nan_to_num(neginf=0.0)
+    dq = like_rows(q)
+    dk, dv = (like_rows(x, torch.promote_types(x.dtype, torch.float32)).zero_() for x in (k, v))
+    dbias = torch.zeros_like(bias) if needed and bias is not None else q.new_empty(0)
+    heads = q.shape[0] * q.shape[1] if needed else bias_heads(bias, opt.code)
+    for block in blocks(q, k, opt, bias_rows(q.shape[2], k.shape[2], heads)):
+        rows, columns = slice(block.i0, block.i1), slice(block.j0, block.j1)
+        if block.j0 == block.j1:
+            dq[:, :, rows] = 0
+            continue
+        made, _ = _made_bias(bias, block, q)
+        operands = (take_rows(grad, block), take_rows(q, block), take_columns(k, block), take_columns(v, block))
+        results = (take_rows(out, block), finite[:, :, rows])
+        bq, bk, bv, db = _efficient_grads(*operands, made, *results, scale, False, needed)
+        if db is not None:
+            part = cut_bias(dbias, block)
+            assert part is not None
+            part += db.sum_to_size(part.shape)
+        if block.i1 - block.i0 == q.shape[2] and block.j1 - block.j0 == k.shape[2]:
+            return bq, bk, bv, dbias
+        dq[:, :, rows] = bq
+        dk[:, :, columns] += bk
+        dv[:, :, columns] += bv
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dbias
+
+
+# ---- the kernels, with the arguments of the operators ----
+
+
+def flash(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward(_flash, *args)
+
+
+def flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward(_flash_grads, *args)
+
+
+def cudnn(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward(_cudnn, *args)
+
+
+def cudnn_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward(_cudnn_grads, *args)
+
+
+def efficient(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward(_unbiased, *args)
+
+
+def efficient_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward(_unbiased_grads, *args)
+
+
+def biased(*args: Any) -> tuple[Tensor, Tensor]:
+    return _biased(*args)
+
+
+def biased_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _biased_backward(*args)

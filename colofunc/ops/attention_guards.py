@@ -1,0 +1,230 @@
+"""Which of torch's CUDA kernels takes a call of attention, how long it runs and what memory of its own it holds.
+
+The records of the kernels in `attention_cuda`; guards look at shapes, dtypes, options and at positions that the host knows.
+
+Sources: conditions of torch's `sdp_utils` and of the flash API that torch builds; Dao, FlashAttention-2 (2307.08691), figures 4 to
+6, for the shares of peak rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from colofunc.ops import attention_cuda as cuda
+from colofunc.ops.attention_bands import Band, Cut, band_of, cut, visible_pairs
+from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
+from colofunc.ops.attention_parts import OTHER_MAX_SCORES
+from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates
+
+FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
+HALVES = (torch.bfloat16, torch.float16)
+# Blocks of a launch's second and third dim.
+MAX_GRID = 65535
+# Flash kernels have heads of up to so many elements; backward above the second only where shared memory is large.
+MAX_HEAD, MAX_HEAD_SMALL = 256, 192
+LARGE_SHARED = ((8, 0), (9, 0), (10, 0))
+
+
+# ---- guards ----
+
+
+def _fused(call: KernelCall, dtypes: Sequence[torch.dtype]) -> bool:
+    """What all of torch's kernels ask."""
+    q, k, v = call["q"], call["k"], call["v"]
+    if torch.version.hip is not None or call.capability < (7, 0) or call["dropout"] != 0.0:
+        return False
+    if q.dtype not in dtypes or not q.dtype == k.dtype == v.dtype or not min(*q.shape, *k.shape, *v.shape):
+        return False
+    if q.dtype == torch.bfloat16 and call.capability < (8, 0):
+        return False
+    backward = call.target == BACKWARD
+    return max(q.shape[:2]) <= MAX_GRID and not (backward and call["grad_lse"] is not None)
+
+
+def _positions(x: Like | None) -> tuple[int, int] | None:
+    """Where rows or columns stand; None: the host does not know."""
+    if x is None:
+        return 0, 1
+    return x.run if x.shape or x.run is None else (x.run[0], 1)
+
+
+def _band(call: KernelCall) -> Band | None:
+    if call["code"] is not None:
+        return None
+    return band_of(call["causal"], call["window"], _positions(call["q_offset"]), _positions(call["k_offset"]))
+
+
+def _seen(call: KernelCall) -> Cut | None:
+    band = _band(call)
+    return cut(Band() if band is None else band, call["q"].shape[2], call["k"].shape[2])
+
+
+def _needs_dbias(call: KernelCall) -> bool:
+    return call.target == BACKWARD and bool(call["need_dbias"]) and call["bias"] is not None
+
+
+def _flash_takes(call: KernelCall) -> bool:
+    """Ampere or newer, a band without a bias, heads that fit; flash takes a window that is wider than the columns for none at all."""
+    if not torch.backends.cuda.flash_sdp_enabled() or call["bias"] is not None or not _fused(call, HALVES) or call.capability < (8, 0):
+        return False
+    wide = head_width(call["q"], call["v"])
+    large = call.target == FORWARD or wide <= MAX_HEAD_SMALL or call.capability in LARGE_SHARED
+    if wide > MAX_HEAD or not large or _band(call) is None:
+        return False
+    part = _seen(call)
+    return part is None or part.right < part.j1 - part.j0
+
+
+def _cudnn_takes(call: KernelCall) -> bool:
+    """As flash, but rows and columns are counted from the beginning."""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or call["bias"] is not None or not _fused(call, HALVES) or call.capability < (8, 0):
+        return False
+    (_, _, s, e), t, f = call["q"].shape, call["k"].shape[2], call["v"].shape[3]
+    part = _seen(call) if _band(call) is not None else None
+    entire = part is not None and (part.i0, part.i1, part.j0, part.j1) == (0, s, 0, t)
+    heads = e % 8 == 0 and f % 8 == 0 and max(e, f) <= 128
+    return heads and entire and part is not None and (part.whole or (part.causal and s == t)) and s > 1
+
+
+def _efficient_takes(call: KernelCall) -> bool:
+    if not torch.backends.cuda.mem_efficient_sdp_enabled() or call["bias"] is not None or not _fused(call, (*HALVES, torch.float32)):
+        return False
+    if _band(call) is None:
+        return False
+    part = _seen(call)
+    return part is None or part.whole or part.top_left
+
+
+def _biased_takes(call: KernelCall) -> bool:
+    """Everything without dropout; a bias that is wider than q would be narrowed."""
+    bias = call["bias"]
+    if not torch.backends.cuda.mem_efficient_sdp_enabled() or not _fused(call, (*HALVES, torch.float32)):
+        return False
+    return bias is None or bias.dtype in (torch.bool, call["q"].dtype)
+
+
+# ---- seconds and bytes ----
+
+# Shares of a device's peak rate that kernels reach on long rows. cuDNN's is not measured yet: it stands behind flash.
+SHARES = {"flash": 0.6, "cudnn": 0.55, "efficient": 0.35, "blockwise": 0.3}
+
+
+def _seconds(call: KernelCall, rates: Rates, share: str, pairs: int | None = None) -> float:
+    q, k, v = call["q"], call["k"], call["v"]
+    (b, h, _, e), f = q.shape, v.shape[3]
+    pairs = visible_pairs(_seen(call)) if pairs is None else pairs
+    passes = 2 if call.target == FORWARD else 5  # products that backward makes, scores among them
+    flops = passes * b * h * pairs * (e + f)
+    moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * q.shape[2] * f * q.dtype.itemsize
+    return max(flops / (SHARES[share] * rates.flops_per_s(q.dtype)), moved / rates.bytes_per_s) + rates.launch_s
+
+
+def _biased_seconds(call: KernelCall, rates: Rates) -> float:
+    """All pairs, and a bias that is written, looked at and read."""
+    s, t = call["q"].shape[2], call["k"].shape[2]
+    made = bias_heads(call["bias"], call["code"]) * s * t * call["q"].dtype.itemsize
+    return _seconds(call, rates, "efficient", s * t) + 3 * made / rates.bytes_per_s + 4 * rates.launch_s
+
+
+def _pads(call: KernelCall, wide: int) -> int:
+    """Copies of operands whose heads are filled up."""
+    names = ("q", "k", "v") if call.target == FORWARD else ("q", "k", "v", "grad_out", "out")
+    some = [call[name] for name in names]
+    return sum(x.numel // x.shape[3] * wide * x.dtype.itemsize for x in some if x.shape[3] != wide)
+
+
+def _flash_bytes(call: KernelCall) -> int:
+    """Of mha_bwd: a float32 copy of dQ and a number a row, rows filled up to 128; dK and dV for each query head."""
+    q, k, v = call["q"], call["k"], call["v"]
+    wide, (b, h, s, _), (_, g, t, _) = head_width(q, v), q.shape, k.shape
+    held = _pads(call, wide)
+    if call.target == FORWARD:
+        return held
+    filled, heads = multiple(s, 128), multiple(wide, 32 if wide <= 128 else 64)
+    held += 4 * b * h * filled * (heads + 1)
+    return held + (2 * b * h * t * wide * q.dtype.itemsize if g != h else 0)
+
+
+def _cudnn_bytes(call: KernelCall) -> int:
+    """Backward keeps dQ in float32, and dK and dV for each query head."""
+    q, k = call["q"], call["k"]
+    if call.target == FORWARD:
+        return 0
+    return 4 * q.numel + 4 * (q.shape[0] * q.shape[1] * q.shape[2]) + (2 * q.nbytes if q.shape[1] != k.shape[1] else 0)
+
+
+def _efficient_bytes(call: KernelCall) -> int:
+    """Keys for each query head, heads filled up, and backward's sums in float32."""
+    q, k, v = call["q"], call["k"], call["v"]
+    (b, h, s, e), (_, g, t, _), f = q.shape, k.shape, v.shape[3]
+    repeated = b * h * t * (e + f) * q.dtype.itemsize if g != h else 0
+    held = repeated + (0 if e % 8 == f % 8 == 0 else _pads(call, head_width(q, v)))
+    if call.target == FORWARD:
+        return held
+    return held + repeated + 4 * b * h * (s * e + t * (e + f) + s)
+
+
+def _biased_bytes(call: KernelCall) -> int:
+    """The bias of a block: where it is shown, its numbers, and its gradient."""
+    q, t = call["q"], call["k"].shape[2]
+    b, h, s, _ = q.shape
+    heads = b * h if _needs_dbias(call) else bias_heads(call["bias"], call["code"])
+    rows = bias_rows(s, t, heads)
+    made = bias_heads(call["bias"], call["code"]) * rows * t * (q.dtype.itemsize + 2)
+    return _efficient_bytes(call) + made + (b * h * rows * t * q.dtype.itemsize if _needs_dbias(call) else 0)
+
+
+def _kernel(target: str, guard: Any, cost_s: Any, workspace: Any, fn: Callable[..., Any]) -> Kernel:
+    return Kernel(target, "cuda", guard, cost_s, workspace, fn, ("q_offset", "k_offset"))
+
+
+_TAKES: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
+    (_flash_takes, partial(_seconds, share="flash"), _flash_bytes, cuda.flash, cuda.flash_backward),
+    (_cudnn_takes, partial(_seconds, share="cudnn"), _cudnn_bytes, cuda.cudnn, cuda.cudnn_backward),
+    (_efficient_takes, partial(_seconds, share="efficient"), _efficient_bytes, cuda.efficient, cuda.efficient_backward),
+    (_biased_takes, _biased_seconds, _biased_bytes, cuda.biased, cuda.biased_backward),
+)
+FUSED: tuple[Kernel, ...] = tuple(
+    _kernel(target, guard, cost_s, workspace, fn)
+    for guard, cost_s, workspace, forward, backward in _TAKES
+    for target, fn in ((FORWARD, forward), (BACKWARD, backward))
+)
+
+
+# ---- block-wise ----
+
+
+def _anything(call: KernelCall) -> bool:
+    return True
+
+
+def _scores(call: KernelCall) -> tuple[int, int]:
+    """(all scores, scores of a block), in bytes."""
+    (b, h, s, _), t = call["q"].shape, call["k"].shape[2]
+    wide = torch.promote_types(call["q"].dtype, torch.float32).itemsize
+    rows = min(s, max(1, OTHER_MAX_SCORES // max(1, b * h * t)))
+    return b * h * s * t * wide, b * h * rows * t * wide
+
+
+def _blockwise_seconds(call: KernelCall, rates: Rates) -> float:
+    """Products in float32, and scores that an operator at a time reads and writes: six of them forward, twice that backward."""
+    every, block = _scores(call)
+    passes = 6 if call.target == FORWARD else 12
+    products_s = _seconds(call, rates, "blockwise", call["q"].shape[2] * call["k"].shape[2])
+    return products_s + passes * (2 * every / rates.bytes_per_s + max(1, every // max(1, block)) * rates.launch_s)
+
+
+def _blockwise_bytes(call: KernelCall) -> int:
+    """Of a block: scores, weights and one more of their size; backward also their gradients. Sums of dK and dV are float32."""
+    _, block = _scores(call)
+    return 3 * block if call.target == FORWARD else 5 * block + 4 * (call["k"].numel + call["v"].numel)
+
+
+def blockwise_kernels(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Kernel, ...]:
+    """What takes every call that none of torch's kernels does, on CUDA."""
+    pair = ((FORWARD, forward), (BACKWARD, backward))
+    return tuple(_kernel(target, _anything, _blockwise_seconds, _blockwise_bytes, fn) for target, fn in pair)
