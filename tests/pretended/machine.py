@@ -312,11 +312,11 @@ def _plainly(machine: Machine) -> dict[tuple[Any, str], Any]:
 def _factories(machine: Machine) -> Library:
     """Kernels of the card for what makes tensors; all else is asked of the tensors that there are."""
 
-    def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pinned: Any = None, memory_format: Any = None) -> Any:
-        like = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
-        return empty_strided(size, like.stride(), like.dtype, layout, device)
+    def empty(size: Any, *, device: Any, memory_format: Any = None, **options: Any) -> Any:
+        like = torch.empty(size, dtype=options.get("dtype"), device="meta", memory_format=memory_format or torch.contiguous_format)
+        return empty_strided(size, like.stride(), device=device, dtype=like.dtype)
 
-    def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pinned: Any = None) -> Any:
+    def empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **options: Any) -> Any:
         where = machine.device_of(device)
         return machine.room(size, stride, dtype or torch.get_default_dtype(), where, machine.current_stream(where))
 
