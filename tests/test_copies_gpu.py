@@ -8,7 +8,8 @@ from test_offload import training
 
 import colofunc as cf
 from colofunc.executors.copies import Copier
-from colofunc.executors.pools import Pool, gpu_of, in_tier, pinned_like
+from colofunc.executors.pools import Pool, in_tier, pinned_like
+from colofunc.mesh.device import device_of
 from colofunc.program.passing import Passing, SizeClass
 from colofunc.testing.trees import compare
 
@@ -33,7 +34,7 @@ def test_the_pool_and_state_on_the_host_are_pinned() -> None:
     assert own.is_pinned() and own.stride() == x.stride() and torch.equal(own.copy_(x), x.cpu())
     gpu = torch.device("cuda", torch.cuda.current_device())
     assert in_tier(x, "host", gpu).is_pinned() and in_tier(own, "host", gpu) is own and in_tier(own, "device", gpu).is_cuda
-    assert gpu_of(cf.Mesh(device="cuda")) == gpu and gpu_of(cf.Mesh(device="cpu")) is None
+    assert device_of(cf.Mesh(device="cuda")) == gpu and device_of(cf.Mesh(device="cpu")).type == "cpu"
 
 
 def test_what_goes_out_and_comes_back_is_the_same_while_buffers_go_round() -> None:

@@ -78,7 +78,7 @@ def _mode(cls: Any, like: Any, name: str) -> Canonical:
     def seed() -> Any:
         if not drawn:
             meet(backend.watch, f"random numbers of {name} on a DTensor {tuple(like.shape)}")
-            value = main_seed(backend.watch, draw_seed()).to(like.device)
+            value = main_seed(backend.watch, draw_seed(), like.device)
             drawn.append(cls([value] * len(backend.ranks(mesh)), replicated(()), mesh, backend))
         return drawn[0]
 

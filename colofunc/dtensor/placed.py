@@ -27,8 +27,9 @@ from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
-from colofunc.executors.pools import gpu_of, in_tier
+from colofunc.executors.pools import in_tier
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.ops.flat import together
 
 Shards = list[torch.Tensor]
@@ -36,19 +37,26 @@ ToDisk = Callable[[Shards, Layout], Shards]
 
 
 def place(
-    x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy: bool = False, name: str = "", dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    layout: Layout,
+    mesh: Mesh,
+    backend: Backend,
+    copy: bool = False,
+    name: str = "",
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Shards:
     """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors. `dtype`: of the parts.
 
-    `copy`: they may be written to, so they must not be the caller's memory. On a GPU a part lies in the memory that the layout says:
-    the device's, or pinned on the host.
+    `copy`: they may be written to, so they must not be the caller's memory. `device`: what `device_of(mesh)` says, from who knows it.
+    Parts lie in the memory that the layout says: that device's, or, beside a GPU, pinned on the host.
     """
     made = _placed(x, layout, mesh, backend, copy, name)
     if dtype is not None and dtype != x.dtype:
         cast = {id(s): s.to(dtype) for s in made}
         made = [cast[id(s)] for s in made]
-    where = gpu_of(mesh) if not x.is_cuda else x.device
-    if where is None:
+    where = device_of(mesh) if device is None else device
+    if where.type == "cpu" and not x.is_cuda:
         return made
     settled = {id(s): in_tier(s, layout.tier, where) for s in made}
     return [settled[id(s)] for s in made]

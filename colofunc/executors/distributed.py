@@ -25,16 +25,18 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
+from colofunc.executors.gpus import own_gpu
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.joining import Meeting
 from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import first_rows, with_zeros
-from colofunc.executors.pools import accelerator, pool_of
+from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
 from colofunc.executors.presence import Limits
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.ops.copies import COPIES
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program
@@ -60,6 +62,7 @@ class RankProgram:
         self.pool = pool_of(program, 1, whole) if tap is None else None
         self._tap = tap
         self._bound = bound
+        self._host_only = reads_host_only(program)
         self._groups = groups
         self._watch = watch
         self._function: StepFunction | None = None
@@ -79,7 +82,7 @@ class RankProgram:
         partition = ((0,),) * len(flat)
         if self._written:
             own_memory(flat, partition, self._written)
-        device = accelerator(flat)
+        device = device_of(self._groups.mesh) if self._host_only else accelerator(flat)
         if self.pool is not None:
             self.pool.allocate(device.type == "cuda")
         if self._function is None:
@@ -242,16 +245,16 @@ def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
             f"{mesh} has {mesh.size} ranks but {launch.world_size} processes were launched; "
             "start as many processes as the mesh has ranks, or write one axis as -1"
         )
-    cuda = torch.cuda.is_available() and mesh.device != "cpu" and torch.cuda.device_count() >= launch.local_world_size
-    if cuda:
-        torch.cuda.set_device(launch.local_rank)
     # The watch comes first: it sees that a rank ends while the process group is made.
     meeting = Meeting.at(launch, limits)
     watch = Watch(launch.rank, launch.world_size, limits, meeting)
     limit, store = timedelta(seconds=limits.limit_s), meeting.group_store(len(_WATCHES))
+    gpu = own_gpu(mesh, launch, watch)
+    if gpu is not None:
+        use_gpu(gpu)
     with watch:
         dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size
+            "gloo" if gpu is None else "nccl", timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size
         )
     _WATCHES[dist.group.WORLD] = watch
     return True
@@ -281,14 +284,17 @@ def broadcast_object(thing: Any) -> Any:
     return box[0]
 
 
-def main_seed(watch: Watch | None, seed: torch.Tensor) -> torch.Tensor:
-    """Rank 0's seed. Every rank has drawn one, so that their generators stay in step."""
+def main_seed(watch: Watch | None, seed: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rank 0's seed, on the device that draws by it. Every rank has drawn one on the host, so that their generators stay in step.
+
+    It travels once and is never read back, so that the host does not wait for the device.
+    """
     if watch is None:
-        return seed
+        return in_tier(seed, "device", device)
+    carried = in_tier(seed, "device", device) if group_moves_gpu_memory() else seed
     with watch:
-        carried = seed.cuda() if dist.get_backend() == "nccl" else seed
         dist.broadcast(carried, src=0)
-        return carried.to(seed.device)
+    return in_tier(carried, "device", device)
 
 
 def program_hash(program: Program, mesh: Mesh) -> str:

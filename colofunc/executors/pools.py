@@ -23,11 +23,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from colofunc.errors import CapacityError
 from colofunc.executors.disk.tensors import OnDisk
-from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
@@ -160,23 +158,33 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
     return flat.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 
-def in_tier(x: torch.Tensor, tier: str, gpu: torch.device) -> torch.Tensor:
-    """x where a value of that tier lies on a machine with this GPU; x itself where it is there. What lies on disk stays there."""
+STAGED_BYTES = 64 << 20
+"""Larger tensors are not copied to pinned memory on their way to a GPU: that memory stays taken."""
+
+
+def sent(x: torch.Tensor, gpu: torch.device) -> torch.Tensor:
+    """A tensor of the host on its way to a GPU. Whoever reads it there next reads it whole; the host does not wait.
+
+    It travels through pinned memory of its own, so that the caller may write to `x` at once.
+    """
+    if x.nbytes > STAGED_BYTES or x.device.type != "cpu":
+        return x.to(gpu)
+    staged = torch.empty_like(x, pin_memory=True, memory_format=torch.preserve_format).copy_(x)
+    return staged.to(gpu, non_blocking=True)
+
+
+def in_tier(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
+    """x where a value of that tier lies if steps run on `device`; x itself where it is there. What lies on disk stays there."""
     if isinstance(x, OnDisk) or tier == "disk":
         return x
+    if device.type == "cpu":
+        return x if x.is_cpu else x.to(device)
     if tier == "host":
         return x if x.is_cpu and x.is_pinned() else pinned_like(x).copy_(x)
-    return x if x.is_cuda else x.to(gpu)
+    return x if x.device == device else sent(x, device)
 
 
 _CPU = torch.device("cpu")
-
-
-def gpu_of(mesh: Mesh) -> torch.device | None:
-    """The GPU on which steps on a mesh run because it says so, or its process group does; None: wherever their inputs lie."""
-    joined = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
-    cuda = mesh.device == "cuda" or (joined and mesh.device is None and dist.get_world_size() == mesh.size)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda and torch.cuda.is_available() else None
 
 
 def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -184,3 +192,8 @@ def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
     if not torch.cuda.is_initialized():  # then there is no tensor on one
         return _CPU
     return next((x.device for x in tensors if x.is_cuda), _CPU)
+
+
+def reads_host_only(program: Program) -> bool:
+    """Whether no input lies in the device's memory by its tier, so that inputs cannot say where the program runs."""
+    return not any(program.values[i].tier == "device" for i in program.inputs if i not in program.constants)

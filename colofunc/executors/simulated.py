@@ -24,9 +24,10 @@ from colofunc.errors import InputError, ProgramError
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
-from colofunc.executors.pools import accelerator, pool_of
+from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.ops.copies import COPIES, duplicate
 from colofunc.ops.flat import flat_of
 from colofunc.program.facts import written
@@ -52,6 +53,7 @@ class SimulatedProgram:
         self._tap = tap
         self.mesh = mesh
         self._bound = bound
+        self._host_only = reads_host_only(program)
         self._expected = sum(i not in program.constants for i in program.inputs)
         self._functions: dict[tuple[Partition, torch.device], StepFunction] = {}
         positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
@@ -63,7 +65,7 @@ class SimulatedProgram:
         partition, flat = distinct(inputs, self.mesh.size)
         if self._written:
             own_memory(flat, partition, self._written)
-        device = accelerator(flat)
+        device = device_of(self.mesh) if self._host_only else accelerator(flat)
         if self.pool is not None:
             self.pool.allocate(device.type == "cuda")
         function = self._functions.get((partition, device))

@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from colofunc.dtensor.spec import Spec
 from colofunc.errors import InputError, near
@@ -33,6 +32,7 @@ from colofunc.functional.placing import Placer, RowSpec, row_spec, usual_rows
 from colofunc.functional.reading import Item
 from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import random_state, set_random_state
 from colofunc.transforms.prepare import say
 
@@ -97,8 +97,8 @@ class Batches:
         if reading.can_rebuild(loader):
             self._sampler = reading.RowSampler(loader.batch_sampler, self._cut if self._read == "own" else None)
             self._source = reading.rebuilt(loader, self._sampler)
-        cuda = mesh.device == "cuda" or (backend.watch is not None and "nccl" in dist.get_backend())
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+        where = device_of(mesh)
+        self._device = None if where.type == "cpu" else where
         workers = int(getattr(loader, "num_workers", 0) or 0)
         self._prefetch = prefetch if prefetch is not None else 2 if workers else 0
         self._epoch, self._batch, self._fresh = 0, 0, True

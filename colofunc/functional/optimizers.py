@@ -52,7 +52,7 @@ class Optimizer:
     def init(self, params: Mapping[str, Tensor]) -> State:
         """The state before the first update; zeros of large, lazy or abstract parameters are lazy, made on their shards by `step.init`."""
         self._check(params)
-        state: State = {"step": torch.zeros((), dtype=torch.float32)}
+        state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
         for part, names in self._parts(params):
             for key, made in part._init({n: params[n] for n in names}).items():
                 state.setdefault(key, {}).update(made)
@@ -289,6 +289,11 @@ class Optimizer:
                 f"with the names of the parameters"
             )
         _check_shapes("grads", {n: g for n, g in grads.items() if g is not None}, params)
+
+
+def _memory_of(params: Mapping[str, Tensor]) -> torch.device:
+    """Where the step count lies: beside parameters that are on a GPU, else on the host, from where a step places it."""
+    return next((p.device for p in params.values() if p.is_cuda), torch.device("cpu"))
 
 
 # Parts of the state that have the shapes of the parameters. Kernels walk all of them as one.

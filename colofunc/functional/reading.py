@@ -216,7 +216,7 @@ def on_device(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
     for item in items:
         leaves, tree = flatten(item.data)
         with torch.cuda.stream(stream):
-            moved = [x.pin_memory().to(device, non_blocking=True) for x in leaves]
+            moved = [x.pin_memory().to(device, non_blocking=True) if x.device.type == "cpu" else x.to(device) for x in leaves]
         yield attrs.evolve(item, data=unflatten(tree, moved), ready=stream.record_event())
 
 

@@ -39,8 +39,8 @@ class Mesh:
 
     Keywords are axes in order, `name=size`; one size may be -1 where a launcher tells the number of ranks. views: name
     -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file; without one, steps on real ranks
-    are planned for what the machine is measured at. device: "cpu",
-    "cuda", or None to let the executor choose.
+    are planned for what the machine is measured at. device: where steps run, "cpu" or "cuda"; None: the GPU on ranks of an
+    NCCL group, and for a mesh of one where there is one, else the host.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from colofunc import env
 from colofunc.errors import MeshError
+from colofunc.mesh.device import device_of
 from colofunc.mesh.mesh import Mesh
 from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, Topology
 
@@ -87,14 +88,9 @@ def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) ->
 
 
 def _device(mesh: Mesh) -> torch.device:
-    """Where this rank measures: what the mesh says, else CUDA when it is there and the backend uses it."""
-    cuda = torch.cuda.is_available()
-    if dist.is_available() and dist.is_initialized():
-        cuda = cuda and "nccl" in dist.get_backend()
-    if mesh.device == "cpu" or not cuda:
-        return torch.device("cpu")
-    launch = env.launched()
-    return torch.device("cuda", launch.local_rank if launch else torch.cuda.current_device())
+    """Where this rank measures: where steps on the mesh run; where the other ranks are not there, the GPU that this one would have."""
+    joined = dist.is_available() and dist.is_initialized()
+    return device_of(mesh if joined or mesh.device is not None else Mesh())
 
 
 def _sync(device: torch.device) -> None:

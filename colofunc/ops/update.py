@@ -53,13 +53,18 @@ def is_exact(param: Tensor) -> bool:
     return param.device.type == "cpu" or param.dtype != torch.float64
 
 
+def beside(number: Tensor, param: Tensor) -> Tensor:
+    """A step count, rate or flag in the memory of the parameter: a kernel on a GPU that is handed one of the host reads nobody's memory."""
+    return number if number.device == param.device else number.to(param.device)
+
+
 def _rate(lr: Tensor, param: Tensor) -> Tensor:
     """The learning rate as the fused kernels read it."""
-    return lr if param.device.type == "cpu" else lr.to(param.device, torch.float32)
+    return beside(lr, param) if param.device.type == "cpu" else lr.to(param.device, torch.float32)
 
 
-def _found_inf(finite: Tensor | None) -> Tensor | None:
-    return None if finite is None else finite.logical_not().to(torch.float32)
+def _found_inf(finite: Tensor | None, param: Tensor) -> Tensor | None:
+    return None if finite is None else beside(finite, param).logical_not().to(torch.float32)
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -85,9 +90,10 @@ def fused_adamw_(
     fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
     # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
     with compat.no_function_modes():
+        count = beside(step, params[0]).to(torch.float32)
         fused(
-            params, grads, exp_avgs, exp_avg_sqs, maxima, [step.to(torch.float32)] * len(params), lr=_rate(lr, params[0]), beta1=beta1,
-            beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize, found_inf=_found_inf(finite),
+            params, grads, exp_avgs, exp_avg_sqs, maxima, [count] * len(params), lr=_rate(lr, params[0]), beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize, found_inf=_found_inf(finite, params[0]),
         )  # fmt: skip
 
 
@@ -105,6 +111,7 @@ def _adamw_(
         )  # fmt: skip
         return
     wide = torch.promote_types(param.dtype, torch.float32)
+    lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)
     p, g, lr, count = param.to(wide), grad.to(wide), lr.to(wide), step.to(torch.float64)
     g = -g if maximize else g
     if weight_decay != 0.0:
@@ -152,7 +159,8 @@ def fused_sgd_(
     with compat.no_function_modes():
         aten._fused_sgd_.tensor_lr(
             params, grads, buffers, weight_decay=weight_decay, momentum=momentum if buffers else 0.0, lr=_rate(lr, params[0]),
-            dampening=0.0, nesterov=nesterov and bool(buffers), maximize=maximize, is_first_step=False, found_inf=_found_inf(finite),
+            dampening=0.0, nesterov=nesterov and bool(buffers), maximize=maximize, is_first_step=False,
+            found_inf=_found_inf(finite, params[0]),
         )  # fmt: skip
 
 
@@ -170,6 +178,7 @@ def _sgd_(
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return
+    lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)
     g = grad.neg() if maximize else grad
     if weight_decay != 0.0:
         g = g.add(param, alpha=weight_decay)

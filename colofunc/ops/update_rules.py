@@ -155,7 +155,8 @@ def _next(
     o = _named(kind, options)
     wide = torch.promote_types(param.dtype, torch.float32)
     p, g = param.to(wide), grad.to(wide)
-    count, rate = step.to(torch.float64), lr.to(torch.float64)
+    count, rate = (number.to(param.device, torch.float64) for number in (step, lr))
+    finite = None if finite is None else finite.to(param.device)
     g = -g if o["maximize"] else g
     if o.get("weight_decay", 0.0):
         p, g = (p * (1 - rate * o["weight_decay"]), g) if o.get("decoupled_weight_decay") else (p, g + o["weight_decay"] * p)

@@ -126,7 +126,7 @@ class StepCompiler:
         placed = []
         shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name), layout))
+            placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device), layout))
         shelves.commit()
         placed = side_by_side(placed, ready.buffers)
         return unflatten(first_tree, [ready.owned(parts, home) for parts, home in zip(placed, ready.homes, strict=False)])

@@ -24,6 +24,7 @@ from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import accelerator, in_tier
 from colofunc.executors.profile import Clock
 from colofunc.executors.watch import Watch
+from colofunc.mesh.device import device_of
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
 from colofunc.program.timed import Timed, timings
@@ -109,7 +110,7 @@ def moved(
     there = [isinstance(x, DTensor) and x.sharding is not layout for x, layout in zip(leaves, layouts, strict=False)]
     shelves = Shelves(directory, leaves, layouts, [False] * len(leaves), low.mesh, backend)
     out: list[torch.Tensor] = []
-    gpu = accelerator(part for x in leaves for part in (x.parts if isinstance(x, DTensor) else (x,)))
+    device = device_of(low.mesh)
     for leaf, layout, moves in zip(leaves, layouts, there, strict=False):
         if not moves or not isinstance(leaf, DTensor):
             out.append(leaf)
@@ -117,7 +118,7 @@ def moved(
         owned, parts = leaf.owned, leaf.parts
         if layout.tier != "disk":
             read = {id(x): in_memory(x) for x in parts}
-            done = {key: in_tier(x, layout.tier, gpu) if gpu.type == "cuda" else x for key, x in read.items()}
+            done = {key: in_tier(x, layout.tier, device) for key, x in read.items()}
             parts = [done[id(x)] for x in parts]
         out.append(DTensor(shelves.keep(parts, layout), layout, low.mesh, backend, owned=owned))
         if owned:

@@ -21,6 +21,7 @@ from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.distributed import broadcast_object, main_seed
+from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Builder, lower
@@ -100,9 +101,10 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     seed = None
     if low.traced.uses_seed:
         before = random_state()
-        seed = main_seed(backend.watch, draw_seed())
+        drawn = main_seed(backend.watch, draw_seed(), device_of(low.mesh))
         set_random_state(before)
-        shards.append([seed] * len(backend.ranks(low.mesh)))
+        shards.append([drawn] * len(backend.ranks(low.mesh)))
+        seed = drawn.cpu()
     shards += low.hidden_parts(backend)
     return Arguments(backend, leaves, shards, seed, low.hidden, low.hidden_dtypes)
 

@@ -9,6 +9,7 @@ Inputs that this step or another has placed as this one wants them (`DTensor.hom
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -25,8 +26,8 @@ from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.disk.tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
-from colofunc.executors.pools import gpu_of
 from colofunc.executors.watch import Watch
+from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
@@ -142,8 +143,12 @@ class Ready:
         return frozenset(self.low.donated)
 
     @cached_property
-    def _has_gpu(self) -> bool:
-        return gpu_of(self.low.mesh) is not None
+    def device(self) -> torch.device:
+        """Where this step runs; a warning where that leaves GPUs idle."""
+        _ = self.backend  # which joins the other ranks, whose process group has a say
+        if self.low.mesh.is_main and (idle := idle_gpus(self.low.mesh)):
+            warnings.warn(idle, stacklevel=7)
+        return device_of(self.low.mesh)
 
     # ---- one call ----
 
@@ -152,7 +157,7 @@ class Ready:
         low = self.low
         inputs = self._placed(leaves, name)
         if low.traced.uses_seed:
-            seed = main_seed(self.watch, draw_seed())
+            seed = main_seed(self.watch, draw_seed(), self.device)
             inputs.append([seed] * len(self.backend.ranks(low.mesh)))
         inputs += self.hidden()
         if self.buffers:
@@ -185,7 +190,7 @@ class Ready:
             shelves = Shelves(self.disk, [leaves[i] for i in which], layouts, copied, low.mesh, self.backend)
         for i, layout, copy in zip(which, layouts, copied, strict=True):
             try:
-                parts = place(leaves[i], layout, low.mesh, self.backend, copy, low.traced.names[i])
+                parts = place(leaves[i], layout, low.mesh, self.backend, copy, low.traced.names[i], device=self.device)
             except ConsumedError as error:
                 error.add_note(f"as argument {low.traced.names[i]!r} of {name}")
                 raise
@@ -231,7 +236,7 @@ class Ready:
 
     def _maker(self, parts: Shards, home: Home) -> Callable[[Shards], DTensor]:
         """What makes tensors of parts like these. At home is what `place` would leave where it is, whatever it finds out."""
-        if home.layout.tier == "device" and (parts[0].is_cuda or not self._has_gpu):
+        if home.layout.tier == "device" and (parts[0].is_cuda or self.device.type == "cpu"):
             return home.make
         return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True)
 

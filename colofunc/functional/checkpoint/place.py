@@ -23,6 +23,7 @@ from colofunc.executors.disk.tensors import unread
 from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
 from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.planner.plan import matches
 
 SpecLike = str | Spec | Layout
@@ -103,12 +104,7 @@ def _part(entry: Entry, region: Region, layout: Layout, mesh: Mesh, rank: int) -
 
 
 def _device(mesh: Mesh, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    real = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
-    if real:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda" if mesh.device == "cuda" else "cpu")
+    return device_of(mesh) if device is None else torch.device(device)
 
 
 def _padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

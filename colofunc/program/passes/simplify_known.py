@@ -24,6 +24,7 @@ import torch
 from colofunc import compat
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.on_host import OnHost
 from colofunc.program.passes.mask_bands import Band, band_of, runs_of
 from colofunc.program.passes.mask_bounds import Parts, Writer, parts_of
 
@@ -47,7 +48,7 @@ class Known:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.makers = program.producers()
-        self.real: dict[int, torch.Tensor] = dict(program.constants)
+        self.real = OnHost(program.constants)
 
     def __contains__(self, vid: int) -> bool:
         return self.program.values[vid].device_free
@@ -65,7 +66,9 @@ class Known:
     def band(self, vid: int, columns: int) -> Band | None:
         """The value as a band of so many columns, without making it; None where it is none."""
         with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-            return band_of(vid, columns, self.chain(vid), self.real, lambda value: self.program.values[value].shape)
+            chain = self.chain(vid)
+            read = {id: self.real[id] for id in (vid, *(r for node in chain for r in node.refs)) if id in self.real}
+            return band_of(vid, columns, chain, read, lambda value: self.program.values[value].shape)
 
     def chain(self, vid: int) -> list[Node]:
         """Nodes that `vid` needs and that have not run, in order."""

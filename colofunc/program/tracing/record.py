@@ -28,6 +28,7 @@ from colofunc.errors import TraceError
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, Ref, Value, map_refs
+from colofunc.program.on_host import OnHost
 from colofunc.program.tracing import views as trace_views
 from colofunc.program.tracing.captured import refuse_computed
 from colofunc.program.tracing.infer import Meta, Results, TraceTensor, remembered
@@ -99,7 +100,7 @@ class Recorder(compat.TorchDispatchMode):
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
         self.producer: dict[int, Node] = {}
-        self.real: dict[int, torch.Tensor] = {}  # values known for real: captured tensors, evaluated constants
+        self.real = OnHost()  # values known for real: captured tensors, evaluated constants
         self.captured: dict[int, tuple[torch.Tensor, Cell]] = {}  # id(real) -> (real, cell), keeps it alive
         self.constants: dict[int, torch.Tensor] = {}
         self.numbers = False  # whether some input stands for a Python float
@@ -190,7 +191,7 @@ class Recorder(compat.TorchDispatchMode):
             with compat.disable_modes():
                 data = tensor.detach()
                 if name is None and data.nbytes <= SMALL_BYTES:
-                    data = make(data)  # a table of a module of `cf.lazy`
+                    data = make(data).cpu()  # a table of a module of `cf.lazy`, or of one on a GPU
             self.constants[vid] = data
             if name is None:
                 self.real[vid] = data

@@ -1,0 +1,75 @@
+"""Which GPU a launched process uses, and whether all of them have one of their own.
+
+Problem: `torchrun` shows every process all GPUs of a node, Slurm shows each task one, as number 0 to all. A rank that decides by what it
+sees alone may join NCCL where another joins gloo, and both wait. Idea: each rank names the GPU that it would take, by what no other GPU is
+called; all ranks see all names, and decide alike: NCCL where every rank has a GPU of its own, else gloo.
+
+    own_gpu(mesh, launch, watch)      # 0 on each of eight tasks with one GPU each; None on all of four that share one GPU
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from colofunc.env import Launch
+from colofunc.errors import MeshError
+from colofunc.executors.watch import Watch
+from colofunc.mesh import Mesh
+from colofunc.mesh.device import usable_gpus
+
+
+def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
+    """This rank's GPU; None on all ranks where some have none of their own. Collective, unless the mesh wants the host.
+
+    Raises MeshError on all ranks where the mesh wants GPUs and some rank has none.
+    """
+    if mesh.device == "cpu":
+        return None
+    index = candidate(launch, usable_gpus())
+    with watch:
+        names = watch.exchange("the GPUs of the ranks", "" if index is None else name_of(index), watch.deadline_s)
+    trouble = shared_or_missing(names)
+    if not trouble:
+        return index
+    if mesh.device == "cuda":
+        raise MeshError(f'{mesh} wants a GPU of its own for each rank, and {trouble}. Try: fewer processes a node, or device="cpu"')
+    if any(names) and launch.rank == 0:
+        warnings.warn(
+            f"{mesh} runs on the host and leaves GPUs idle, because {trouble}. Try: as many processes a node as it has GPUs, or "
+            'device="cpu", which says that it is meant',
+            stacklevel=2,
+        )
+    return None
+
+
+def candidate(launch: Launch, there: int) -> int | None:
+    """The GPU that a rank would take of those that it sees: its own number, where it sees those of other ranks too."""
+    return launch.local_rank % there if there else None
+
+
+def name_of(index: int) -> str:
+    """What no other GPU of any node is called."""
+    return f"{platform.node()} {torch.cuda.get_device_properties(index).uuid}"
+
+
+def shared_or_missing(names: Sequence[str]) -> str:
+    """Why ranks cannot all use a GPU, in words; empty where they can. names: of each rank's, "" where it sees none."""
+    without = [rank for rank, name in enumerate(names) if not name]
+    if without:
+        return f"{_ranks(without)} can use none"
+    first: dict[str, int] = {}
+    for rank, name in enumerate(names):
+        if name in first:
+            return f"ranks {first[name]} and {rank} would share one"
+        first[name] = rank
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"
