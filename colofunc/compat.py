@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -209,6 +210,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     key = getattr(storage, "_cdata", None)
     return int(StorageWeakRef(storage).cdata if key is None else key)
+
+
+def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], compiler: str) -> Callable[..., Any]:
+    """A graph without gradients, compiled for inputs of these shapes, strides and devices by a backend of `torch.compile`.
+
+    Not by `torch.compile` itself, which would read Python code that was written from the graph, and ask about it at every call.
+    """
+    backend: Any = torch._dynamo.lookup_backend(compiler)
+    with torch.no_grad():
+        compiled: Callable[..., Any] = backend(graph, list(inputs))
+    return compiled
 
 
 def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

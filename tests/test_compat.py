@@ -42,6 +42,7 @@ TESTED = {
     "_version": "test_version",
     "_modules": "test_children",
     "_destroy": "test_undefine",
+    "_dynamo": "test_compile_graph",
     "_C": None,  # the module of the names above
     "_autograd": None,  # likewise
     "_subclasses": None,  # fake tensors: test_fake_mode
@@ -494,3 +495,19 @@ def test_import_is_light(subprocess_env: dict[str, str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=subprocess_env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_compile_graph() -> None:
+    """The function is one of plain tensors, without a guard; a compiler that is not there is an error."""
+
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (x + x,)
+
+    x = torch.arange(3.0, requires_grad=True)
+    graph = torch.fx.symbolic_trace(Twice())
+    with torch.no_grad():
+        (got,) = compat.compile_graph(graph, [x], "aot_eager")(x)
+    assert torch.equal(got, 2 * x) and not got.requires_grad
+    with pytest.raises(Exception, match="no_such_compiler"):
+        compat.compile_graph(graph, [x], "no_such_compiler")

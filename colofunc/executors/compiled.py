@@ -1,92 +1,101 @@
-"""Compiled segments: what lies between collectives becomes one `torch.compile` function each.
+"""Compiled segments: what lies between collectives becomes one compiled function each.
 
 Problem: a compiler fuses operators, and must not see collectives of a simulated mesh or of a process group. Idea: cut
-the local program at its collectives; each run of compute nodes is an FX graph, compiled as a whole, and the program of
-segments runs on any executor like any other program.
+the local program (`segments`); each segment is an FX graph, compiled as a whole, and the program of segments runs on any
+executor like any other program. Equal segments, as those of equal layers, are one function.
 
     linear gelu linear | all_reduce | add layer_norm       ->       segment_0, all_reduce, segment_1
 
-Segments are compiled at their first call. Where the compiler is missing or fails, its error passes through: a step
-that was asked to be compiled is not silently run otherwise.
+A function is compiled at its first call, for the strides that its operands have there, and again for others. The compiler
+gets the graph itself: nothing is left for it to find out about Python. Where it is missing or fails, its error passes through:
+a step that was asked to be compiled is not silently run otherwise.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import torch
 import torch.fx
 
+from colofunc import compat
 from colofunc.executors.kernels import check_words, result_kind
+from colofunc.executors.pools import accelerator
+from colofunc.executors.segments import REARRANGE, Piece, pieces, rearranged
 from colofunc.executors.source import flat_results
+from colofunc.ops.define import FOR_COMPILERS
 from colofunc.ops.targets import resolve
-from colofunc.program.facts import kind_of, written
+from colofunc.program.facts import takes_device
 from colofunc.program.ir import Node, Program, Ref, map_refs
+
+Compiled = Callable[..., Sequence[torch.Tensor]]
 
 
 def compile_segments(program: Program, compiler: str = "inductor") -> tuple[Program, Mapping[str, Callable[..., Any]]]:
-    """(program of segments and collectives, target of each segment -> compiled callable). So are bodies of loops."""
-    bound: dict[str, Callable[..., Any]] = {}
-    return _segmented(program, compiler, bound), bound
+    """(program of segments and other nodes, target of each segment -> compiled callable). So are bodies of loops."""
+    known: dict[str, Segment] = {}
+    segmented = _segmented(program, compiler, known)
+    return segmented, {segment.target: segment for segment in known.values()}
 
 
-def _segmented(program: Program, compiler: str, bound: dict[str, Callable[..., Any]]) -> Program:
-    last = program.last_uses()
+def _segmented(program: Program, compiler: str, known: dict[str, Segment]) -> Program:
     nodes: list[Node] = []
-    for first, group in _runs(program):
-        if kind_of(group[0]) is not None:
-            nodes += [_with_body(node, compiler, bound) for node in group]
-            continue
-        segment = _segment(group, first + len(group), last, f"segment.{len(bound)}")
-        bound[segment.target] = Segment(graph_of(group, segment, program), compiler)
-        nodes.append(segment)
-    return attrs.evolve(program, nodes=tuple(nodes))
+    at = 0
+    for piece in pieces(program):
+        nodes += [_with_body(node, compiler, known) for node in program.nodes[at : piece.first]]
+        nodes += [*piece.ahead, _call(piece, program, compiler, known)]
+        at = piece.first + piece.count
+    nodes += [_with_body(node, compiler, known) for node in program.nodes[at:]]
+    return program.reordered(nodes)
 
 
-def _with_body(node: Node, compiler: str, bound: dict[str, Callable[..., Any]]) -> Node:
+def _with_body(node: Node, compiler: str, known: dict[str, Segment]) -> Node:
     if node.loop is None:
         return node
-    return attrs.evolve(node, loop=attrs.evolve(node.loop, body=_segmented(node.loop.body, compiler, bound)))
+    return attrs.evolve(node, loop=attrs.evolve(node.loop, body=_segmented(node.loop.body, compiler, known)))
 
 
-def _runs(program: Program) -> list[tuple[int, list[Node]]]:
-    """Maximal runs of compute nodes and of nodes that executors emit themselves, with the index of their first node."""
-    runs: list[tuple[int, list[Node]]] = []
-    for index, node in enumerate(program.nodes):
-        own = kind_of(node) is not None
-        if runs and (kind_of(runs[-1][1][0]) is not None) == own:
-            runs[-1][1].append(node)
-        else:
-            runs.append((index, [node]))
-    return runs
+def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segment]) -> Node:
+    """The node in place of a piece, which calls the function that pieces with its text share."""
+    text = piece.text(program.values)
+    if text not in known:
+        target = f"segment.{len(known)}.{'_'.join(map(str, piece.changed))}"
+        known[text] = Segment(target, piece, compiler)
+    head = piece.nodes[0]
+    note = f"{len(piece.nodes)} operators compiled"
+    return Node(known[text].target, tuple(Ref(i) for i in piece.ins), (), piece.outs, head.phase, head.path, head.line, note)
 
 
-def _segment(group: list[Node], end: int, last: Mapping[int, int], target: str) -> Node:
-    """One node in place of a run: reads what the run reads from outside, defines what is read after it."""
-    inside = {o for node in group for o in node.outs if o is not None}
-    ins = dict.fromkeys(i for node in group for i in node.refs if i not in inside)
-    outs = tuple(o for node in group for o in node.outs if o is not None and last.get(o, -1) >= end)
-    head = group[0]
-    changed = {i for node in group for i in written(node)}
-    target = f"{target}.{'_'.join(str(k) for k, i in enumerate(ins) if i in changed)}"
-    return Node(target, tuple(Ref(i) for i in ins), (), outs, head.phase, head.path, head.line, f"{len(group)} operators compiled")
-
-
-def graph_of(group: list[Node], segment: Node, program: Program) -> torch.fx.GraphModule:
-    """The FX graph of a run of nodes; its results are a tuple."""
+def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
+    """The FX graph of a piece on a device; its results are a tuple."""
     graph = torch.fx.Graph()
-    env: dict[int, Any] = {i: graph.placeholder(f"v{i}") for i in segment.refs}
-    for node in group:
+    env: dict[int, Any] = {i: graph.placeholder(f"v{i}") for i in piece.ins}
+    for node in piece.nodes:
         check_words(node)
-        args = map_refs(node.args, env.__getitem__)
-        kwargs = {k: map_refs(v, env.__getitem__) for k, v in node.kwargs}
-        call = graph.call_function(resolve(node.target), args, kwargs)
+        args, kwargs = (_on(device, map_refs(given, env.__getitem__)) for given in (node.args, node.kwargs))
+        named = dict(kwargs)
+        if node.target.startswith("aten.") and takes_device(node.target) and (not node.refs or named.get("device") is not None):
+            named["device"] = device
+        call = graph.call_function(_function(node.target), args, named)
         _define(graph, env, node, call)
-    graph.output(tuple(env[o] for o in segment.outs if o is not None))
+    graph.output(tuple(env[o] for o in piece.outs))
     return torch.fx.GraphModule({}, graph)
+
+
+def _function(target: str) -> Callable[..., Any]:
+    """What stands for an operator in a graph."""
+    return rearranged if target == REARRANGE else FOR_COMPILERS.get(target) or resolve(target)
+
+
+def _on(device: torch.device, tree: Any) -> Any:
+    """The arguments of a node on `device`: a program names none that exists."""
+    if type(tree) is torch.device:
+        return device
+    return tuple(_on(device, item) for item in tree) if type(tree) is tuple else tree
 
 
 def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -> None:
@@ -105,11 +114,42 @@ def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -
 
 
 class Segment:
-    """A compiled run of operators, as a callable that gives a flat tuple."""
+    """A compiled run of operators, as a callable that gives a flat sequence.
 
-    def __init__(self, module: torch.fx.GraphModule, compiler: str) -> None:
-        self.module = module
-        self._compiled: Any = torch.compile(module, backend=compiler, fullgraph=True, dynamic=False)
+    `compiled`: what was compiled so far, for each way in which operands lay in memory.
+    """
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._compiled(*inputs)
+    def __init__(self, target: str, piece: Piece, compiler: str) -> None:
+        self.target = target
+        self.piece = piece
+        self.compiled: dict[Any, Compiled] = {}
+        self._compiler = compiler
+
+    def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        lie: Any = tuple([x.stride() for x in inputs])
+        device = inputs[0].device
+        if self.piece.changed:
+            lie = lie, shared(inputs)
+        compiled = self.compiled.get((device, lie))
+        if compiled is None:
+            module = graph_of(self.piece, accelerator(inputs))
+            compiled = self.compiled[device, lie] = compat.compile_graph(module, inputs, self._compiler)
+        return compiled(*inputs)
+
+
+def shared(inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """How operands overlap, for a function that writes to one of them: () where none do, else where each begins in which memory."""
+    storages = [compat.storage_key(x) for x in inputs]
+    if len(set(storages)) == len(storages):
+        return ()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for x, storage in zip(inputs, storages, strict=True):
+        length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        begin = int(x.storage_offset())
+        spans.setdefault(storage, []).append((begin * x.itemsize, (begin + length) * x.itemsize))
+    for mine in spans.values():
+        mine.sort()
+    if not any(a[1] > b[0] for mine in spans.values() for a, b in pairwise(mine)):
+        return ()
+    numbers = {storage: k for k, storage in enumerate(dict.fromkeys(storages))}
+    return tuple((numbers[s], x.storage_offset()) for s, x in zip(storages, inputs, strict=True))

@@ -303,14 +303,14 @@ _REARRANGE = define(
     "rearrange(Tensor x, str pattern, str[] names, int[] sizes) -> Tensor",
     _rearrange, _rearrange_fake, (_rearrange_save, _rearrange_back),
 )  # fmt: skip
-_FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_save, _fit_back))
+_FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_save, _fit_back), for_compilers=_fit)
 _TAKE_RANGE = define(
     "take_range(Tensor x, int offset, int[] shape) -> Tensor",
-    _take_range, _take_range_fake, (_range_save, _take_range_back),
+    _take_range, _take_range_fake, (_range_save, _take_range_back), for_compilers=_take_range,
 )  # fmt: skip
 _PUT_RANGE = define(
     "put_range(Tensor x, int offset, int numel) -> Tensor",
-    _put_range, _put_range_fake, (_range_save, _put_range_back),
+    _put_range, _put_range_fake, (_range_save, _put_range_back), for_compilers=_put_range,
 )  # fmt: skip
 
 COLLECTIVES = frozenset(

@@ -24,6 +24,8 @@ NAMESPACE = "colofunc"
 LIBRARIES: dict[str, torch.library.Library] = {}
 # "colofunc.linear" -> the plain Python kernel.
 KERNELS: dict[str, Callable[..., Any]] = {}
+# "colofunc.linear" -> the same in operators of torch, for those that a compiler may fuse with their neighbours.
+FOR_COMPILERS: dict[str, Callable[..., Any]] = {}
 
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
@@ -54,8 +56,12 @@ def define(
     gradient: Gradient | None = None,
     namespace: str = NAMESPACE,
     library: torch.library.Library | None = None,
+    for_compilers: Callable[..., Any] | None = None,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
+
+    `for_compilers`: the same in operators of torch, with no question about a tensor but its shape, dtype, strides and device; a
+    compiled step then fuses it with its neighbours. Without it the operator is called between compiled segments.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -74,6 +80,8 @@ def define(
         torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=save, lib=library)
         function = _function(f"{namespace}_{name}", op, save, backward)
     KERNELS[f"{namespace}.{name}"] = kernel
+    if for_compilers is not None:
+        FOR_COMPILERS[f"{namespace}.{name}"] = for_compilers
     return Operator(f"{namespace}.{name}", op, kernel, function)
 
 

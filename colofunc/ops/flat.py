@@ -74,6 +74,11 @@ def _pack_fake(xs: Sequence[Tensor], lead: int, dtype: torch.dtype) -> Tensor:
     return xs[0].new_empty((*rows, sum(prod(x.shape[lead:]) for x in xs)), dtype=dtype)
 
 
+def _pack_of_parts(xs: Sequence[Tensor], lead: int, dtype: torch.dtype) -> Tensor:
+    """`pack` without a look at where the tensors lie."""
+    return torch.cat([x.reshape((*x.shape[:lead], prod(x.shape[lead:]))).to(dtype) for x in xs], lead)
+
+
 def _gather_eager(xs: Sequence[Tensor], axes: Sequence[str], n: int) -> Tensor:
     raise CollectiveError("colofunc.all_gather_flat was called outside a program: tensors alone have no peers")
 
@@ -96,6 +101,6 @@ def _write_fake(into: Tensor, x: Tensor) -> None:
         raise CollectiveError(f"colofunc.write_: {tuple(x.shape)} does not fill {tuple(into.shape)}")
 
 
-PACK = define("pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake)
+PACK = define("pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake, for_compilers=_pack_of_parts)
 ALL_GATHER_FLAT = define("all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor", _gather_eager, _gather_fake)
-WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake)
+WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)

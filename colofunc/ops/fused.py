@@ -43,6 +43,22 @@ def _cross_entropy_dx_(log_p: Tensor, grad: Tensor, target: Tensor, reduction: i
         part.scatter_add_(1, column[i : i + rows], s)
 
 
+def _log_softmax_over_(x: Tensor, dim: int) -> None:
+    x.copy_(torch.log_softmax(x, dim))
+
+
+def _cross_entropy_dx_over_(
+    log_p: Tensor, grad: Tensor, target: Tensor, reduction: int, ignore_index: int, total: Tensor
+) -> None:
+    """`cross_entropy_dx_` in one elementwise expression, which a compiler writes as one loop."""
+    each = -grad / total if reduction == MEAN else -grad
+    counted = target != ignore_index
+    scale = torch.where(counted, each.to(log_p.dtype), 0.0).unsqueeze(1)  # (n, 1)
+    column = torch.where(counted, target, 0).unsqueeze(1)
+    hit = torch.arange(log_p.shape[1], device=log_p.device) == column  # (n, c)
+    log_p.copy_(torch.where(hit, scale, 0.0) - log_p.exp() * scale)
+
+
 def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
     flat = indices.reshape(-1)
     rows = grad.reshape(flat.numel(), -1)
@@ -55,10 +71,12 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-log_softmax_ = define("log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, _nothing)
+log_softmax_ = define(
+    "log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, _nothing, for_compilers=_log_softmax_over_
+)
 cross_entropy_dx_ = define(
     "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> ()",
-    _cross_entropy_dx_, _nothing,
+    _cross_entropy_dx_, _nothing, for_compilers=_cross_entropy_dx_over_,
 )  # fmt: skip
 embedding_add_ = define(
     "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_add_, _nothing

@@ -95,8 +95,13 @@ def _linear_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, dw, db
 
 
-linear_dx = define("linear_dx(Tensor g, Tensor w) -> Tensor", _linear_dx, _linear_dx_fake, (_save_two, _dx_backward))
-linear_dw = define("linear_dw(Tensor g, Tensor x) -> Tensor", _linear_dw, _linear_dw_fake, (_save_two, _dw_backward))
-linear = define(
-    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor", _linear, _linear_fake, (_save_linear, _linear_backward)
+linear_dx = define(
+    "linear_dx(Tensor g, Tensor w) -> Tensor", _linear_dx, _linear_dx_fake, (_save_two, _dx_backward), for_compilers=_linear_dx
 )
+linear_dw = define(
+    "linear_dw(Tensor g, Tensor x) -> Tensor", _linear_dw, _linear_dw_fake, (_save_two, _dw_backward), for_compilers=_linear_dw
+)
+linear = define(
+    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor", _linear, _linear_fake, (_save_linear, _linear_backward),
+    for_compilers=_linear,
+)  # fmt: skip

@@ -27,4 +27,4 @@ def _shift_fake(x: Tensor, dim: int, by: int, fill: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-shift = define("shift(Tensor x, int dim, int by, Scalar fill) -> Tensor", _shift, _shift_fake)
+shift = define("shift(Tensor x, int dim, int by, Scalar fill) -> Tensor", _shift, _shift_fake, for_compilers=_shift)

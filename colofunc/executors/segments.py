@@ -1,0 +1,268 @@
+"""Segments: which operators of a local program are compiled as one function, and which segments are the same function.
+
+Problem: a compiler takes about 10 ms an operator, and a model of 32 layers has the same operators 32 times. Idea: the program is
+cut where the compiler has nothing to do (collectives, copies between tiers, operators with kernels of their own, updates, which
+are called for many parameters at once). Of what lies between, two pieces that are equal but for the names of their values are one
+function, and pieces with nothing to fuse are left as they are. A long piece without such a cut (a model on one device) is cut
+where it repeats itself.
+
+    rearrange linear add layer_norm | all_gather | rearrange linear add layer_norm | attention | view
+        ->  segment.0 | all_gather | segment.0 | attention | view
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from colofunc.dtensor.strategies import FREE
+from colofunc.ops.define import FOR_COMPILERS
+from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, written
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+
+LONGEST = 256
+"""Operators of a piece that is compiled as a whole; a longer one is cut where it repeats itself."""
+SHORTEST = 48
+"""A piece that repeats itself is cut into segments of at least so many operators: each of them is a call of some microseconds."""
+PERIODS = 64
+"""Distances at which a piece may repeat itself, the most frequent ones, that are tried."""
+REARRANGE = "colofunc.rearrange"
+MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided".split())
+PRODUCTS = frozenset(
+    "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convolution_backward colofunc.linear colofunc.linear_dx "
+    "colofunc.linear_dw".split()
+)
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """Neighbouring nodes of a program, `count` from number `first` on, most of which are compiled as one function."""
+
+    first: int
+    count: int
+    ahead: Sequence[Node]  # views of what comes from outside, which stay as they are in front of it
+    nodes: Sequence[Node]  # the function
+    ins: tuple[int, ...]  # values that it reads, in order of their first use
+    outs: tuple[int, ...]  # values that it makes and that are read behind it
+    changed: tuple[int, ...]  # which of `ins` it writes to
+
+    def text(self, values: Mapping[int, Value]) -> str:
+        """Equal for two pieces if and only if one function can stand for both."""
+        names: dict[int, int] = {}
+
+        def name(id: int) -> Ref:
+            return Ref(names.setdefault(id, len(names)))
+
+        given = [(name(i), values[i].shape, values[i].dtype) for i in self.ins]
+        calls = []
+        for node in self.nodes:
+            operands = map_refs((node.args, node.kwargs), name)
+            calls.append((node.target, operands, [None if o is None else name(o) for o in node.outs]))
+        return repr((given, calls, [name(o) for o in self.outs]))
+
+
+def pieces(program: Program) -> list[Piece]:
+    """What of a program is to be compiled, in order."""
+    last = lifetimes(program)
+    found = []
+    for first, nodes in _runs(program):
+        for begin, end in _cuts(nodes, program.values):
+            piece = _piece(first + begin, nodes[begin:end], last)
+            if piece is not None and _can_fuse(piece):
+                found.append(piece)
+    return found
+
+
+def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
+    """Maximal runs of nodes that a compiler can look into, with the index of their first node."""
+    begin = 0
+    for index, node in enumerate(program.nodes):
+        if not _is_open(node, program.values):
+            if index > begin:
+                yield begin, program.nodes[begin:index]
+            begin = index + 1
+    if begin < len(program.nodes):
+        yield begin, program.nodes[begin:]
+
+
+def _is_open(node: Node, values: Mapping[int, Value]) -> bool:
+    """Whether a compiler sees what a node computes: an operator of torch, or one of ours that is said in torch's, on the device."""
+    if any(values[i].tier != "device" for i in (*node.refs, *node.outs) if i is not None):
+        return False
+    kind = kind_of(node)
+    if kind is not None:
+        return kind[0] == "rearrange"
+    return node.target.startswith("aten.") or node.target in FOR_COMPILERS
+
+
+# ---- pieces that repeat themselves ----
+
+
+def _cuts(nodes: Sequence[Node], values: Mapping[int, Value]) -> list[tuple[int, int]]:
+    """Begin and end of the segments of a run: itself, or equal parts of it where it is long and repeats itself."""
+    if len(nodes) <= LONGEST:
+        return [(0, len(nodes))]
+    numbers: dict[str, int] = {}
+    kinds = np.array([numbers.setdefault(_kind_text(node, values), len(numbers)) for node in nodes])
+    reach = _reach(nodes)
+    return list(_parts(kinds, reach, 0, len(nodes)))
+
+
+def _kind_text(node: Node, values: Mapping[int, Value]) -> str:
+    """What is equal of nodes at the same place of two layers."""
+    of = [(values[i].shape, values[i].dtype) for i in (*node.refs, *node.outs) if i is not None]
+    return repr((node.target, map_refs((node.args, node.kwargs), lambda i: None), of))
+
+
+def _reach(nodes: Sequence[Node]) -> list[int]:
+    """Per node, the node of the run that reads its results last; itself where none does."""
+    maker = {o: k for k, node in enumerate(nodes) for o in node.outs if o is not None}
+    reach = list(range(len(nodes)))
+    for k, node in enumerate(nodes):
+        for i in node.refs:
+            if i in maker:
+                reach[maker[i]] = k
+    return reach
+
+
+def _parts(kinds: np.ndarray, reach: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Parts of `kinds[begin:end]`: the longest stretch that repeats itself in equal parts, and so on with what lies around it."""
+    found = _stretch(kinds[begin:end]) if end - begin > LONGEST else None
+    if found is None:
+        if end > begin:
+            yield begin, end
+        return
+    first, period, times = found
+    stop = begin + first + period * times
+    first = _best_offset(reach, begin + first, period)
+    size = period * -(-SHORTEST // period)
+    stop = first + (stop - first) // size * size
+    yield from _parts(kinds, reach, begin, first)
+    for at in range(first, stop, size):
+        yield at, at + size
+    yield from _parts(kinds, reach, stop, end)
+
+
+def _stretch(kinds: np.ndarray) -> tuple[int, int, int] | None:
+    """(first, period, times) of the longest stretch that repeats itself in at least three parts of SHORTEST; None for none."""
+    distances: Counter[int] = Counter()
+    seen: dict[int, int] = {}
+    for k, kind in enumerate(kinds.tolist()):
+        if kind in seen:
+            distances[k - seen[kind]] += 1
+        seen[kind] = k
+    best: tuple[int, int, int] | None = None
+    for period, _ in distances.most_common(PERIODS):
+        first, length = _longest_true(kinds[:-period] == kinds[period:])
+        times = (length + period) // period
+        if times * period < 3 * max(period, SHORTEST):
+            continue
+        if best is None or (times * period, -period) > (best[2] * best[1], -best[1]):
+            best = first, period, times
+    return best
+
+
+def _longest_true(flags: np.ndarray) -> tuple[int, int]:
+    """First place and length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    if not len(edges):
+        return 0, 0
+    starts, ends = edges[::2], edges[1::2]
+    at = int(np.argmax(ends - starts))
+    return int(starts[at]), int(ends[at] - starts[at])
+
+
+def _best_offset(reach: Sequence[int], first: int, period: int) -> int:
+    """Where within the period that begins at `first` to cut: before the node where the fewest values wait for a reader that comes
+    soon, as between two layers."""
+    waiting = [0] * period
+    for k in range(first - period, first + period):
+        if k < 0 or reach[k] - k > period:  # what a backward pass reads later crosses every cut
+            continue
+        for at in range(max(k + 1, first), min(reach[k] + 1, first + period)):
+            waiting[at - first] += 1
+    return first + waiting.index(min(waiting))
+
+
+# ---- what is worth it ----
+
+
+def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece | None:
+    """The piece of these nodes; None where there is nothing to compile.
+
+    Views of what comes from outside stand in front of it: two layers that lie at different places of one buffer are one function.
+    Views at the end stand behind it, where they cost less than as its results.
+    """
+    nodes, behind = _without_views_at_the_end(nodes)
+    made = {o for node in nodes for o in node.outs if o is not None}
+    ahead = []
+    for node in nodes:
+        if _is_view(node) and not any(i in made for i in node.refs):
+            ahead.append(node)
+            made.difference_update(o for o in node.outs if o is not None)
+    moved = {id(node) for node in ahead}
+    inner = [node for node in nodes if id(node) not in moved]
+    ins = tuple(dict.fromkeys(i for node in inner for i in node.refs if i not in made))
+    if not ins:  # where results without operands lie is known to who runs the program
+        return None
+    later = {i for node in behind for i in node.refs}
+    outs = tuple(o for node in inner for o in node.outs if o is not None and (o in later or last.get(o, -1) >= first + len(nodes)))
+    changed = {i for node in inner for i in written(node)}
+    return Piece(first, len(nodes), ahead, inner, ins, outs, tuple(k for k, i in enumerate(ins) if i in changed))
+
+
+def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
+    """(nodes up to the last operator that computes, views behind it)."""
+    makers = {o: node for node in nodes for o in node.outs if o is not None}
+    end = len(nodes)
+    while end and is_free(nodes[end - 1]):
+        maker = makers.get(nodes[end - 1].refs[0])
+        if not _is_view(nodes[end - 1]) and maker is not None and _permutes(maker):
+            break  # a copy, which the compiler may make together with what it copies
+        end -= 1
+    return nodes[:end], nodes[end:]
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node computes nothing: a view, or a copy where there can be none."""
+    return node.target.rsplit(".", 1)[0] in FREE or node.target == REARRANGE
+
+
+def _is_view(node: Node) -> bool:
+    """Whether the result of a node is a view of its operand, however that lies in memory."""
+    name = node.target.rsplit(".", 1)[0]
+    return name in FREE and name not in MAY_COPY
+
+
+def _permutes(node: Node) -> bool:
+    return node.target == REARRANGE or node.target.rsplit(".", 1)[0] in ("aten.permute", "aten.transpose", "aten.t")
+
+
+def _can_fuse(piece: Piece) -> bool:
+    """Whether some operator, no product of matrices, reads what another one in the piece has computed, views between them aside."""
+    computed: set[int] = set()
+    for node in piece.nodes:
+        outs = [o for o in node.outs if o is not None]
+        reads = any(i in computed for i in node.refs)
+        if reads and not is_free(node) and not _is_product(node):
+            return True
+        if reads or not is_free(node):
+            computed.update(outs)
+            computed.update(written(node))
+    return False
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in PRODUCTS or node.target.rsplit(".", 1)[0] in PRODUCTS
+
+
+def rearranged(x: torch.Tensor, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
+    """`colofunc.rearrange` in torch's operators."""
+    first, order, last = rearrange_steps(pattern, tuple(names), tuple(sizes), tuple(x.shape))
+    x = x if first is None else x.reshape(first)
+    x = x if order is None else x.permute(order)
+    return x if last is None else x.reshape(last)
