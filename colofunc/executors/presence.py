@@ -123,18 +123,17 @@ class Presence:
         self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when it was first seen
         self._own_beats = 0
         self._heard = 0
-        self.main_left = ""  # ` with ValueError: ...`: what rank 0, which serves the store, said at its end
+        self._main_left: str | None = None  # what rank 0, which serves the store, said at its end
         store.set(f"{WHO}/{rank}", json.dumps(attrs.astuple(Process.own())))
 
     def beat(self) -> None:
         """This rank lives. Who serves the store is asked as long as it answers."""
-        self.process(0)
-        left = self.left(0)
-        self.main_left = f" with {left}" if left else ""
         for rank in () if self._lines is None else self._lines.ended():
             if rank not in self._closed:
                 self._closed.add(rank)
                 self._store.set(f"{ENDED}/{rank}", "1")
+        self.process(0)
+        self._main_left = self.left(0)
         self._own_beats += 1
         self._store.set(f"{BEAT}/{self.rank}", str(self._own_beats))
 
@@ -166,11 +165,27 @@ class Presence:
             return ""
         if condition == "silent":
             return f"not heard of for {self.silent_s(rank):.0f} s (process {process.pid} on {process.host})"
-        name = f"its process {process.pid}" + ("" if process.host == socket.gethostname() else f" on {process.host}")
+        if condition == "stopped":
+            return f"{_named(process)} is stopped"
+        left = self.left(rank)
+        return f"{_named(process)} has ended" + (f" with {left}" if left else "")
+
+    def main_condition(self) -> str:
+        """Of rank 0's process, "" where nothing is known. Asks nothing: rank 0 serves the store, which may not answer."""
+        if 0 in self._closed:
+            return "ended"
+        process = self._who.get(0)
+        return "" if process is None else process.condition()
+
+    def main_words(self) -> str:
+        """What is known of rank 0's process where the store does not answer."""
+        process, condition = self._who.get(0), self.main_condition()
+        name = "its process" if process is None else _named(process)
         if condition == "stopped":
             return f"{name} is stopped"
-        left = self.left(rank)
-        return f"{name} has ended" + (f" with {left}" if left else "")
+        if condition != "ended" and self._main_left is None:
+            return f"{name} does not answer"
+        return f"{name} has ended" + (f" with {self._main_left}" if self._main_left else "")
 
     def left(self, rank: int) -> str | None:
         """The error that a rank's script ended with, "" where it came to its end; None where it said nothing."""
@@ -211,6 +226,10 @@ class Presence:
             ranks, text = json.loads(self._store.get(key))
             if self.rank in ranks:
                 yield text
+
+
+def _named(process: Process) -> str:
+    return f"its process {process.pid}" + ("" if process.host == socket.gethostname() else f" on {process.host}")
 
 
 def last_words() -> str:

@@ -78,9 +78,11 @@ class Watch:
         self.limits = limits or Limits()
         meeting = meeting or Meeting.of_group(rank, self.limits)
         self._server, address = serve(meeting, rank)
-        # A client of its own per use: a blocking call on one would hold up the thread.
-        self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._thread_store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        # A client of its own per use: a blocking call on one would hold up the thread. A busy machine may take long to connect.
+        self._store, self._thread_store = (
+            TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)) for _ in range(2)
+        )
+        self._thread_store.set_timeout(timedelta(seconds=5))
         self._presence = Presence(self._thread_store, rank, size, Lifelines.meet(self._thread_store, rank, address[0]))
         self._waiting: Waiting | None = None  # for ranks that have not come to a point yet
         self._inside: Waiting | None = None  # for ranks in the collectives of a step
@@ -91,6 +93,7 @@ class Watch:
         self._steps = 0  # begun
         self._done = 0
         self._here = NOWHERE
+        self._main_at = NOWHERE  # where rank 0 was seen last: it cannot be asked once it has ended
         self._run = 0  # collective programs that this rank has run, and a checksum of which
         self._history = 0
         self._over = threading.Event()
@@ -104,6 +107,7 @@ class Watch:
         # Ends this rank too where one that has come ends while the last are waited for.
         with self:
             meeting.arrivals.wait(patient(lambda: [r for r, key in enumerate(who) if not self._thread_store.check([key])]))
+        self._presence.process(0)  # from now on known, whatever becomes of it
 
     @property
     def deadline_s(self) -> float:
@@ -117,25 +121,36 @@ class Watch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._running -= 1
-        if not self._running:
-            self._inside = None
-        if error is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return
-        if _of_transport(error):
-            told = CollectiveError(self._lost_peer())
-            self.publish(told)
+        told: BaseException | None = None if isinstance(error, (KeyboardInterrupt, SystemExit)) else error
+        try:
+            if error is not None and _of_transport(error):
+                told = CollectiveError(self._lost_peer())
+            if told is not None:
+                self.publish(told)
+        finally:  # only now: where rank 0 does not answer, what is asked above ends when the limit of this wait is over
+            self._running -= 1
+            if not self._running:
+                self._inside = None
+        if told is not None and told is not error:
             raise told from error
-        self.publish(error)
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the first failure counts."""
         self._failed = True
         text = "".join(traceback.format_exception(error))
-        try:
-            _fail(self._store, f"rank {self.rank} failed:\n{text}")
-        except Exception as lost:
-            error.add_note(f"the other ranks could not be told: {lost}")
+        told = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):
+                _fail(self._store, f"rank {self.rank} failed:\n{text}")
+                told.set()
+
+        # Where rank 0 is stopped its store neither answers nor fails: this rank's own error comes first.
+        telling = threading.Thread(target=tell, name="colofunc-watch-tell", daemon=True)
+        telling.start()
+        telling.join(LOST_AFTER_S)
+        if not told.is_set():
+            error.add_note(f"the other ranks could not be told: rank 0 does not answer ({self._main_text()})")
 
     def agree(self, what: str, mine: str, timeout_s: float, last: bool = False) -> None:
         """Raise CollectiveError unless all ranks give the same string; the error names the ranks that differ."""
@@ -198,7 +213,7 @@ class Watch:
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
             texts = [text.decode() for text in self._store.multi_get(keys)]
-        except Exception as error:
+        except dist.DistError as error:  # others come from signal handlers: a loader's worker was killed
             raise LateError(self._late(_at(what, line), keys, timeout_s)) from error
         finally:
             self._waiting = None
@@ -213,8 +228,7 @@ class Watch:
         try:
             late = [r for r, key in enumerate(keys) if not self._store.check([key])]
         except Exception:
-            left = self._presence.main_left
-            text = f"{here}: rank {self.rank} waited for rank 0, which has ended{left}"
+            text = f"{here}: rank {self.rank} waited for rank 0 ({self._main_text()})"
             return f"{text}; all ranks must call the same steps in the same order"
         return (
             f"{here}: rank {self.rank} waited {timeout_s:g} s for ranks {late}, which did not come here "
@@ -228,11 +242,14 @@ class Watch:
         """Inside, this rank is in its next step; others read it when they wait in vain. Costs two messages, no waiting."""
         self._steps += 1
         self._announce(f"in step {self._steps} ({name})")
+        failed = True
         try:
             yield
+            failed = False
         finally:
             self._done = self._steps
-            self._announce(f"after step {self._steps} ({name})")
+            if not failed or self._main_answers:
+                self._announce(f"after step {self._steps} ({name})")
 
     def advance(self, program: str) -> None:
         """This rank runs a collective program with this hash."""
@@ -241,35 +258,57 @@ class Watch:
 
     def _announce(self, what: str) -> None:
         self._here = _at(what, user_line())
+        self._waiting = Waiting(self._here, self.deadline_s)  # where rank 0 is stopped it does not answer
         with contextlib.suppress(Exception):  # a lost store is the thread's business
             self._store.set(f"{AT}/{self.rank}", json.dumps([self._done, self._here]))
+        self._waiting = None
+
+    def lost(self, error: BaseException) -> str:
+        """Who is lost, and where; "" where `error` is not the transport's own."""
+        return self._lost_peer() if _of_transport(error) else ""
 
     def _lost_peer(self) -> str:
         """What to say in place of the transport's own words when a collective fails."""
         others = [r for r in range(self.size) if r != self.rank]
         until = time.monotonic() + 2 * LOOK_S  # within which a peer has said why, or is seen to have ended
-        with contextlib.suppress(Exception):
-            while time.monotonic() < until:
+        while time.monotonic() < until and self._main_answers:
+            with contextlib.suppress(Exception):
                 if self._store.check([FAILED]):
                     return self._store.get(FAILED).decode()
                 if any(self._presence.condition(r) == "ended" for r in others[:FEW]):
                     break
-                time.sleep(LOOK_S / 8)
+            time.sleep(LOOK_S / 8)
         return (
-            f"rank {self.rank}, {self.whereabouts([self.rank])[len(f'rank {self.rank}: '):]}, lost or waited in vain for its peers "
+            f"rank {self.rank}, {self._here}, lost or waited in vain for its peers "
             f"({self.whereabouts(others)}); all ranks must call the same steps in the same order, and as often"
         )
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
         """Where `ranks` were last, in words."""
-        words = []
-        for r in ranks:
-            try:
-                there = self._known(r) if r != self.rank else _place(self._store, r)[1]
-            except Exception:
-                there = "no longer to be reached"
-            words.append(f"rank {r}: {there}")
-        return "; ".join(words)
+        return "; ".join(f"rank {r}: {self._whereabout(r)}" for r in ranks)
+
+    def _whereabout(self, rank: int) -> str:
+        if rank == self.rank:
+            return self._here
+        if self._main_answers:
+            with contextlib.suppress(Exception):
+                return self._known(rank)
+        return self._main_text() if rank == 0 else "no longer to be reached"
+
+    @property
+    def _main_answers(self) -> bool:
+        """Whether rank 0, whom all ask, may well answer: whoever asks one that is stopped waits for ever."""
+        return self.rank == 0 or self._presence.main_condition() not in ("ended", "stopped")
+
+    def fate(self, rank: int) -> tuple[str, str]:
+        """What has become of a rank's process, "ended", "stopped" or another word, and where the rank was, in words."""
+        if rank == 0 and rank != self.rank:  # it serves the store
+            return self._presence.main_condition(), f"rank 0: {self._main_text()}"
+        return self._presence.condition(rank), self.whereabouts([rank])
+
+    def _main_text(self) -> str:
+        """Where rank 0 was seen last, and what has become of its process; its store does not answer."""
+        return f"when last heard of {self._main_at}; {self._presence.main_words()}"
 
     def _leave(self, prefix: str, last: bool, readers: int) -> None:
         """Rank 0 serves the store: where its process may end right after this, it lets the others read first."""
@@ -312,13 +351,14 @@ class Watch:
                 # The rank that serves the store has ended: fine between steps, a failure inside one.
                 lost_since = lost_since or time.monotonic()
                 if self._running and time.monotonic() - lost_since > LOST_AFTER_S:
-                    self._end(f"rank 0 is gone{self._presence.main_left}")
+                    self._end(f"rank 0 is lost ({self._main_text()}) while rank {self.rank} is {self._here}")
                 if not self._running and time.monotonic() - lost_since > LOST_AFTER_S:
                     return
 
     def _look_around(self) -> None:
         """Say that this rank lives, print who waits for it, and look after those that it waits for."""
         self._presence.beat()
+        self._main_at = _place(self._thread_store, 0)[1]
         for text in self._presence.heard():
             say(self.rank, f"{text} for this rank, which is {self._here}; all ranks must call the same steps in the same order")
         waiting = self._waiting or self._inside
@@ -375,7 +415,7 @@ class Watch:
     def _mind(self) -> None:
         """Rank 0 serves the store: where it is stopped, whoever asks it waits for ever. This thread asks nothing."""
         told = False
-        while not self._over.wait(self._every_s) and not self._failed:
+        while not self._over.wait(self._every_s):
             asked_s, waiting = self._asked_s, self._waiting or self._inside
             silent_s = 0.0 if asked_s is None else time.monotonic() - asked_s
             if silent_s > self.limits.notice_s and not told:
@@ -385,7 +425,7 @@ class Watch:
                 say(self.rank, f"has had no answer from rank 0{words} for {silent_s:.0f} s; this rank is {here}")
             told = silent_s > self.limits.notice_s
             if waiting is not None and told and waiting.waited_s > waiting.limit_s + LOST_AFTER_S:
-                self._end(f"rank 0 has not answered for {silent_s:.0f} s")
+                self._end(f"rank 0 has not answered for {silent_s:.0f} s ({self._main_text()}) while rank {self.rank} is {waiting.what}")
 
     def _end(self, reason: str) -> None:
         print(f"[rank {self.rank}] ends because {reason}", file=sys.stderr, flush=True)

@@ -18,7 +18,6 @@ import atexit
 import json
 import os
 import sys
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -42,13 +41,13 @@ from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
 from colofunc.functional.checkpoint.tree import pack
+from colofunc.functional.checkpoint.waiting import Patience
 from colofunc.ops.seeds import random_state
 from colofunc.owned import given
 
 FORMATS = ("safetensors", "dcp")
 FILE_BYTES = 4 << 30  # a file is closed when it holds this much
 DEADLINE_S = 1800.0
-POLL_S = 0.02
 
 
 class Resumable(Protocol):
@@ -263,20 +262,18 @@ class _Job:
 
     def _others(self, folder: Path) -> list[Sequence[Any]]:
         """What the other ranks have written, in rank order."""
-        until = time.monotonic() + self.deadline_s
+        patience = Patience(self.ranks.watch, _what(self.path), self.deadline_s)
         found = []
         for rank in range(1, self.ranks.size):
             path = folder / f"rank-{rank:05d}.json"
-            while not path.exists():
+
+            def written(path: Path = path) -> bool:
                 failed = next(iter(sorted(folder.glob("*.failed"))), None)
-                if failed is not None:
-                    raise CheckpointError(f"save to {str(self.path)!r}: {failed.read_text() or failed.name}")
-                if time.monotonic() > until:
-                    raise CheckpointError(
-                        f"save to {str(self.path)!r}: rank {rank} had not written its part after {self.deadline_s:g} s; is the "
-                        "folder on a file system that all ranks see?"
-                    )
-                time.sleep(POLL_S)
+                if failed is not None and not path.exists():
+                    raise CheckpointError(f"{_what(self.path)}: {failed.read_text() or failed.name}")
+                return path.exists()
+
+            patience.wait(rank, written, "had not written its part", "; is the folder on a file system that all ranks see?")
             found.append(json.loads(path.read_bytes()))
             path.unlink()
         return found
@@ -284,11 +281,9 @@ class _Job:
     def _outcome(self) -> None:
         """Wait until rank 0 has given the folder its name, or has given up."""
         assert self.writing is not None
-        until = time.monotonic() + self.deadline_s
-        while self.writing.folder.exists() and time.monotonic() < until:
-            time.sleep(POLL_S)
-        if self.writing.folder.exists():
-            raise CheckpointError(f"save to {str(self.path)!r}: rank 0 had not finished it after {self.deadline_s:g} s")
+        folder = self.writing.folder
+        patience = Patience(self.ranks.watch, _what(self.path), self.deadline_s)
+        patience.wait(0, lambda: not folder.exists(), "had not finished it")
         if read_index(self.path).get("token") != self.writing.token:
             raise CheckpointError(f"save to {str(self.path)!r} was given up on another rank, whose error says why")
 
@@ -299,7 +294,13 @@ class _Job:
         from colofunc.functional.checkpoint.dcp_planner import write
 
         assert self.writing is not None
-        write(self.writing.folder, self.leaves, self.content, self.ranks)
+        try:
+            write(self.writing.folder, self.leaves, self.content, self.ranks)
+        except RuntimeError as error:
+            lost = "" if self.ranks.watch is None else self.ranks.watch.lost(error)
+            if lost:
+                raise CheckpointError(f"{_what(self.path)}: {lost}") from error
+            raise
         if self.ranks.rank == 0:
             said = {"token": self.writing.token, "format": "dcp", "metadata": zlib.crc32((self.writing.folder / METADATA).read_bytes())}
             write_index(self.writing.folder, self.content | said)
