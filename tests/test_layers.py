@@ -50,11 +50,13 @@ OPTIONAL_EXTRAS = {
     "yaml", "lightning", "accelerate",
 }  # fmt: skip
 
-# Parts of torch that take half a second to import and that few programs need, our module on top of them, and pretty tables.
+# Parts of torch that take half a second to import and that few programs need, our module on top of them, pretty tables, and
+# what needs Triton.
 SLOW_TO_IMPORT = (
     "rich.table",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.dtensor.placements",
     "torch.distributed.checkpoint", "colofunc.functional.checkpoint.dcp_planner",
+    "colofunc.ops.random_triton",
 )  # fmt: skip
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.

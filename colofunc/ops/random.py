@@ -9,6 +9,9 @@ position in the *global* tensor, so any part of it can be made anywhere, in any 
 
 `sizes`, `strides` and `offset` (0-dim int64) say which part of the global tensor this is: see `colofunc.ops.indices`.
 
+On a GPU each operator is one launch (`colofunc.ops.random_kernels`), on the CPU tiles of words, elsewhere the plain expressions of
+`colofunc.ops.draws`: the same bits.
+
 Bits are the index-th output of SplitMix64 whose state and site are mixed from the seed: `mix(key + index * GAMMA)`.
 It takes eleven integer operations, equal on every device; it passes BigCrush, and two streams of one program overlap
 with probability about (elements drawn)^2 / 2^64.
@@ -26,14 +29,15 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.ops import draws
+from colofunc.ops import random_kernels as kernels
 from colofunc.ops.define import define
 from colofunc.ops.indices import Index, index_of
 from colofunc.ops.masks import Words, keep_tiles, mix_words
+from colofunc.ops.random_kernels import Place
 from colofunc.ops.seeds import GAMMA, MASK64, mix_int, signed
 
 # Elements mixed at a time on the CPU: two buffers of words that stay in the second-level cache.
 TILE = 1 << 15
-Place = tuple[Sequence[int], Sequence[int], Tensor | None]  # (sizes, strides, offset)
 # (words, the part of the result that they decide): changes both.
 Write = Callable[[Words, Any], Any]
 # (indices, key) -> numbers.
@@ -111,6 +115,8 @@ def _columns(index: Index) -> tuple[Tensor, Tensor | int]:
 
 def _keep(index: Index, q: float, seed: Tensor, site: int, dtype: torch.dtype = torch.bool) -> Tensor:
     """(rows, columns) with ones where a draw of probability q says yes."""
+    if kernels.able(seed):
+        return kernels.keep_table(seed, site, index, q, dtype)
     out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
     for r, c, keep in keep_tiles(*_columns(index), q, _key(seed, site), dtype):
         out[r, c] = keep
@@ -135,10 +141,14 @@ def _random_bits(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:
+    place = (sizes, strides, offset)
+    if kernels.able(seed):
+        return kernels.numbers("bits", seed, site, shape, torch.int64, place)
+
     def write(words: Words, part: Any) -> None:
         np.copyto(part, words.view(np.int64))
 
-    return _filled(seed, site, shape, torch.int64, (sizes, strides, offset), write, draws.bits)
+    return _filled(seed, site, shape, torch.int64, place, write, draws.bits)
 
 
 def _random_uniform(
@@ -146,6 +156,9 @@ def _random_uniform(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    place = (sizes, strides, offset)
+    if kernels.able(seed):
+        return kernels.numbers("uniform", seed, site, shape, dtype, place)
     count = draws.UNIFORM_BITS[dtype]
     shift = np.uint64(64 - count)
 
@@ -157,7 +170,7 @@ def _random_uniform(
     def plain(index: Tensor, key: Tensor) -> Tensor:
         return draws.uniform(index, key, dtype)
 
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), write, plain, count <= draws.TOP_BITS)
+    return _filled(seed, site, shape, dtype, place, write, plain, count <= draws.TOP_BITS)
 
 
 def _random_normal(
@@ -165,6 +178,9 @@ def _random_normal(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    place = (sizes, strides, offset)
+    if kernels.able(seed):
+        return kernels.numbers("normal", seed, site, shape, dtype, place)
     # In float64, so that float32 results agree to an ulp between devices.
     shift = np.uint64(64 - draws.NORMAL_BITS)
 
@@ -178,7 +194,7 @@ def _random_normal(
     def plain(index: Tensor, key: Tensor) -> Tensor:
         return draws.normal(index, key, dtype)
 
-    return _filled(seed, site, shape, dtype, (sizes, strides, offset), write, plain)
+    return _filled(seed, site, shape, dtype, place, write, plain)
 
 
 def _random_bernoulli(
@@ -186,6 +202,8 @@ def _random_bernoulli(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if kernels.able(seed):
+        return kernels.bernoulli(seed, site, shape, dtype, p, (sizes, strides, offset))
     index = index_of(shape, sizes, strides, offset, seed.device)
     return _keep(index, p, seed, site, dtype).view(tuple(shape))
 
@@ -201,8 +219,10 @@ def _dropout(
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
+    if kernels.able(x) and x.dtype in draws.UNIFORM_BITS:
+        return kernels.dropout(x, seed, site, p, (sizes, strides, offset))
     index = index_of(x.shape, sizes, strides, offset, seed.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat, source = (t.view(index.rows.numel(), index.count) for t in (out, x.contiguous()))
     for r, c, keep in keep_tiles(*_columns(index), 1.0 - p, _key(seed, site), x.dtype):
         part = flat[r, c]

@@ -28,6 +28,8 @@ from torch.library import Library
 from colofunc.dtensor import plain
 from colofunc.executors import pools
 from colofunc.executors.copies import COPIER
+from colofunc.ops import random_kernels
+from pretended import random_numbers
 from pretended.memory import SPOILED, Allocator
 from pretended.streams import Engine, Event, Stream
 from pretended.tensors import CPU, OnCard, caller, dispatch
@@ -242,6 +244,7 @@ class Machine:
         for (where, name), value in _plainly(self).items():
             around.enter_context(mock.patch.object(where, name, value))
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
+        around.enter_context(mock.patch.object(random_kernels, "launch", partial(random_numbers.launch, self)))
         # The tensors of a real card are of no class of their own.
         has_operators = plain.has_operators
         around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))

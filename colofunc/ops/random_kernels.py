@@ -1,0 +1,167 @@
+"""What a GPU is told about a call of a random operator: one launch, and no number that the host would have to wait for.
+
+Problem: elements of a result lie in memory in one order, have global indices in another, and come from operands in a third.
+Idea: a short list of atoms, major first in the order of the result's memory, each with three numbers: how many, how far in the
+global index, how far in the operand. Neighbours that both go on evenly are one atom, so the whole of a contiguous tensor is one.
+
+    atoms of dropout for the right half of (4, 6), held as (4, 3):     ((4, 6, 3), (3, 1, 1))
+
+`random_triton` makes the numbers; it is imported at the first launch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc.ops.draws import Threshold
+from colofunc.ops.indices import Index, atoms, atoms_of_dims
+
+ALWAYS = Threshold(256, 0)
+# (count, stride in the global index, stride in the operand)
+Atom = tuple[int, int, int]
+# As `ops.random.Place`: (sizes, strides, offset).
+Place = tuple[Sequence[int], Sequence[int], Tensor | None]
+
+
+@attrs.frozen
+class Draw:
+    """One launch. kind: bits, uniform, normal, or keep: zeros and ones of probability `threshold`, times an operand and `scale` where
+    there is one. `tables`: the element at (r, c) has the index rows[r] + columns[c], whatever the atoms.
+    """
+
+    kind: str
+    site: int
+    atoms: tuple[Atom, ...]
+    threshold: Threshold = ALWAYS
+    scale: float = 1.0
+    tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether eight elements that lie side by side from a multiple of eight on are a run of indices: they share a word."""
+        if self.tables is not None:
+            return False
+        *lead, (count, stride, _) = self.atoms
+        return stride == 1 and (not lead or count % 8 == 0) and all(far % 8 == 0 for _, far, _ in lead)
+
+    @property
+    def byte(self) -> int:
+        """Bytes of words below it say yes."""
+        return self.threshold.byte + (self.threshold.bound is None)
+
+    @property
+    def ties(self) -> bool:
+        """Whether further bits decide where the byte is equal."""
+        return 0 < self.threshold.rest < 1 << 31
+
+    @property
+    def bound(self) -> int:
+        return self.threshold.bound or 0
+
+    @property
+    def scale_bits(self) -> int:
+        """A kernel would be given a Python float in 32 bits."""
+        return int(struct.unpack("<q", struct.pack("<d", self.scale))[0])
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def able(like: Tensor) -> bool:
+    """Whether a kernel makes what comes to lie beside `like`."""
+    return like.device.type == "cuda" and has_triton()
+
+
+# ---- where elements lie ----
+
+
+def atoms_of(shape: Sequence[int], place: Place) -> tuple[Atom, ...]:
+    """Of a contiguous result."""
+    sizes, strides, _ = place
+    pairs = zip(*atoms(shape, sizes, strides), strict=True)
+    return _merged([(n, far, 0) for n, far in pairs], operand=False)
+
+
+def atoms_like(out: Tensor, x: Tensor, place: Place) -> tuple[Atom, ...]:
+    """Of a dense result, made from x element by element."""
+    sizes, strides, _ = place
+    found: list[Atom] = []
+    per_dim = atoms_of_dims(x.shape, sizes, strides)
+    for dim in sorted(range(x.dim()), key=out.stride, reverse=True):
+        inner = x.shape[dim]
+        for n, far in per_dim[dim]:
+            inner //= n
+            found.append((n, far, x.stride(dim) * inner))
+    return _merged(found, operand=True)
+
+
+def _merged(given: Sequence[Atom], operand: bool) -> tuple[Atom, ...]:
+    """The same by as few atoms as possible, at least one."""
+    found: list[Atom] = []
+    for n, far, x_far in given:
+        if n == 1:
+            continue
+        if found and found[-1][1] == n * far and (not operand or found[-1][2] == n * x_far):
+            found[-1] = (found[-1][0] * n, far, x_far)
+        else:
+            found.append((n, far, x_far))
+    return tuple(found) or ((1, 1, 1),)
+
+
+# ---- launches ----
+
+
+def launch(out: Tensor, x: Tensor | None, seed: Tensor | int, offset: Tensor | int, draw: Draw) -> None:
+    """The only place where a kernel is started."""
+    from colofunc.ops.random_triton import fill  # Triton is not there everywhere
+
+    fill(out, x, seed, offset, draw)
+
+
+def _known(value: Tensor | None) -> Tensor | int:
+    """A number as a kernel is given it: the host reads its own memory alone."""
+    if value is None:
+        return 0
+    return int(value) if value.device.type == "cpu" else value
+
+
+def _start(out: Tensor, x: Tensor | None, seed: Tensor, offset: Tensor | None, draw: Draw) -> Tensor:
+    if out.numel():
+        launch(out, x, _known(seed), _known(offset), draw)
+    return out
+
+
+def numbers(kind: str, seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: Place) -> Tensor:
+    """Bits, uniform or normal numbers."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
+    return _start(out, None, seed, place[2], Draw(kind, site, atoms_of(shape, place)))
+
+
+def bernoulli(seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, q: float, place: Place) -> Tensor:
+    out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
+    return _start(out, None, seed, place[2], Draw("keep", site, atoms_of(shape, place), Threshold.of(q)))
+
+
+def keep_table(seed: Tensor, site: int, index: Index, q: float, dtype: torch.dtype) -> Tensor:
+    """(rows, columns) of draws, where both are tables."""
+    columns = index.listed()
+    out = torch.empty((index.rows.numel(), columns.numel()), dtype=dtype, device=seed.device)
+    draw = Draw("keep", site, ((columns.numel(), 0, 0),), Threshold.of(q), tables=(index.rows.contiguous(), columns.contiguous()))
+    return _start(out, None, seed, None, draw)
+
+
+def dropout(x: Tensor, seed: Tensor, site: int, p: float, place: Place) -> Tensor:
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out
+    draw = Draw("keep", site, atoms_like(out, x, place), Threshold.of(1.0 - p), 1.0 / (1.0 - p))
+    return _start(out, x, seed, place[2], draw)
