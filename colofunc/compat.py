@@ -325,6 +325,41 @@ def group_store(answer_s: float) -> Any:
     return own
 
 
+def bound_device(group: Any) -> torch.device | None:
+    """The device that a process group was made for (`init_process_group(device_id=...)`); None where that was not said."""
+    return getattr(group, "bound_device_id", None)
+
+
+def backend_of(group: Any, device: str) -> Any:
+    """What carries tensors of a type of device in a process group; None where nothing does."""
+    find = getattr(group, "_get_backend", None)
+    try:
+        return None if find is None else find(torch.device(device))
+    except RuntimeError:  # no backend for this device
+        return None
+
+
+def group_limit_s(group: Any, device: str) -> float | None:
+    """How long a collective of a process group may take; None where torch does not tell."""
+    options = getattr(backend_of(group, device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return None if limit is None else float(limit.total_seconds())
+
+
+def all_groups() -> list[Any]:
+    """All process groups of this process, the last one first."""
+    names = getattr(getattr(distributed_c10d, "_world", None), "pg_names", {})
+    return sorted(names, key=lambda group: str(names[group]), reverse=True)
+
+
+def abort(group: Any, device: str) -> bool:
+    """End what a process group has under way on its device, without its peers. False where it has nothing that can be ended."""
+    end = getattr(backend_of(group, device), "abort", None)
+    if end is not None:
+        end()
+    return end is not None
+
+
 def wrapper(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """`wrapper_subclass` of a contiguous tensor without gradient, the arguments by position: that takes two thirds of the time."""
     return wrapper_subclass(cls, shape, None, None, None, dtype, torch.strided, device)

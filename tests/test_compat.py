@@ -5,7 +5,9 @@ import io
 import logging
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,9 @@ TESTED = {
     "_StridedShard": "test_strided_shard",
     "_cdata": "test_storage_key",
     "_get_default_store": "test_group_store",
+    "_get_backend": "test_groups",
+    "_timeout": "test_groups",
+    "_world": "test_groups",
     "_init_group": "test_init_optimizer_group",
     "_backward_hooks": "test_gradient_hooks",
     "_base": "test_view_base",
@@ -383,6 +388,27 @@ def test_group_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert group.get("a") == b"b" and own.timeout.total_seconds() == 3 != group.timeout.total_seconds()
         monkeypatch.delattr(compat.distributed_c10d, "_get_default_store")
         assert compat.group_store(3.0) is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "cpu:gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    try:
+        world = torch.distributed.group.WORLD
+        assert compat.all_groups() == [world] and compat.bound_device(world) is None
+        assert compat.group_limit_s(world, "cpu") == 77.0 and compat.group_limit_s(world, "cuda") is None
+        assert compat.backend_of(world, "cuda") is None and not compat.abort(world, "cuda")
+        ended = []
+        monkeypatch.setattr(compat, "backend_of", lambda group, device: SimpleNamespace(abort=lambda: ended.append((group, device))))
+        assert compat.abort(world, "cuda") and ended == [(world, "cuda")]
+        assert compat.group_limit_s(world, "cpu") is None  # an other backend without options
+        monkeypatch.delattr(compat.distributed_c10d, "_world")
+        assert compat.all_groups() == []
+        monkeypatch.undo()
+        assert compat.backend_of(object(), "cpu") is None
     finally:
         torch.distributed.destroy_process_group()
 

@@ -47,7 +47,8 @@ def group(monkeypatch: pytest.MonkeyPatch, backend: str, ranks: int) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    both = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "cpu:gloo"  # what torch makes where no backend is named
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: both)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.groups import Groups
 from colofunc.executors.joining import Arrivals, Meeting
 from colofunc.executors.lifeline import Lifelines
+from colofunc.executors.places import place_of
 from colofunc.executors.presence import Limits, Process, last_words, ranks_text, started
 
 
@@ -114,7 +115,7 @@ def wait_for_another_machine():
     try:
         watch.meet(tie, "a save")
     except CollectiveError as error:
-        return lines, ends, str(error), watch._place(tie._store, 1)
+        return lines, ends, str(error), attrs.astuple(place_of(tie._store, 1))
     return None
 
 
@@ -272,7 +273,7 @@ def test_a_few_of_many_ranks_are_named():
 def test_groups_along_axes_have_the_same_limit(monkeypatch):
     made = []
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout: made.append((ranks, timeout.total_seconds())))
-    Groups(cf.Mesh(dp=2, tp=2), 0, "gloo", 77.0).of(("tp",))
+    Groups(cf.Mesh(dp=2, tp=2), 0, {"cpu": "gloo"}, 77.0).of(("tp",))
     assert made == [([0, 1], 77.0), ([2, 3], 77.0)]
 
 

@@ -2,6 +2,11 @@
 
 The operator's global call is typed on meta tensors, the cheapest strategy for the layouts at hand is chosen (what the
 operands already have is preferred), lowered like any program, run on the backend, and cached by call and layouts.
+
+Note [Host tensors and NCCL]: NCCL carries tensors on a GPU only, and a state may lie in host memory. What is to travel is copied
+to the rank's GPU first, and what has come is copied to where its layout says: the part and the result are on the GPU for as long as
+the call takes. The other way, gloo beside NCCL, would need no memory there, but a second group for every group of ranks, which a
+process group of the user's ("nccl") does not have, and a network that is 10 to 100 times slower.
 """
 
 from __future__ import annotations
@@ -21,8 +26,11 @@ from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
+from colofunc.executors.disk.tensors import in_memory
+from colofunc.executors.pools import in_tier
 from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.ops.define import KERNELS
 from colofunc.ops.targets import target_of
 from colofunc.program.facts import is_wire
@@ -48,14 +56,36 @@ def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype
 
 
 def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend, what: str = "redistribute") -> Shards:
-    """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective. `what` was called, for errors."""
+    """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective. `what` was called, for errors.
+
+    See Note [Host tensors and NCCL].
+    """
+    wanted = dst
     src, dst = src.with_tier("device"), dst.with_tier("device")  # the memory of a part is seen by everybody in its process
     if src is dst:
-        return list(shards)
+        return list(settled(shards, wanted, mesh))
     program = _conversion_program(src, dst, mesh, shards[0].dtype)
-    if backend.watch is not None and any(is_wire(node) for node in program.nodes):
-        meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
-    return backend.run(program, mesh, [shards])[0]
+    if any(is_wire(node) for node in program.nodes):
+        if backend.watch is not None:
+            meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
+        shards = _to_compute(shards, device_of(mesh))
+    made = backend.run(program, mesh, [shards])[0]
+    return settled(made, wanted, mesh)
+
+
+def settled(shards: Shards, layout: Layout, mesh: Mesh) -> Shards:
+    """Parts in the memory that their layout says, beside the device on which steps on the mesh run."""
+    device = device_of(mesh)
+    moved = {id(x): in_tier(x, layout.tier, device) for x in shards}
+    return [moved[id(x)] for x in shards]
+
+
+def _to_compute(shards: Shards, device: torch.device) -> Shards:
+    """Parts where operators and NCCL take them. Ranks that share a part go on sharing it."""
+    if device.type == "cpu":
+        return shards
+    moved = {id(x): in_tier(in_memory(x), "device", device) for x in shards}
+    return [moved[id(x)] for x in shards]
 
 
 @attrs.frozen
@@ -79,7 +109,8 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh, KERNELS.get(target_of(plain)))
     if backend.watch is not None and any(is_wire(node) for node in eager.program.nodes):
         meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
-    outs = iter(backend.run(eager.program, mesh, [x.parts for x in operands]))
+    device = device_of(mesh)
+    outs = iter(backend.run(eager.program, mesh, [_to_compute(x.parts, device) for x in operands]))
     results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
     return results, eager.tree
 

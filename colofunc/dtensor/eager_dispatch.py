@@ -64,7 +64,7 @@ def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return _shown(cls, *args)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if func in _ANSWERS:
-        return func(*[leaf.full() if isinstance(leaf, cls) else leaf for leaf in leaves])
+        return _answer(cls, func, leaves)
     check_shape_known(func, leaves)
     if reshapes(func):
         return _reshaped(cls, func, args, kwargs)
@@ -82,6 +82,12 @@ def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
     return pytree.tree_unflatten(wrapped, out_tree)
+
+
+def _answer(cls: Any, func: Any, leaves: Sequence[Any]) -> Any:
+    """Of a question about two tensors; they are compared where the first lies."""
+    whole = [leaf.full() if isinstance(leaf, cls) else leaf for leaf in leaves]
+    return func(whole[0], whole[1].to(whole[0].device), *whole[2:])
 
 
 def _reshaped(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from colofunc import compat
 from colofunc.dtensor import eager_functions
-from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.eager import convert_shards, settled
 from colofunc.dtensor.eager_dispatch import Held, Origin, dispatch
 from colofunc.dtensor.layout import Layout, replicated
 from colofunc.dtensor.lazy import LazyTensor, make_parts
@@ -279,7 +279,8 @@ class DTensor(torch.Tensor):
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
     """Split a global tensor (equal on all ranks) as `spec` says. Differentiable.
 
-    A DTensor of another mesh is brought over as a whole.
+    A DTensor of another mesh is brought over as a whole. On a mesh of GPUs the parts lie there, wherever the tensor does, unless the
+    spec says `@host`.
     Raises SpecError where the spec does not fit the tensor or the mesh.
     """
     if isinstance(tensor, DTensor) and tensor.mesh == mesh:
@@ -324,7 +325,7 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
                 f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, "
                 f"which has parts {layout.local_shape}; give shape= where the global size is not the obvious one"
             )
-    return DTensor([x.detach() for x in shards], layout, mesh, backend)
+    return DTensor(settled([x.detach() for x in shards], layout, mesh), layout, mesh, backend)
 
 
 def _apart(shards: list[torch.Tensor], source: DTensor) -> list[torch.Tensor]:
@@ -339,12 +340,14 @@ class _Distribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
         backend = backend_for(mesh)
+        ctx.device = x.device
         plain = x.detach().clone()  # the parts may be views of it, and must not change when `x` does
-        return DTensor([part(plain, layout, mesh, rank) for rank in backend.ranks(mesh)], layout, mesh, backend)
+        parts = settled([part(plain, layout, mesh, rank) for rank in backend.ranks(mesh)], layout, mesh)
+        return DTensor(parts, layout, mesh, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad.full(), None, None
+        return grad.full().to(ctx.device), None, None
 
 
 class _Full(torch.autograd.Function):
@@ -353,8 +356,12 @@ class _Full(torch.autograd.Function):
         ctx.layout, ctx.mesh = x.sharding, x.mesh
         if len(x.parts) == x.mesh.size:
             return join(x.parts, x.sharding, x.mesh).clone()
-        whole = convert_shards(x.parts, x.sharding, replicated(x.sharding.shape), x.mesh, x._backend, "full()")[0]
-        return whole.clone() if whole is x.parts[0] else whole
+        target = replicated(x.sharding.shape)
+        if x.sharding.with_tier("device") is target:
+            return x.parts[0].clone()
+        whole = convert_shards(x.parts, x.sharding, target, x.mesh, x._backend, "full()")[0]
+        # Where the parts are: all of a state that lies in host memory, one by one, would not fit on the GPU.
+        return whole.to(x.parts[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

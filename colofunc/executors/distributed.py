@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colofunc import env
+from colofunc import compat, env
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
-from colofunc.executors.gpus import own_gpu
+from colofunc.executors.flight import Flight, mark
+from colofunc.executors.gpus import adopt_gpu, own_gpu
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.joining import Meeting
 from colofunc.executors.keep import Kept
@@ -37,6 +38,7 @@ from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
+from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.ops.copies import COPIES
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program
@@ -89,19 +91,35 @@ class RankProgram:
             if self._watch is not None and has_wires(self.program):
                 self._hash = program_hash(self.program, self._groups.mesh)
                 self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
-            writer = Writer(self.program, 1, device, RankWires(self._groups), partition, self._bound, tap=self._tap, pool=self.pool)
+            flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
+            wires = RankWires(self._groups, flight)
+            writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool)
             writer.write()
             self._function = writer.function()
-        if self._watch is not None and self._hash:
-            self._watch.advance(self._hash)
-        return self._function.per_lane(self._function(flat))
+        if self._watch is None or not self._hash:
+            return self._function.per_lane(self._function(flat))
+        self._watch.advance(self._hash)
+        outs = self._function(flat) if device.type == "cpu" else in_flight(self._watch.launched(), device, self._function, flat)
+        return self._function.per_lane(outs)
+
+
+def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """A step whose collectives a GPU does, when the host has gone on."""
+    try:
+        outs = step(inputs)
+    except BaseException:
+        flight.give_up()
+        raise
+    flight.end(mark(device))
+    return outs
 
 
 class RankWires:
-    """Collectives of one rank with its peers."""
+    """Collectives of one rank with its peers. flight: where they are done by a GPU."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, flight: Flight | None = None) -> None:
         self.groups = groups
+        self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
@@ -129,6 +147,8 @@ class RankWires:
         else:
             limited = kind == "all_to_all" and rest
             start = _watched(kind, self.groups.start(kind, axes, *(() if limited else rest)), self.groups.rank)
+            if self.flight is not None:
+                start = _named(_text(writer.program, node, kind), start, self.flight)
             fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
             source += f", {writer.literal(rest[0], 0)}" if limited else ""
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
@@ -157,6 +177,24 @@ def _watched(kind: str, start: Start, rank: int) -> Start:
     return run
 
 
+def _named(name: str, start: Start, flight: Flight) -> Start:
+    """The host has gone on when this collective waits: whoever looks then has its name."""
+
+    def run(x: Any) -> Started:
+        started = start(x)
+        flight.started(name, started.works)
+        return started
+
+    return run
+
+
+def _text(program: Program, node: Node, kind: str) -> str:
+    """`all_gather of 0.weight over dp (in net.0 at train.py:12)`."""
+    names = [program.values[i].name for i in (*node.refs, *(o for o in node.outs if o is not None)) if program.values[i].name]
+    where = " at ".join(word for word in (node.path, node.line) if word)
+    return f"{kind}{f' of {names[0]}' if names else ''} over {', '.join(node.args[1])}" + (f" (in {where})" if where else "")
+
+
 class _Padded:
     """An all-to-all of the first rows in flight: what comes has zeros behind it."""
 
@@ -179,8 +217,9 @@ class Distributed:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        self._backend = dist.get_backend()
+        self._carriers = carriers()
         self.watch = watch_of_group()
+        adopt_gpu(self.watch)
         self._groups: dict[Mesh, Groups] = {}
         self._kept = Kept(self.compile)
 
@@ -205,8 +244,13 @@ class Distributed:
     def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)
         if groups is None:
-            limit_s = Limits().limit_s if self.watch is None else self.watch.deadline_s
-            groups = self._groups[mesh] = Groups(mesh, self.rank, self._backend, limit_s)
+            if mesh.device == "cpu" and "cpu" not in self._carriers:
+                there = ", ".join(self._carriers.values())
+                raise MeshError(
+                    f"{mesh!r} is to run on the CPU and the process group carries tensors on GPUs only ({there}). Try: "
+                    f"torch.distributed.init_process_group({MIXED!r}), or leave it to cf.join(mesh) to make the group"
+                )
+            groups = self._groups[mesh] = Groups(mesh, self.rank, self._carriers, sub_limit_s(self.watch))
         return groups
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
@@ -253,11 +297,22 @@ def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
     if gpu is not None:
         use_gpu(gpu)
     with watch:
-        dist.init_process_group(
-            "gloo" if gpu is None else "nccl", timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size
-        )
+        make_group(gpu, timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size)
     _WATCHES[dist.group.WORLD] = watch
+    watch.chosen = True
     return True
+
+
+def sub_limit_s(watch: Watch | None) -> float:
+    """How long a collective of a group along single axes may take: as long as one of the whole, whoever made that.
+
+    What `cf.join` was told comes first; a group that somebody else made has its own limit.
+    """
+    if watch is None:
+        return Limits().limit_s
+    device = "cuda" if group_moves_gpu_memory() else "cpu"
+    own_s = None if watch.chosen else compat.group_limit_s(dist.group.WORLD, device)
+    return watch.deadline_s if own_s is None else own_s
 
 
 # Process group -> what ties this rank to the others of it. Kept as long as the process: groups are few.
@@ -271,7 +326,8 @@ def watch_of_group(limits: Limits | None = None) -> Watch | None:
     if dist.group.WORLD not in _WATCHES:
         _WATCHES[dist.group.WORLD] = Watch(dist.get_rank(), dist.get_world_size(), limits)
     watch = _WATCHES[dist.group.WORLD]
-    watch.limits = limits or watch.limits
+    if limits is not None:
+        watch.limits, watch.chosen = limits, True
     return watch
 
 

@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from colofunc import compat, env
 from colofunc.env import Launch
 from colofunc.errors import MeshError
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.mesh.device import usable_gpus
+from colofunc.mesh.device import group_moves_gpu_memory, usable_gpus, use_gpu
 
 
 def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
@@ -44,6 +46,27 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
             stacklevel=2,
         )
     return None
+
+
+def adopt_gpu(watch: Watch | None) -> None:
+    """In a process group that somebody else made, this process's GPU in all of its threads. Collective where that has NCCL.
+
+    It is the one that the group is bound to (`device_id=`), else the current one. A script that has chosen none is on GPU 0, as all ranks
+    of its node are: it gets the one of its LOCAL_RANK. Raises MeshError on all ranks where two are on one GPU, which NCCL refuses later.
+    """
+    if watch is None or not group_moves_gpu_memory():
+        return
+    bound, launch = compat.bound_device(dist.group.WORLD), env.launched()
+    index = torch.cuda.current_device() if bound is None or bound.index is None else bound.index
+    if bound is None and index == 0 and launch is not None and launch.local_rank < usable_gpus():
+        index = launch.local_rank
+    use_gpu(index)
+    trouble = shared_or_missing(watch.exchange("the GPUs of the ranks", name_of(index), watch.deadline_s))
+    if trouble:
+        raise MeshError(
+            f"NCCL wants a GPU of its own for each rank, and {trouble}. Try: torch.cuda.set_device(int(os.environ[\"LOCAL_RANK\"])) before "
+            "init_process_group, or leave it to cf.join(mesh) to make the process group"
+        )
 
 
 def candidate(launch: Launch, there: int) -> int | None:

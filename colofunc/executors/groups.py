@@ -16,7 +16,7 @@ buffers through a worker thread. Sends and receives of a pair match in the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +42,11 @@ class Started:
         self._works = works
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._keep = keep
+
+    @property
+    def works(self) -> Sequence[Any]:
+        """What it waits for."""
+        return self._works
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
@@ -69,11 +74,11 @@ class Group:
 class Groups:
     """All process groups that programs on one mesh have asked for so far."""
 
-    def __init__(self, mesh: Mesh, rank: int, backend: str, limit_s: float) -> None:
-        """`limit_s`: after so long a collective that a member does not join is an error."""
+    def __init__(self, mesh: Mesh, rank: int, carriers: Mapping[str, str], limit_s: float) -> None:
+        """`carriers`: device type -> backend. `limit_s`: after so long a collective that a member does not join is an error."""
         self.mesh = mesh
         self.rank = rank
-        self.backend = backend
+        self.carriers = carriers
         self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
@@ -108,8 +113,22 @@ class Groups:
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""
         group = self.of(axes)
-        makers = _GLOO if self.backend == "gloo" else _MAKERS
-        return makers[kind](group, *options)
+        on_host = (_GLOO if self.carriers.get("cpu") == "gloo" else _MAKERS)[kind](group, *options)
+        gloo = self.carriers.get("cuda") == "gloo"
+        on_gpu = _through_host(on_host) if gloo else _MAKERS[kind](group, *options)
+        return lambda x: (on_gpu if (x if isinstance(x, torch.Tensor) else x[0]).is_cuda else on_host)(x)
+
+
+def _through_host(start: Start) -> Start:
+    """For tensors on a GPU that gloo carries, which sends from host memory only: ranks that share a GPU, which NCCL refuses."""
+
+    def run(x: Any) -> Started:
+        single = isinstance(x, torch.Tensor)
+        device = (x if single else x[0]).device
+        started = start(x.cpu() if single else [one.cpu() for one in x])
+        return Started((), lambda: started.wait().to(device))
+
+    return run
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Launch: run a function on several real ranks of this machine, from a test or a notebook.
 
 Problem: `torchrun` starts scripts, not functions, and a test wants the function's results and errors back. Idea: one
-fresh process per rank (spawned, never forked: a forked process inherits locked threads), joined by gloo over loopback;
+fresh process per rank (spawned, never forked: a forked process inherits locked threads), joined by gloo over loopback, or
+by NCCL where each has a GPU;
 each sends back its result or its error. The parent serves the store, so no port is guessed, and ends every process
 before it returns.
 
@@ -26,10 +27,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from colofunc.errors import CollectiveError, InputError
+from colofunc.errors import CollectiveError, InputError, near
+from colofunc.mesh.device import use_gpu
+from colofunc.mesh.transport import make_group
 
 START = "spawn"
 """How a rank's process starts. "forkserver" starts in a tenth of the time where a server has imported torch already, but with the
@@ -43,15 +45,20 @@ def before_end(work: Callable[[], None]) -> None:
     _before_end.append(work)
 
 
-def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, threads: int = 1) -> list[Any]:
-    """`[fn(*args) on rank 0, on rank 1, ...]`, each in a process of its own that is one of `ranks` gloo ranks.
+def launch(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, threads: int = 1, device: str | None = None
+) -> list[Any]:
+    """`[fn(*args) on rank 0, on rank 1, ...]`, each in a process of its own that is one of `ranks` ranks.
 
+    device: "cuda": each rank has a GPU of its own and NCCL; "cpu": gloo; None: "cuda" where there is a GPU for each. A mesh on the CPU
+    (`cf.Mesh(dp=2, device="cpu")`) runs in either case.
     fn, args and results must pickle (functions of a notebook or a closure: with cloudpickle installed). Raises the
     error of the rank that failed first with its traceback as a note, CollectiveError after `timeout_s`; all processes
     have ended then. In a script, call it under `if __name__ == "__main__":`.
     """
     if ranks < 1:
         raise InputError(f"launch: {ranks} ranks; give at least 1")
+    on_gpus = _on_gpus(ranks, device)
     payload = _pack(fn, args)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context: Any = multiprocessing.get_context(START)
@@ -60,7 +67,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
             # No daemon: those may not have children, and loaders have workers.
-            options = (rank, ranks, store.port, timeout_s, threads, payload, theirs)
+            options = (rank, ranks, store.port, timeout_s, threads, on_gpus, payload, theirs)
             worker = context.Process(target=_worker, args=options, name=f"colofunc rank {rank}")
             worker.start()
             theirs.close()
@@ -72,6 +79,16 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 30
             _end(worker)
         for pipe in pipes:
             pipe.close()
+
+
+def _on_gpus(ranks: int, device: str | None) -> bool:
+    """Whether each rank gets a GPU of its own. Counting them makes no context in this process."""
+    if device not in (None, "cpu", "cuda"):
+        raise InputError(f"launch: device={device!r}{near(device, ('cpu', 'cuda'), 'devices')}")
+    there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and there < ranks:
+        raise InputError(f"launch: {ranks} ranks want a GPU each, and there are {there}. Try: {there} ranks, or device=\"cpu\"")
+    return there >= ranks
 
 
 def _collect(workers: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
@@ -140,14 +157,17 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, payload: bytes, pipe: Any) -> None:
+def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, on_gpus: bool, payload: bytes, pipe: Any) -> None:
     """What the process of one rank does."""
     faulthandler.enable()
     torch.set_num_threads(threads)
     try:
         fn, args = pickle.loads(payload)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        gpu = rank if on_gpus else None
+        if gpu is not None:
+            use_gpu(gpu)
+        make_group(gpu, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         message = pickle.dumps((True, fn(*args)))
         for work in _before_end:
             work()

@@ -94,13 +94,14 @@ def _stat(pid: int) -> tuple[str, str]:
 class Waiting:
     """What this rank waits for. `keys`: what each rank writes when it comes there; () where it may be in a collective.
 
-    step: the number of the step that it is in, 0 outside steps.
+    step: the number of the step that it is in, 0 outside steps. on_gpu: it is the GPU that waits there; the host may be ahead.
     """
 
     what: str
     limit_s: float
     keys: Sequence[str] = ()
     step: int = 0
+    on_gpu: bool = False
     began_s: float = attrs.field(factory=time.monotonic)
     told: tuple[str, ...] | None = None  # of which processes in which condition
     lost_s: float | None = None  # since when a rank is known not to come

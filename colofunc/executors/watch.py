@@ -4,6 +4,9 @@ Problem: when one rank fails, the others wait in a collective for ever. Idea: a 
 group. The failing rank writes its traceback there; a thread on every other rank looks once a second, prints it and ends
 the process. It ends the process because a thread that waits inside a collective cannot be woken.
 
+With NCCL the host is ahead of its GPU, where a collective of a step may wait for a peer long after the step was called: what the GPU
+has not come past is looked after until it has (see `flight`), and a rank that ends aborts its communicators first.
+
 The store also holds what ranks compare before a program runs (`agree`), and where each rank is: a rank that comes to a
 collective alone says so after a while, on both sides, and ends within a deadline, with an error that names its own line and where
 the others are (see `presence`).
@@ -30,14 +33,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc.errors import CollectiveError
+from colofunc.executors.flight import Flight, abort_all
 from colofunc.executors.joining import Meeting, patient, serve
 from colofunc.executors.lifeline import Lifelines
+from colofunc.executors.places import NOWHERE, place_of, write_on_gpu, write_place
 from colofunc.executors.presence import WHO, Limits, Presence, Waiting, last_words, ranks_text, say
 from colofunc.program.tracing.meta import user_line
 
 FAILED = "colofunc/failed"
-NOWHERE = "not in a step yet"
-AT = "colofunc/at"  # where each rank is
 GONE = "gone"  # said in place of a rank that has ended
 FEW = 32  # ranks that one rank looks after at a time
 LOOK_S = 1.0  # how often a rank looks for what happened to others
@@ -76,6 +79,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.limits = limits or Limits()
+        self.chosen = False  # whether the limits were said to us, and not to a process group of somebody else's
         meeting = meeting or Meeting.of_group(rank, self.limits)
         self._server, address = serve(meeting, rank)
         # A client of its own per use: a blocking call on one would hold up the thread. A busy machine may take long to connect.
@@ -90,6 +94,8 @@ class Watch:
         self._running = 0
         self._rounds = 0
         self._failed = False
+        self.flight = Flight()  # what the GPU has not come past, while the host is ahead of it
+        self._told_on_gpu = 0, ""
         self._steps = 0  # begun
         self._done = 0
         self._here = NOWHERE
@@ -137,6 +143,8 @@ class Watch:
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the first failure counts."""
         self._failed = True
+        if self.flight.used:
+            abort_all()  # whatever this rank does next is not to wait for what its GPU waits for
         text = "".join(traceback.format_exception(error))
         told = threading.Event()
 
@@ -256,11 +264,16 @@ class Watch:
         self._run += 1
         self._history = zlib.crc32(program.encode(), self._history)
 
+    def launched(self) -> Flight:
+        """The host begins to hand the program of a step to its GPU."""
+        self.flight.begin(self._steps, self._here)
+        return self.flight
+
     def _announce(self, what: str) -> None:
         self._here = _at(what, user_line())
         self._waiting = Waiting(self._here, self.deadline_s)  # where rank 0 is stopped it does not answer
         with contextlib.suppress(Exception):  # a lost store is the thread's business
-            self._store.set(f"{AT}/{self.rank}", json.dumps([self._done, self._here]))
+            write_place(self._store, self.rank, self._done, self._here, self._steps)
         self._waiting = None
 
     def lost(self, error: BaseException) -> str:
@@ -325,7 +338,14 @@ class Watch:
         return min(LOOK_S, self.limits.notice_s / 2)
 
     def _leave_off(self) -> None:
-        """End the threads before the interpreter ends: one that came back from the store after that would abort the process."""
+        """End the threads before the interpreter ends: one that came back from the store after that would abort the process.
+
+        What the GPU has not done by then would not be done: it is waited for, and looked after, as during a step.
+        """
+        if not self._failed and not last_words():
+            self.flight.wait()
+        with contextlib.suppress(Exception):
+            self._tell_gpu(self._store)
         self._over.set()
         for thread in self._threads:
             thread.join(LOOK_S)
@@ -358,10 +378,11 @@ class Watch:
     def _look_around(self) -> None:
         """Say that this rank lives, print who waits for it, and look after those that it waits for."""
         self._presence.beat()
-        self._main_at = _place(self._thread_store, 0)[1]
+        self._main_at = place_of(self._thread_store, 0).where
         for text in self._presence.heard():
             say(self.rank, f"{text} for this rank, which is {self._here}; all ranks must call the same steps in the same order")
-        waiting = self._waiting or self._inside
+        self._tell_gpu(self._thread_store)
+        waiting = self._now()
         if waiting is None or waiting.waited_s < self._every_s:
             return
         missing = self._missing(waiting)
@@ -374,6 +395,34 @@ class Watch:
         for r, words, condition in zip(missing, known, conditions, strict=True):
             if condition == "ended":
                 self._lost(waiting, r, words)
+        # Of a collective on a GPU nobody else says that it has taken too long: not in these words.
+        if waiting.on_gpu and waiting.waited_s > waiting.limit_s:
+            others = self.whereabouts([r for r in range(self.size) if r != self.rank][:FEW])
+            self._give_up(
+                f"rank {self.rank} has waited {waiting.waited_s:.0f} s for its GPU, which is {waiting.what} ({others}); all ranks must "
+                f"call the same steps in the same order. Where one collective takes longer: cf.join(mesh, limit_s={3 * waiting.limit_s:g})"
+            )
+
+    def _now(self) -> Waiting | None:
+        """What this rank waits for: a point that all come to, its GPU, or the collectives of the step that the host is in."""
+        if self._waiting is not None or not self.flight.used:
+            return self._waiting or self._inside
+        return self.flight.waiting(self.deadline_s)
+
+    def _tell_gpu(self, store: Any) -> None:
+        """Write down, where it has changed, which steps have passed on the GPU and what it is at."""
+        if not self.flight.used:
+            return
+        at = self.flight.waiting(self.deadline_s)
+        told = self.flight.passed, at.what if at is not None and at.waited_s > self._every_s else ""
+        if told != self._told_on_gpu:
+            write_on_gpu(store, self.rank, *told)
+            self._told_on_gpu = told
+
+    def _give_up(self, text: str) -> None:
+        """End the run: the others learn why, this rank says it and ends."""
+        _fail(self._thread_store, text)
+        self._end(text)
 
     def _missing(self, waiting: Waiting) -> list[int]:
         """The ranks that this one waits for, a few of many."""
@@ -381,9 +430,13 @@ class Watch:
             return self._presence.missing(waiting.keys)[:FEW]
         # How far a step is cannot be seen: those that are in another one, or in none, are waited for, and those that stand still.
         others = [(self.rank + k) % self.size for k in range(1, self.size)][:FEW]
-        same = f"in step {waiting.step} ("
-        elsewhere = [r for r in others if waiting.step and not _place(self._thread_store, r)[1].startswith(same)]
+        elsewhere = [r for r in others if waiting.step and not self._takes_part(r, waiting)]
         return sorted({*elsewhere, *(r for r in others if self._presence.condition(r) in ("stopped", "ended", "silent"))})
+
+    def _takes_part(self, rank: int, waiting: Waiting) -> bool:
+        """Whether a rank has come to the step that this one is in: with GPUs, hosts may be ahead of it."""
+        place = place_of(self._thread_store, rank)
+        return place.begun >= waiting.step if waiting.on_gpu else place.where.startswith(f"in step {waiting.step} (")
 
     def _lost(self, waiting: Waiting, rank: int, words: str) -> None:
         """A rank that this one waits for has ended."""
@@ -392,14 +445,12 @@ class Watch:
             self._thread_store.set(waiting.keys[rank], json.dumps([GONE, "", text, ""]))
             return
         # It may have done its part, and have come to its end in good order.
-        if _place(self._thread_store, rank)[0] >= waiting.step if waiting.step else self._presence.left(rank) == "":
+        if place_of(self._thread_store, rank).done >= waiting.step if waiting.step else self._presence.left(rank) == "":
             return
         waiting.lost_s = waiting.lost_s or time.monotonic()
         # A collective that fails because of it raises in the main thread, which has the better traceback.
         if time.monotonic() - waiting.lost_s > LOST_AFTER_S:
-            text = f"rank {rank} is lost ({words}) while rank {self.rank} is {self._here}"
-            _fail(self._thread_store, text)
-            self._end(text)
+            self._give_up(f"rank {rank} is lost ({words}) while rank {self.rank} is {waiting.what if waiting.on_gpu else self._here}")
 
     def _notice(self, waiting: Waiting, missing: Sequence[int], known: Sequence[str]) -> None:
         """On both sides, once and again where a process was stopped since: who waits where, and for whom."""
@@ -410,13 +461,13 @@ class Watch:
     def _known(self, rank: int) -> str:
         """Where a rank was last, and what has become of its process."""
         words = self._presence.words(rank)
-        return _place(self._thread_store, rank)[1] + (f"; {words}" if words else "")
+        return place_of(self._thread_store, rank).words + (f"; {words}" if words else "")
 
     def _mind(self) -> None:
         """Rank 0 serves the store: where it is stopped, whoever asks it waits for ever. This thread asks nothing."""
         told = False
         while not self._over.wait(self._every_s):
-            asked_s, waiting = self._asked_s, self._waiting or self._inside
+            asked_s, waiting = self._asked_s, self._now()
             silent_s = 0.0 if asked_s is None else time.monotonic() - asked_s
             if silent_s > self.limits.notice_s and not told:
                 process = self._presence.known(0)
@@ -429,16 +480,9 @@ class Watch:
 
     def _end(self, reason: str) -> None:
         print(f"[rank {self.rank}] ends because {reason}", file=sys.stderr, flush=True)
+        if self.flight.used:
+            abort_all()  # kernels that wait for a peer end, so that the process can
         os._exit(EXIT_CODE)
-
-
-def _place(store: Any, rank: int) -> tuple[int, str]:
-    """How many steps a rank has done, and where it was last."""
-    key = f"{AT}/{rank}"
-    if not store.check([key]):
-        return 0, NOWHERE
-    done, where = json.loads(store.get(key))
-    return done, where
 
 
 def _fail(store: Any, text: str) -> None:

@@ -32,7 +32,7 @@ from colofunc.functional.checkpoint.bounds import Bounds
 from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
 from colofunc.functional.checkpoint.folder import resolve
 from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
-from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
+from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.checkpoint.tree import Matched, names, unpack
 from colofunc.functional.save import Resumable
@@ -109,12 +109,12 @@ def _load(
     build, examples = _matched(found, like, str(folder), strict)
     if mesh is None and specs is not None:
         raise InputError("load: specs= say how tensors lie on a mesh; give mesh= too")
-    chosen = specs_by_name(specs, found.tree, found.entries)
+    chosen, there = specs_by_name(specs, found.tree, found.entries), device_for(mesh, device)
 
     def one(name: str) -> Any:
         entry, example = found.entries[name], examples.get(name)
-        at = device
-        if isinstance(example, torch.Tensor) and not example.is_meta and at is None:
+        at = there
+        if isinstance(example, torch.Tensor) and not example.is_meta and device is None:
             at = example.device
         if mesh is None:
             return plain(entry, at)

@@ -32,7 +32,7 @@ from colofunc.functional.checkpoint import hf, peft_files, peft_read, plainfile
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.parts import Ranks
-from colofunc.functional.checkpoint.place import Entry, layout_for, placed, plain, specs_by_name
+from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
@@ -62,16 +62,17 @@ def load_model(
     held: dict[str, Tensor] = {**model.params, **model.frozen, **model.buffers}
     found = _found(folder, model, held, strict)
     chosen = specs_by_name(specs, {"dict": {name: {"tensor": name} for name in found}}, found)
+    there = device_for(mesh, device)
 
     def one(name: str, own: Tensor) -> Tensor:
         entry = found.get(name)
         if entry is None:
-            return own if mesh is None else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, device)
+            return own if mesh is None else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, there)
         if mesh is not None:
-            return placed(entry, layout_for(entry, mesh, chosen.get(name)), mesh, device)
+            return placed(entry, layout_for(entry, mesh, chosen.get(name)), mesh, there)
         if isinstance(own, LazyTensor) and device is None:
             return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(_box, entry))
-        return plain(entry, device)
+        return plain(entry, there)
 
     groups = [{name: one(name, own) for name, own in group.items()} for group in (model.params, model.frozen, model.buffers)]
     return attrs.evolve(model, params=groups[0], frozen=groups[1], buffers=groups[2])

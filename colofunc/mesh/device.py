@@ -23,6 +23,7 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import MeshError
 from colofunc.mesh.mesh import Mesh
+from colofunc.mesh.transport import carriers
 
 _HOST = torch.device("cpu")
 
@@ -48,6 +49,11 @@ def device_of(mesh: Mesh) -> torch.device:
             f"{mesh} wants a GPU, and this process can use none: {_why_none()}. Try: device=None, which takes the host where there is no "
             'GPU, or device="cpu"'
         )
+    return gpu_of_process()
+
+
+def gpu_of_process() -> torch.device:
+    """This process's GPU: what `use_gpu` was told, else the current one of the thread that asks."""
     return torch.device("cuda", torch.cuda.current_device() if _Process.gpu is None else _Process.gpu)
 
 
@@ -63,8 +69,7 @@ def on_gpu(mesh: Mesh) -> bool:
 
 def group_moves_gpu_memory() -> bool:
     """Whether the process group's collectives take tensors on GPUs. One that was made without a named backend has both kinds."""
-    name = str(dist.get_backend())
-    return "nccl" in name or (name == "undefined" and dist.is_nccl_available() and usable_gpus() > 0)
+    return "nccl" in carriers().get("cuda", "")
 
 
 def usable_gpus() -> int:

@@ -72,7 +72,7 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0)
     topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured)
     if distributed:
         box = [topology]
-        dist.broadcast_object_list(box, src=0, device=device)
+        dist.broadcast_object_list(box, src=0)
         topology = box[0]
     return topology
 

@@ -207,7 +207,8 @@ class Machine:
             name=self.name, major=9, minor=0, total_memory=capacity, multi_processor_count=132, warp_size=32, index=0, type="cuda",
             L2_cache_size=50 << 20, shared_memory_per_block=49152, shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
             max_threads_per_multi_processor=2048, is_integrated=0, is_multi_gpu_board=0, gcnArchName="", clock_rate=1_980_000,
-            memory_clock_rate=2_619_000, memory_bus_width=5120, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, uuid="pretended",
+            memory_clock_rate=2_619_000, memory_bus_width=5120, pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+            uuid=str(self._or_current(device)),
         )  # fmt: skip
 
     def _said(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from colofunc.executors.disk.tensors import unread
 from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
 from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
-from colofunc.mesh.device import device_of
+from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
 
 SpecLike = str | Spec | Layout
@@ -83,12 +83,12 @@ def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tenso
     return value if device is None else value.to(device)
 
 
-def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device | str | None = None) -> DTensor:
-    """The tensor in a layout: only what this process's ranks hold is read."""
+def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DTensor:
+    """The tensor in a layout: only what this process's ranks hold is read. device: where the tier of that name is."""
     backend = backend_for(mesh)
     done: dict[Region, torch.Tensor] = {}
     parts = []
-    where = _device(mesh, device) if layout.tier == "device" else torch.device("cpu")
+    where = device if layout.tier == "device" else torch.device("cpu")
     for rank in backend.ranks(mesh):
         region = region_of(layout, mesh, rank)
         if region not in done and layout.tier == "disk":  # too large for memory: read when a step puts it on its own disk
@@ -103,8 +103,12 @@ def _part(entry: Entry, region: Region, layout: Layout, mesh: Mesh, rank: int) -
     return _padded(entry.region(region), layout, mesh, rank)
 
 
-def _device(mesh: Mesh, device: torch.device | str | None) -> torch.device:
-    return device_of(mesh) if device is None else torch.device(device)
+def device_for(mesh: Mesh | None, device: torch.device | str | None) -> torch.device:
+    """Where what is read goes. To be asked in the caller's thread: in others torch's current GPU is the first."""
+    if device is None:
+        return torch.device("cpu") if mesh is None else device_of(mesh)
+    asked = torch.device(device)
+    return gpu_of_process() if asked.type == "cuda" and asked.index is None else asked
 
 
 def _padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -1,0 +1,50 @@
+"""Places: where each rank is, as it has written it down in the store.
+
+    in step 7 (train) at train.py:20; its GPU is in all_gather of 0.weight over dp, in step 6 (train) at train.py:20
+
+A rank writes when it begins and leaves a step. Where it has a GPU, its thread writes which steps have passed there, and what the GPU is
+at where that takes long: the host is ahead of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+
+NOWHERE = "not in a step yet"
+AT = "colofunc/at"  # where each rank is
+ON_GPU = "colofunc/on_gpu"  # which steps have passed on its GPU, and what that is at
+
+
+@attrs.frozen
+class Place:
+    """How many steps a rank has done and begun, where it was last, and what its GPU is at where that takes long."""
+
+    done: int = 0
+    where: str = NOWHERE
+    begun: int = 0
+    on_gpu: str = ""
+
+    @property
+    def words(self) -> str:
+        return self.where + (f"; its GPU is {self.on_gpu}" if self.on_gpu else "")
+
+
+def write_place(store: Any, rank: int, done: int, where: str, begun: int) -> None:
+    store.set(f"{AT}/{rank}", json.dumps([done, where, begun]))
+
+
+def write_on_gpu(store: Any, rank: int, passed: int, at: str) -> None:
+    store.set(f"{ON_GPU}/{rank}", json.dumps([passed, at]))
+
+
+def place_of(store: Any, rank: int) -> Place:
+    """Where a rank is. Where it has a GPU, a step is done when it has passed there."""
+    key, gpu = f"{AT}/{rank}", f"{ON_GPU}/{rank}"
+    if not store.check([key]):
+        return Place()
+    done, where, begun = json.loads(store.get(key))
+    done, on_gpu = json.loads(store.get(gpu)) if store.check([gpu]) else (done, "")
+    return Place(done, where, begun, on_gpu)
