@@ -265,6 +265,8 @@ CASES |= {
         "c",
     ),
     "ctc": (("colofunc.ctc_loss", r(5, 6, 4), ints(4, 6, 3), ints(3, 6) + 3, ints(4, 6), 0, True), "n"),
+    "lstm": (("colofunc.lstm", r(3, 6, 8), r(6, 2), r(6, 2), r(8, 2)), "b"),
+    "lstm back": (("colofunc.lstm_backward", r(3, 6, 2), r(6, 2), r(6, 2), r(8, 2), r(3, 6, 2), r(3, 6, 8)), "b"),
     "ctc back": (("colofunc.ctc_loss_backward", r(6), r(5, 6, 4), ints(4, 6, 3), ints(3, 6) + 3, ints(4, 6), 0, True), "n"),
     "renorm": (("aten.renorm.default", r(6, 4, 3), 2, 0, 1.0), "c"),
 }

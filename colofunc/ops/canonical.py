@@ -15,7 +15,7 @@ it and issues `colofunc::linear`, `colofunc::attention`, `colofunc::dropout`, ..
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
@@ -35,6 +35,7 @@ from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
 from colofunc.ops.ctc import reduced_ctc_loss
 from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.linear import linear
+from colofunc.ops.lstm import layer as lstm_layer
 from colofunc.ops.seeds import draw_seed, stream
 
 # Functions written in Python that call what is replaced: their bodies run under the mode again.
@@ -256,8 +257,37 @@ def _ctc_loss(
     return reduced_ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
 
 
+def _lstm(
+    mode: Canonical, input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool,
+    bidirectional: bool, batch_first: bool = False,
+) -> Any:  # fmt: skip
+    each = 4 if has_biases else 2
+    ways = 2 if bidirectional else 1
+    if isinstance(hx, Tensor) or compat.in_forward_mode() or input.dim() != 3 or input.shape[int(batch_first)] == 0:
+        return NotImplemented  # a packed sequence, for one
+    if len(hx) != 2 or len(params) != each * num_layers * ways:
+        return NotImplemented  # hidden units are projected
+    x, h0, c0, *weights = _autocast(input, *hx, *params)
+    assert x is not None and h0 is not None and c0 is not None
+    x = x.transpose(0, 1) if batch_first else x
+    last: list[tuple[Tensor, Tensor]] = []
+    for number in range(num_layers):
+        if number and dropout and train:
+            x = RANDOM_HANDLERS[torch.dropout](mode, x, dropout, True)
+        outs = []
+        for way in range(ways):
+            at = number * ways + way
+            out, h, c = lstm_layer(x, h0[at], c0[at], weights[at * each : (at + 1) * each], way == 1)  # type: ignore[arg-type]
+            outs.append(out)
+            last.append((h, c))
+        x = torch.cat(outs, -1) if ways > 1 else outs[0]
+    h_n, c_n = (torch.stack(states) for states in zip(*last, strict=True))
+    return x.transpose(0, 1) if batch_first else x, h_n, c_n
+
+
 HANDLERS: dict[Any, Handler] = {
     torch.ctc_loss: _ctc_loss,
+    torch.lstm: _lstm,
     F.grouped_mm: _grouped_mm,
     compat.grouped_mm: _grouped_mm,
     F.linear: _linear,
