@@ -79,6 +79,13 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU a mesh of one runs on it; only tests that are marked so mean that."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 WARM = "colofunc colofunc_plugins transformers.trainer transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama"
 """What real ranks use, by far the most of their start; a package that is not installed is passed over."""
 

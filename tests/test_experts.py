@@ -1,14 +1,19 @@
 """Experts as one operator: against a loop over tokens and choices, caught from written-out layers, routed, capped."""
 
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pretended import Machine, on_card
+from pretended.kernels import EMULATED
 from torch import Tensor
 
 import colofunc as cf
 from colofunc.ops.canonical import single_device
+from colofunc.ops.define import KERNELS
 from colofunc.ops.experts import ACTS, expert_position, experts
 from colofunc.ops.grouped import grouped_mm
 from colofunc.testing import sample
@@ -191,6 +196,25 @@ def written(x, index, weight, up, down, act=F.silu, change=lambda h: h, undo=und
 
 def targets(fn, *args):
     return [n.target for n in cf.shard(fn, cf.Mesh(dp=2)).lower(*args).program.nodes]
+
+
+def leaves_the_rest(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Torch's kernel on a card: rows behind the last offset are not written."""
+    out, start = torch.full((x.shape[0], w.shape[2]), torch.nan, dtype=x.dtype), 0
+    for group, end in enumerate(offs.tolist()):
+        out[start:end] = x[start:end] @ w[group]
+        start = end
+    return out
+
+
+@pytest.mark.parametrize(("offsets", "width"), [((3, 3, 7), 16), ((0, 0, 0), 16), ((2, 9, 10), 16), ((3, 3, 7), 12)])
+def test_rows_of_no_group_are_zeros_on_a_card_too(offsets: tuple[int, ...], width: int) -> None:
+    x, w, offs = torch.randn(10, 8).bfloat16(), torch.randn(3, 8, width).bfloat16(), torch.tensor(offsets, dtype=torch.int32)
+    want = grouped_mm.apply(x, w, offs)
+    with mock.patch.dict(EMULATED, {torch.ops.aten._grouped_mm.default: leaves_the_rest}), Machine() as machine:
+        found = KERNELS["colofunc.grouped_mm"](*on_card(machine, (x, w, offs)))
+        assert torch.equal(found.cpu(), want) and not found.cpu()[offsets[-1] :].any()
+        assert bool(machine.launches["aten._grouped_mm.default"]) == (width % 8 == 0)  # else its rows are not aligned
 
 
 def test_a_layer_written_with_grouped_mm_is_caught_whole() -> None:

@@ -28,7 +28,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
-from colofunc.executors.pools import Pool, moves
+from colofunc.executors.pools import Pool, in_tier, moves
 from colofunc.executors.sharing import Sharing
 from colofunc.ops.autocast import as_traced
 from colofunc.ops.debug import DEBUG, show
@@ -112,7 +112,7 @@ class Writer:
         classes = iter(partition)
         for id in self.program.inputs:
             if id in self.program.constants:
-                self.where[id] = (self.bind(self.program.constants[id].to(self.device), f"k{id}"),) * self.lanes
+                self.where[id] = (self.bind(in_tier(self.program.constants[id], "device", self.device), f"k{id}"),) * self.lanes
                 continue
             lanes = next(classes)
             several = max(lanes) > 0

@@ -29,9 +29,17 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
         start = max(start, end)
 
 
+def _aligned(x: Tensor, w: Tensor) -> bool:
+    """Whether rows of all operands are multiples of the 16 bytes that torch's kernel reads at a time."""
+    return not any(size * x.itemsize % 16 for size in w.shape[1:]) and x.stride(-1) == 1
+
+
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16:
-        return F.grouped_mm(x, w, offs=offs)
+    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16 and _aligned(x, w):
+        out = F.grouped_mm(x, w, offs=offs)
+        # Rows of no group are not written, and hold what was in that memory before.
+        nobodys = torch.arange(x.shape[0], device=x.device) >= offs[-1]
+        return out.masked_fill_(nobodys.unsqueeze(1), 0.0)
     out = x.new_zeros((x.shape[0], w.shape[2]))
     for group, start, end in _groups(offs):
         torch.mm(x[start:end], w[group], out=out[start:end])

@@ -93,8 +93,8 @@ def compare_leaf(
     if not isinstance(x, torch.Tensor):
         raise CheckError(f"{name}: {x!r} against a tensor of shape {tuple(y.shape)}")
     label = f"{name} [{x.sharding.text()}]" if isinstance(x, DTensor) else name
-    whole = x.full() if isinstance(x, DTensor) else x.detach()
-    y = y.full() if isinstance(y, DTensor) else y.detach()
+    whole = (x.full() if isinstance(x, DTensor) else x.detach()).cpu()
+    y = (y.full() if isinstance(y, DTensor) else y.detach()).cpu()
     if (whole.shape, whole.dtype) != (y.shape, y.dtype):
         raise CheckError(f"{label}: {tuple(whole.shape)} {whole.dtype} against {tuple(y.shape)} {y.dtype}")
     if not (y.dtype.is_floating_point or y.dtype.is_complex):
