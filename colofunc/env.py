@@ -25,7 +25,8 @@ from colofunc.errors import ColofuncError, near
 SWITCHES: dict[str, str] = {
     "COLOFUNC_CACHE": "folder of cached plans (default: ~/.cache/colofunc); 'off' keeps no plans on disk",
     "COLOFUNC_CACHE_MIB": "most MiB of cached plans (default: 512); the ones that were not used for longest go first",
-    "COLOFUNC_MEASURE": "'off': on real ranks a mesh without a topology is planned for 'gloo-cpu' and not for the measured machine",
+    "COLOFUNC_MEASURE": "'off': on real ranks a mesh without a topology is planned for 'gloo-cpu' and not for the measured machine; 'on': "
+    "ranks on GPUs, which are planned for by what a GPU says of itself, are measured too",
     "COLOFUNC_QUIET": "1: no live progress lines",
 }
 
@@ -88,6 +89,11 @@ def switched_on(name: str) -> bool:
 def measures() -> bool:
     """Whether a machine that nobody described is measured."""
     return switch("COLOFUNC_MEASURE").lower() not in ("off", "0", "no", "false")
+
+
+def measures_gpus() -> bool:
+    """Whether GPUs that nobody described are measured, too: they say what they are."""
+    return switched_on("COLOFUNC_MEASURE")
 
 
 def machine() -> str:

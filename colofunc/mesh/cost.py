@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -32,6 +32,8 @@ from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
 
 Group = tuple[int, ...]
+Stage = Callable[[str, tuple[str, int]], tuple[float, float] | None]
+"""What was measured of a collective along an axis, or a part of one, of a size; None where nothing was."""
 
 # What to use when a device has no rate of its own for a dtype: the next in line that it has.
 _INSTEAD: dict[str, tuple[str, ...]] = {
@@ -119,16 +121,20 @@ def _together(level: Level, inner_size: int, mesh_size: int) -> int:
     return min(mesh_size, inner_size if level.sharing == "uplink" else level.size or mesh_size)
 
 
-def measured_alpha_beta(topology: Topology, kind: str, axes: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
-    """The same from the profiler's figures, None unless every axis was measured at its size.
+def scaled(measured: tuple[float, float], part: tuple[float, float], whole: tuple[float, float]) -> tuple[float, float]:
+    """Figures of a part of an axis that was measured as a whole: as much less as the links that it spans let expect.
+
+    part, whole: what `alpha_beta` says of both. Where that is nothing, as of free links, the figures stay.
+    """
+    alpha_s, beta_s = (m * p / w if w else m for m, p, w in zip(measured, part, whole, strict=True))
+    return alpha_s, beta_s
+
+
+def measured_alpha_beta(stage: Stage, kind: str, axes: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+    """The same from the profiler's figures, None unless every axis was measured at its size. stage: those of one axis.
 
     Several axes are priced as stages, one axis at a time, the slowest axis while the buffer is smallest.
     """
-    found = {(m.axis, m.size, m.kind): (m.alpha_s, m.beta_s_per_byte) for m in topology.measured}
-
-    def stage(kind: str, axis: tuple[str, int]) -> tuple[float, float] | None:
-        return found.get((*axis, kind))
-
     if len(axes) == 1:
         return stage(kind, axes[0])
     parts = [stage(kind, axis) for axis in axes]

@@ -77,6 +77,12 @@ def usable_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def node_devices() -> int:
+    """How many GPUs of this machine steps use: one for each process that was launched on it, else all that are here."""
+    launch = env.launched()
+    return usable_gpus() if launch is None else launch.local_world_size
+
+
 def _why_none() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "this torch is built for the CPU only"

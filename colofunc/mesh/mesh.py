@@ -294,6 +294,8 @@ class Mesh:
     def capacity_bytes(self, tier: str) -> int | None:
         """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited."""
         record = self.topology.tier(tier)
+        if tier == "device" and record.capacity_bytes is not None:
+            return record.capacity_bytes - self.topology.reserved_bytes
         if record.capacity_bytes is None or not record.shared:
             return record.capacity_bytes
         return record.capacity_bytes // self.node_ranks
@@ -318,10 +320,21 @@ class Mesh:
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
         if not spanned:
             return 0.0, 0.0
-        measured = cost.measured_alpha_beta(self.topology, kind, spanned)
+        measured = cost.measured_alpha_beta(self._measured, kind, spanned) if self.topology.measured else None
         if measured is not None:
             return measured
         return cost.alpha_beta(self.topology, kind, self.groups(name for name, _ in spanned), self.size)
+
+    def _measured(self, kind: str, named: tuple[str, int]) -> tuple[float, float] | None:
+        """What was measured along an axis; a part of one has the axis' own links, and fewer ranks on them."""
+        name = named[0]
+        axis = axis_part(name)[0]
+        known = (axis, self.shape.get(axis), kind)
+        found = next(((m.alpha_s, m.beta_s_per_byte) for m in self.topology.measured if (m.axis, m.size, m.kind) == known), None)
+        if found is None or axis == name:
+            return found
+        part, whole = (cost.alpha_beta(self.topology, kind, self.groups((n,)), self.size) for n in (name, axis))
+        return cost.scaled(found, part, whole)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -8,8 +8,8 @@ which device sits in which box) and a resolver for names, files and records. `Nx
 
 Rates are dense (no structured sparsity) with 32-bit accumulation. Capacities are the printed decimal gigabytes: a few
 per cent under the physical size, which is what contexts and allocators take. Bandwidths of links are those of the
-standard; a profiled file (`colofunc.mesh.profile`) is better than any of them. Latencies and launch times are typical
-values, which no data sheet gives.
+standard; what programs attain is less (`colofunc.mesh.found`), and a profiled file (`colofunc.mesh.profile`) is better than either.
+Latencies and launch times are typical values, which no data sheet gives.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ _H100 = dict(
     float64=67 * T, float32=67 * T, tf32=494.5 * T, bfloat16=989.5 * T, float16=989.5 * T, float8=1979 * T,
     int8=1979 * T,
 )
+# NVIDIA H100 data sheet, PCIe (2 TB/s) and NVL (3.9 TB/s) columns, halved where it counts sparsity.
+_H100_PCIE = dict(
+    float64=51 * T, float32=51 * T, tf32=378 * T, bfloat16=756.5 * T, float16=756.5 * T, float8=1513 * T, int8=1513 * T,
+)
+_H100_NVL = dict(
+    float64=60 * T, float32=60 * T, tf32=417.5 * T, bfloat16=835.5 * T, float16=835.5 * T, float8=1670.5 * T, int8=1670.5 * T,
+)
+# NVIDIA H800 data sheet (SXM): an H100 with float64 of 1 T and less NVLink. H20 product brief: 78 multiprocessors, 4.0 TB/s, 96 GB.
+_H800 = _H100 | dict(float64=1 * T)
+_H20 = dict(float64=1 * T, float32=44 * T, tf32=74 * T, bfloat16=148 * T, float16=148 * T, float8=296 * T, int8=296 * T)
 # NVIDIA Blackwell architecture technical brief, HGX B200 (1,000 W), halved where it counts sparsity. 8 TB/s; 180 GB of a
 # B200 are usable (DGX B200 data sheet: 1,440 GB in 8).
 _B200 = dict(
@@ -65,6 +75,10 @@ _GB200 = dict(
 _L40S = dict(
     float64=1.43 * T, float32=91.6 * T, tf32=183 * T, bfloat16=362.05 * T, float16=362.05 * T, float8=733 * T, int8=733 * T,
 )
+# NVIDIA L4 data sheet, 300 GB/s, halved where it counts sparsity; float64 is 1/64 of float32.
+_L4 = dict(float64=0.47 * T, float32=30.3 * T, tf32=60 * T, bfloat16=121 * T, float16=121 * T, float8=242.5 * T, int8=242.5 * T)
+# NVIDIA A10G, for which there is no public sheet: Amazon's figures (G5 instances), 600 GB/s; float64 is 1/64 of float32 as in GA102.
+_A10G = dict(float64=0.55 * T, float32=35 * T, tf32=35 * T, bfloat16=70 * T, float16=70 * T, int8=140 * T)
 # AMD Instinct MI300X data sheet, matrix cores, dense: 5.3 TB/s.
 _MI300X = dict(
     float64=163.4 * T, float32=163.4 * T, tf32=653.7 * T, bfloat16=1307.4 * T, float16=1307.4 * T, float8=2614.9 * T,
@@ -78,11 +92,17 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     "a100-80g": (_device("a100-80g", 2039e9, **_A100), 80 * GB),
     "h100": (_device("h100", 3350e9, **_H100), 80 * GB),
     "h200": (_device("h200", 4800e9, **_H100), 141 * GB),
+    "h100-pcie": (_device("h100-pcie", 2000e9, **_H100_PCIE), 80 * GB),
+    "h100-nvl": (_device("h100-nvl", 3900e9, **_H100_NVL), 94 * GB),
+    "h800": (_device("h800", 3350e9, **_H800), 80 * GB),
+    "h20": (_device("h20", 4000e9, **_H20), 96 * GB),
     "v100-16g": (_device("v100-16g", 900e9, **_V100), 16 * GB),
     "v100": (_device("v100", 900e9, **_V100), 32 * GB),
     "b200": (_device("b200", 8000e9, **_B200), 180 * GB),
     "gb200": (_device("gb200", 8000e9, **_GB200), 186 * GB),
     "l40s": (_device("l40s", 864e9, **_L40S), 48 * GB),
+    "l4": (_device("l4", 300e9, **_L4), 24 * GB),
+    "a10g": (_device("a10g", 600e9, **_A10G), 24 * GB),
     "mi300x": (_device("mi300x", 5300e9, **_MI300X), 192 * GB),
     # NVIDIA RTX Blackwell white paper, GeForce RTX 5090.
     "rtx5090": (_geforce("rtx5090", 1792e9, 104.8 * T, float8=419 * T, int8=838 * T), 32 * GB),
@@ -149,6 +169,9 @@ _MI300X_PLATFORM = Box(
 _SERVER_PCIE4 = Box(  # a server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB
     _level("pcie", _PCIE4, 10), _level("infiniband", 25e9, 6, "uplink"), TB, 7680 * GB, _PCIE4, 14e9, 7.6e9, 307e9  # DDR5-4800, 2 x 8
 )
+_SERVER_PCIE5 = Box(  # cards in slots: a bridge joins two of 600 GB/s both ways, others meet on PCIe, which is what a plan may count on
+    _level("pcie", _PCIE5, 10), _level("infiniband", 50e9, 6, "uplink"), 2 * TB, 7680 * GB, _PCIE5, 14e9, 7.6e9, 307e9  # DDR5-4800, 2 x 8
+)
 _DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA
     _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # DDR4-2133, 2 x 4
 )
@@ -171,11 +194,17 @@ _BOXES: dict[str, Box] = {
     "a100-80g": _DGX_A100,
     "h100": _DGX_H100,
     "h200": _DGX_H100,
+    "h800": attrs.evolve(_DGX_H100, inner=_level("nvlink", 200e9, 3)),  # NVLink 400 GB/s both ways
+    "h20": _DGX_H100,
+    "h100-pcie": _SERVER_PCIE5,
+    "h100-nvl": _SERVER_PCIE5,
     "v100-16g": _DGX_1,
     "v100": _DGX_1,
     "b200": _DGX_B200,
     "gb200": _GB200_TRAY,
     "l40s": _SERVER_PCIE4,
+    "l4": _SERVER_PCIE4,
+    "a10g": _SERVER_PCIE4,
     "mi300x": _MI300X_PLATFORM,
     "rtx5090": _PC_PCIE5,
     "rtx4090": _PC_PCIE4,
@@ -262,6 +291,7 @@ def _ideal() -> Topology:
 
 _NODES = (
     "8xa100-40g", "8xa100-80g", "8xh100", "8xh200", "8xb200", "4xgb200", "8xl40s", "8xmi300x", "8xv100", "8xv100-16g",
+    "8xh100-pcie", "8xh100-nvl", "8xh800", "8xh20", "8xl4", "8xa10g",
 )  # fmt: skip
 PRESETS: dict[str, Topology] = {
     "gloo-cpu": _gloo_cpu(),

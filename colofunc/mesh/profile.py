@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from colofunc import env
 from colofunc.errors import MeshError
-from colofunc.mesh.device import device_of
+from colofunc.mesh.device import device_of, node_devices
+from colofunc.mesh.found import found_topology
 from colofunc.mesh.mesh import Mesh
 from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, Topology
 
@@ -188,6 +189,9 @@ def _collective(
 def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
     """The mesh's topology with this device's rates, bandwidths and capacities."""
     base = mesh.topology
+    if device.type == "cuda":
+        found = found_topology(node_devices(), mesh.size, device)
+        base = found if mesh.assumed else attrs.evolve(base, reserved_bytes=found.reserved_bytes)
     rates = {rate.dtype: rate.flops_per_s for rate in base.device.rates}
     rates.update(_matmul_rates(device, deadline))
     tiny = torch.zeros(1, device=device)
@@ -217,10 +221,9 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
         for link in base.links
     )
     launch = env.launched()
-    node_devices = launch.local_world_size if launch else base.node_devices
-    tiers = tuple(_capacities(base, device, min(node_devices, mesh.size)))
-    return attrs.evolve(base, device=record, links=_with_both(links, seconds, big.nbytes), tiers=tiers,
-                        node_devices=node_devices)
+    sharing = launch.local_world_size if launch else base.node_devices
+    tiers = tuple(_capacities(base, device, min(sharing, mesh.size)))
+    return attrs.evolve(base, device=record, links=_with_both(links, seconds, big.nbytes), tiers=tiers, node_devices=sharing)
 
 
 def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], nbytes: int) -> tuple[Link, ...]:

@@ -124,6 +124,7 @@ class Topology:
     """A machine: `node_devices` devices share a node's host memory and disks; `levels` are ordered inside out.
 
     host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
+    reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Topology:
     links: tuple[Link, ...]
     measured: tuple[Measured, ...] = ()
     host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
+    reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -147,6 +149,11 @@ class Topology:
         for what, names in (("level", [x.name for x in self.levels]), ("tier", [x.name for x in self.tiers])):
             if len(set(names)) != len(names):
                 raise TopologyError(f"topology {self.name!r}: a {what} is listed twice in {names}; give each one name")
+        capacity_bytes = next((x.capacity_bytes for x in self.tiers if x.name == "device"), None)
+        if capacity_bytes is not None and self.reserved_bytes >= capacity_bytes:
+            raise TopologyError(
+                f"topology {self.name!r} reserves {self.reserved_bytes:,} of the device's {capacity_bytes:,} bytes; leave some for plans"
+            )
         if sorted(x.name for x in self.tiers) != sorted(TIERS):
             raise TopologyError(
                 f"topology {self.name!r} has tiers {[x.name for x in self.tiers]}; give exactly {', '.join(TIERS)}"
@@ -171,7 +178,10 @@ class Topology:
 
     def to_dict(self) -> dict[str, Any]:
         """The versioned JSON values of the file format."""
-        return {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
+        data = {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
+        if not self.reserved_bytes:  # a field that files of older versions do not have
+            del data["reserved_bytes"]
+        return data
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Topology:

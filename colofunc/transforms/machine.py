@@ -1,13 +1,14 @@
-"""The machine under a mesh that names no topology: measured at the first use on real ranks, and kept.
+"""The machine under a mesh that names no topology: a GPU says what it is, a host is measured at the first use on real ranks.
 
 Problem: a plan is made of seconds, and a mesh without a topology has those of a small CPU box, whatever it runs on; where a
 collective starts in milliseconds, thirty small ones are slower than five large ones however they are shared. Idea: with one process
 a rank the ranks are there to be measured, once for a machine and a mesh. Rank 0 says whether that was done before, and what
-was found; a plan is made by it alone. Where all ranks are in one process nothing is measured: plans of tests are equal everywhere.
+was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of themselves finds a preset (`mesh/found.py`).
+Where several ranks are in one process nothing is measured or found: plans of tests are equal everywhere.
 
     priced = as_measured(mesh, watch, say)      # the mesh itself where it names a topology, or is simulated
 
-Figures lie beside the cached plans (`COLOFUNC_CACHE`); `COLOFUNC_MEASURE=off` measures nothing.
+Figures lie beside the cached plans (`COLOFUNC_CACHE`); `COLOFUNC_MEASURE=off` measures nothing, `on` measures GPUs too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -27,6 +29,8 @@ from colofunc.errors import TopologyError
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh, Topology
+from colofunc.mesh.device import device_of, node_devices, on_gpu, usable_gpus
+from colofunc.mesh.found import found_topology
 from colofunc.mesh.profile import profile_mesh
 from colofunc.untrusted import Wrong
 
@@ -48,11 +52,29 @@ _FOUND: dict[tuple[Mesh, str], Topology] = {}
 
 def as_measured(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mesh:
     """`mesh` with the figures of the machine that it is on. Collective at the first use of a mesh on real ranks."""
-    if watch is None or not mesh.assumed or not env.measures():
+    if not mesh.assumed:
+        return mesh
+    if (watch is not None or mesh.size == 1) and on_gpu(mesh) and usable_gpus():
+        return _on_gpus(mesh, watch, say)
+    if watch is None or not env.measures():
         return mesh
     known = mesh, str(dist.get_backend())
     if known not in _FOUND:
         _FOUND[known] = cautious(_found(mesh, watch, say))
+    return mesh.with_topology(_FOUND[known])
+
+
+def _on_gpus(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mesh:
+    """By what rank 0's GPU says of itself, and what is free there when it is first asked; measured where somebody wants that."""
+    device = device_of(mesh)
+    card = torch.cuda.get_device_properties(device)
+    known = mesh, f"{card.name} {card.total_memory}"
+    if known not in _FOUND:
+        with watch or nullcontext():
+            found: Topology = broadcast_object(found_topology(node_devices(), mesh.size, device) if mesh.is_main else None)
+        if watch is not None and env.measures_gpus():
+            found = cautious(_found(mesh.with_topology(found), watch, say))
+        _FOUND[known] = found
     return mesh.with_topology(_FOUND[known])
 
 

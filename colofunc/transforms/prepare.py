@@ -27,7 +27,7 @@ from colofunc.executors.backend import held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import Room
+from colofunc.mesh.sizes import Room, size_text
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.offload.fastest import offload
 from colofunc.planner.offload.policies import GIVEN
@@ -160,6 +160,8 @@ def prepare(
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > 2 and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
+    if priced.topology.reserved_bytes:
+        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced)))
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
     low = Lowered(traced, program, choices, plan, local, mesh, priced, registry, ins, outs, donated, staged.executor, hidden)
     if mesh.size > 1 and mesh.is_main:
@@ -167,6 +169,15 @@ def prepare(
     if mesh.is_main:
         _warn_of_unknown_machine(low)
     return low
+
+
+def _margin(priced: Mesh) -> str:
+    """What a plan does not use of a card."""
+    usable_bytes, reserved_bytes = priced.capacity_bytes("device"), priced.topology.reserved_bytes
+    return (
+        f"of a card's memory plans may use {size_text(usable_bytes or 0)}; {size_text(reserved_bytes)} are left to what is there already, "
+        "the driver's context, buffers of collectives and workspaces of libraries"
+    )
 
 
 def _warn_of_idle_ranks(low: Lowered) -> None:

@@ -228,6 +228,7 @@ class Machine:
             "stream": self.on_stream, "get_device_name": lambda device=None: self.name, "get_device_properties": self.properties,
             "_get_device_properties": self.properties, "get_device_capability": lambda device=None: (9, 0), "cudart": lambda: runtime,
             "check_error": _check, "mem_get_info": lambda device=None: _info(allocator(device)), "empty_cache": lambda: None,
+            "memory_reserved": lambda device=None: allocator(device).rounded_bytes,
             "memory_allocated": lambda device=None: allocator(device).rounded_bytes,
             "max_memory_allocated": lambda device=None: allocator(device).peak_rounded_bytes,
             "reset_peak_memory_stats": lambda device=None: allocator(device).reset_peak(),
