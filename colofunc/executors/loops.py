@@ -92,9 +92,10 @@ def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
         return False
     out = only(node)
     if kind == "axis_index":
-        number, device = writer.bind(torch.tensor, "tensor"), writer.bind(writer.device, "device")
+        # Filled by a kernel, which takes the number along; a tensor of a number is a copy that the host waits for.
+        full, device = writer.bind(torch.full, "full"), writer.bind(writer.device, "device")
         writer.where[out] = (writer.stem(out),) * writer.lanes
-        writer.line(f"{writer.stem(out)} = {number}({counter}, device={device})")
+        writer.line(f"{writer.stem(out)} = {full}((), {counter}, device={device})")
         return True
     source = writer.where[node.refs[0]]
     for name, lane in writer.assign(out, source):

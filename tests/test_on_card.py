@@ -1,0 +1,256 @@
+"""Steps on a card that is pretended: the numbers of the CPU, whatever order its streams run in, and no wait of the host.
+
+What a card would refuse (devices that meet, kernels that are not there) fails here too; see `pretended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from colofunc_plugins import experts, ring, zero
+from pretended import Machine, OnCard, on_card
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import colofunc as cf
+from colofunc import testing
+
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+
+QUICK = (
+    "gpt2", "llama", "t5", "bert", "vit", "swin", "resmlp", "resnet", "convnext", "efficientnet", "mixtral_dense", "gpt_oss", "whisper",
+    "clip", "kind_uneven", "layer_lstm", "layer_parametrized", "distilbert", "mobilenetv3", "albert",
+)  # fmt: skip
+Wrap = Callable[[Any], Any]
+SEEDS = (0, 1, 2)
+
+
+def values(tree: Any) -> list[Tensor]:
+    """The first rank's part of each tensor, on the host."""
+    leaves = [x for x in tree_leaves(tree) if isinstance(x, (cf.DTensor, Tensor))]
+    return [(x.parts[0] if isinstance(x, cf.DTensor) else x).cpu() for x in leaves]
+
+
+def assert_same(got: Any, want: Any, tolerance: float = 1e-12) -> None:
+    for x, y in zip(values(got), values(want), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def assert_model(name: str) -> None:
+    with testing.float64():
+        fn, state, batch = zoo.step_of(name)
+
+        def ran(device: str) -> Any:
+            torch.manual_seed(3)
+            step = cf.shard(fn, cf.Mesh(device=device))
+            return step(step.init(state, batch), batch)
+
+        want = ran("cpu")
+        with Machine(seed=len(name)):
+            got = ran("cuda")
+            assert all(isinstance(x.parts[0], OnCard) for x in tree_leaves(got) if isinstance(x, cf.DTensor))
+            assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_model(name: str) -> None:
+    assert_model(name)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in zoo.ALL if name not in QUICK])
+def test_every_model(name: str) -> None:
+    assert_model(name)
+
+
+# ---- one small step, in every way ----
+
+NET = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 16))
+
+
+def training(optimizer: Any = torch.optim.AdamW, **options: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """(step, state, batch) of a small net in float64."""
+    torch.manual_seed(0)
+    model = cf.functional(NET.double())
+    opt = cf.adapt(optimizer, lr=1e-2, **options)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Tensor:
+            out, _ = model.apply(params, model.buffers, batch["x"])
+            return (out - batch["y"]).square().mean()
+
+        loss, grads = cf.value_and_grad(loss_of)(state["params"])
+        grads, norm = cf.clip_by_global_norm(grads, 1.0)
+        params, opt_state = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt_state}, {"loss": loss, "norm": norm}
+
+    batch = {"x": torch.randn(8, 16, dtype=torch.float64), "y": torch.randn(8, 16, dtype=torch.float64)}
+    return step, {"params": model.params, "opt": opt.init(model.params)}, batch
+
+
+def three_steps(
+    device: str, wrap: Wrap = lambda step: step, plans: tuple[Any, ...] = (), axes: dict[str, int] | None = None, **options: Any
+) -> Any:
+    """(state, losses) after three steps."""
+    fn, state, batch = training(**options)
+    torch.manual_seed(3)
+    step = wrap(cf.shard(fn, cf.Mesh(**(axes or {}), device=device), *plans))
+    state = step.init(state, batch)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return state, losses
+
+
+def whole(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.full() if isinstance(x, cf.DTensor) else x, tree)
+
+
+def host(step: Any) -> Any:
+    return cf.offload(step, policy="host")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "four simulated ranks": {"axes": {"dp": 2, "tp": 2}},
+    "zero(3)": {"axes": {"dp": 2}, "plans": (zero(3, "dp"),)},
+    "zero(2), bf16": {"axes": {"dp": 2}, "plans": (zero(2, "dp"),), "wrap": cf.precision},
+    "accumulate": {"wrap": lambda step: cf.accumulate(step, 4)},
+    "fp16": {"wrap": lambda step: cf.precision(step, "fp16")},
+    "checkpoint": {"wrap": lambda step: cf.checkpoint(step, policy="nothing")},
+    "host": {"wrap": host},
+    "host, accumulate": {"wrap": lambda step: cf.accumulate(host(step), 2)},
+    "host, zero(3)": {"axes": {"dp": 2}, "plans": (zero(3, "dp"),), "wrap": host},
+    "budget": {"wrap": lambda step: cf.offload(cf.checkpoint(step), budget="12KiB")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transforms_and_plans(way: str) -> None:
+    want = three_steps("cpu", **WAYS[way])
+    # A card computes norms of narrow values in float32, and so rounds elsewhere.
+    tolerance = 1e-2 if "16" in way else 1e-12
+    for seed in SEEDS:
+        with Machine(seed=seed):
+            assert_same(three_steps("cuda", **WAYS[way]), want, tolerance)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "NAdam", "Adagrad", "Adadelta", "Adamax", "ASGD", "RAdam", "Rprop"])
+def test_optimizers(name: str) -> None:
+    want = three_steps("cpu", optimizer=getattr(torch.optim, name))
+    with Machine():
+        assert_same(three_steps("cuda", optimizer=getattr(torch.optim, name)), want)
+
+
+@pytest.mark.parametrize("policy", ["disk", "host"])
+def test_state_beside_the_card(policy: str, tmp_path: Path) -> None:
+    def offloaded(step: Any) -> Any:
+        return cf.offload(step, policy=policy, disk=tmp_path)
+
+    want = three_steps("cpu", offloaded)
+    for seed in SEEDS:
+        with Machine(seed=seed):
+            state, losses = three_steps("cuda", offloaded)
+            assert_same((whole(state), losses), (whole(want[0]), want[1]))
+
+
+# ---- what goes around a step ----
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    want, _ = three_steps("cpu")
+    for seed in SEEDS:
+        with Machine(seed=seed):
+            state, _ = three_steps("cuda")
+            cf.save(tmp_path / str(seed), state)
+            assert_same(cf.load(tmp_path / str(seed), mesh=cf.Mesh(device="cuda")), want)
+        assert_same(cf.load(tmp_path / str(seed)), want)
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        return {"x": torch.full((16,), float(k), dtype=torch.float64), "y": torch.zeros(16, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("short", ["keep", "drop"])
+def test_batches(short: str) -> None:
+    def losses(device: str) -> list[Tensor]:
+        fn, state, batch = training()
+        torch.manual_seed(3)
+        mesh = cf.Mesh(device=device)
+        step, found = cf.shard(fn, mesh), []
+        data = cf.batches(torch.utils.data.DataLoader(Rows(), batch_size=4), mesh, "b ...", short=short, prefetch=2)
+        state = step.init(state, batch)
+        for rows in data:
+            state, metrics = step(state, rows)
+            found.append(metrics["loss"])
+        return found
+
+    want = losses("cpu")
+    for seed in SEEDS:
+        with Machine(seed=seed):
+            assert_same(losses("cuda"), want)
+
+
+def test_profile_compare_and_what_is_finite(tmp_path: Path) -> None:
+    fn, state, batch = training()
+    with Machine():
+        step = cf.shard(fn, cf.Mesh(device="cuda"))
+        assert step.profile(str(tmp_path / "trace.json"), step.init(state, batch), batch).step_s > 0
+        assert "equal" in str(step.compare(state, batch))
+        assert "finite" in str(step.lower(state, batch).check_finite(state, batch))
+
+
+@pytest.mark.parametrize("name, axis, plan", [("gpt_oss", "ep", experts), ("llama", "cp", ring)])
+def test_modes_of_models(name: str, axis: str, plan: Any) -> None:
+    def ran(device: str) -> Any:
+        fn, state, batch = zoo.step_of(name)
+        step = cf.shard(fn, cf.Mesh(**{axis: 2}, device=device), plan(axis))
+        return step(step.init(state, batch), batch)[1]
+
+    want = ran("cpu")
+    for seed in SEEDS:
+        with Machine(seed=seed):
+            assert_same(ran("cuda"), want)
+
+
+# ---- the host runs ahead, and memory is what was counted ----
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "ranks" not in way])
+def test_the_host_waits_for_nothing_within_a_step(way: str) -> None:
+    options = dict(WAYS[way])
+    wrap, plans, axes = options.get("wrap", lambda step: step), options.get("plans", ()), options.get("axes", {})
+    fn, state, batch = training()
+    with Machine(seed=4) as machine:
+        step = wrap(cf.shard(fn, cf.Mesh(**axes, device="cuda"), *plans))
+        state = step.init(state, batch)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        machine.forget_counts()
+        state, _ = step(state, batch)
+        assert not machine.waits, machine.places
+
+
+@pytest.mark.parametrize("name", ["resmlp", "llama", "vit"])
+def test_live_bytes_are_those_of_the_plan(name: str) -> None:
+    fn, state, batch = zoo.step_of(name, torch.float32)
+    with Machine() as machine:
+        step, there = cf.shard(fn, cf.Mesh(device="cuda")), on_card(machine, batch)
+        state = step.init(state, there)
+        for _ in range(2):
+            state = step(state, there)[0]
+        machine.synchronize()
+        machine.forget_counts()
+        state = step(state, there)[0]
+        assert machine.peak_bytes() == step.lower(state, there).memory().peak_bytes["device"]
