@@ -1,5 +1,6 @@
 """Modules, gradients and optimizers as functions, against torch's own objects in float64."""
 
+import contextlib
 import copy
 
 import pytest
@@ -284,3 +285,24 @@ MODEL, SGD = cf.functional(nn.Linear(3, 3)), cf.adapt(torch.optim.SGD, lr=0.1)
 def test_what_is_given_in_place_of_something_else(call, message) -> None:
     with pytest.raises(cf.InputError, match=message):
         call()
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_buffer_of_another_shape_in_its_place_is_the_new_buffer(doubled: bool) -> None:
+    class Grown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table.shape[0] != x.shape[0]:
+                self.table = torch.arange(x.shape[0] * 4.0).reshape(-1, 4)
+            return self.linear(x + self.table)
+
+    with cf.testing.float64() if doubled else contextlib.nullcontext():
+        model, x = cf.functional(Grown()), torch.randn(3, 4)
+        step = cf.shard(lambda params, buffers, x: model.apply(params, buffers, x), cf.Mesh())
+        out, buffers = step(model.params, model.buffers, x)
+        again, _ = step(model.params, buffers, x)
+        assert buffers["table"].shape == (3, 4) and torch.equal(out.full(), again.full())

@@ -96,8 +96,8 @@ class Model:
         # A forward may also have put another tensor in a buffer's place.
         made = {name: placed[name].detach() for name in copies}
         if DOUBLED.get():
-            # Copied, because a dtype that is named would be doubled as well.
-            made = {name: torch.empty_like(buffers[name]).copy_(b) for name, b in made.items()}
+            # Copied, because a dtype that is named would be doubled as well. A tensor in a buffer's place may have another shape.
+            made = {name: buffers[name].new_empty(b.shape).copy_(b) for name, b in made.items()}
         return out, made
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

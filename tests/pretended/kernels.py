@@ -21,8 +21,14 @@ def layer_norm_backward(
     return aten.native_layer_norm_backward.default(wide[0], wide[1], shape, mean, rstd, wide[2], wide[3], wanted)
 
 
+def log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    """The CPU keeps a buffer between forward and backward; a card computes it again."""
+    return aten.log_sigmoid_backward.default(grad, x, aten.log_sigmoid_forward.default(x)[1])
+
+
 EMULATED: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.log_sigmoid_backward.default: log_sigmoid_backward,
     **ATTENTION,
 }
 """Operator -> a function of tensors of the host with the same signature and results."""
