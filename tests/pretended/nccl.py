@@ -50,27 +50,27 @@ class Handle:
 
 
 class Waited:
-    """Works of gloo that a thread waits for: some of them say that they are completed only to whoever waits."""
+    """Works of gloo that a thread waits for: some of them say that they are completed only to whoever waits.
+
+    Where a peer has gone they never are, as a kernel that waits for one.
+    """
 
     def __init__(self, works: Sequence[Any]) -> None:
-        self._works, self._error = works, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._works = works
+        self._done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # of gloo, whose peer has gone
             for work in self._works:
                 work.wait()
-        except BaseException as error:
-            self._error = error
+            self._done.set()
 
     def is_completed(self) -> bool:
-        return not self._thread.is_alive()
+        return self._done.is_set()
 
     def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._done.wait()
 
 
 class Nccl:
