@@ -21,7 +21,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check sweep bench docs wheel clean
+.PHONY: help setup demo test check sweep bench gpu docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -52,6 +52,9 @@ sweep: $(READY)  ## the longer sweeps over models, operators and meshes
 
 bench: $(READY)  ## the benchmark table
 	@$(PY) -m bench $(ARGS)
+
+gpu: $(READY)    ## what only a GPU can say, into bench/GPU.md (ARGS="--slice 4")
+	@$(PY) -m bench gpu $(ARGS)
 
 docs: $(DOCS_READY)  ## the documentation as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

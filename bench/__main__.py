@@ -1,4 +1,4 @@
-"""`python -m bench`: all benchmarks, one table, and `bench/RESULTS.md`. See the package's docstring."""
+"""`python -m bench`: all benchmarks, one table, and `bench/RESULTS.md`; `python -m bench gpu`: those of a card. See the docstrings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import RESULTS, Section, run_section
+from bench.gpu import __main__ as gpu
 
 HERE = Path(__file__).parent
 
@@ -66,6 +67,8 @@ def run(name: str, console: Console) -> bool:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["gpu"]:
+        return gpu.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m bench", description="Run benchmarks and write bench/RESULTS.md.")
     parser.add_argument("names", nargs="*", help=f"some of: {', '.join(names())}")
     options = parser.parse_args()

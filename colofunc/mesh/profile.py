@@ -41,6 +41,7 @@ _OFTEN, _SMALL_BYTES = 20, 1 << 16  # small collectives are timed so often: a st
 _LONG_S = 0.005  # longer runs are seldom left alone by others
 _COLD_BYTES = 1 << 22  # what is written between two runs: more than a core keeps for itself
 _COPIED_BYTES = 1 << 22  # of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts
+_CARD_BYTES = 1 << 28  # of a copy within a GPU's memory, and from and to the host
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
 
@@ -200,7 +201,7 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
         for _ in range(100):
             tiny.add_(1)
 
-    big = torch.ones(1 << 28 if device.type == "cuda" else _COPIED_BYTES, dtype=torch.uint8)
+    big = torch.ones(_CARD_BYTES if device.type == "cuda" else _COPIED_BYTES, dtype=torch.uint8)
     here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
     record = Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -59,6 +59,7 @@ class Machine:
         self.places: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.copies = 0
+        self.sync_debug_mode: str | int = "default"
         self._thread = threading.local()
         self._registered: dict[int, int] = {}  # address -> bytes that `cudaHostRegister` has pinned
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # address -> torch's own pinned memory
@@ -69,6 +70,11 @@ class Machine:
     def host_waits(self, why: str) -> None:
         self.waits[why] += 1
         self.places[f"{why}: {caller()}"] += 1
+        if self.sync_debug_mode in ("warn", 1) and why != "device":  # of that one torch says nothing
+            warnings.warn(f"called a synchronizing CUDA operation ({why}, pretended)", stacklevel=3)
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        self.sync_debug_mode = mode
 
     def forget_counts(self) -> None:
         """Begin to count anew, at what lives now."""
@@ -232,6 +238,7 @@ class Machine:
             "memory_allocated": lambda device=None: allocator(device).rounded_bytes,
             "max_memory_allocated": lambda device=None: allocator(device).peak_rounded_bytes,
             "reset_peak_memory_stats": lambda device=None: allocator(device).reset_peak(),
+            "set_sync_debug_mode": self.set_sync_debug_mode,
             "is_bf16_supported": lambda *a, **k: True, "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None,
             "_is_in_bad_fork": lambda: False,
         }  # fmt: skip

@@ -1,0 +1,128 @@
+"""Slice 5: attention beside torch's flash kernels, forward and with the backward, and with a mask of documents beside FlexAttention.
+
+Eight calls in a row are one run, each with the result of the one before as its query, so that the start of a run counts for little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import colofunc as cf
+from bench import Row
+from bench.gpu.measuring import Run, side_by_side
+from bench.gpu.parts import Part, Setup, Slice, at_most, not_run
+from bench.gpu.sizes import REAL
+
+CALLS = 8
+PUBLISHED = {1024: 221, 4096: 294, 8192: 308}
+"""TFLOP/s of FlashAttention-2 on an H100, heads of 128, causal, forward and backward (Dao-AILab/flash-attention, assets)."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Operands = dict[str, Tensor]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def chain(attend: Attend, x: Operands) -> Tensor:
+    q = x["q"]
+    for _ in range(CALLS):
+        q = attend(q, x["k"], x["v"])
+    return q
+
+
+def operands(setup: Setup, length: int) -> Operands:
+    heads, key_heads, width = setup.sizes.heads
+    rows = torch.Generator().manual_seed(0)
+    shapes = {"q": heads, "k": key_heads, "v": key_heads, "g": heads}
+    return {name: torch.randn(1, n, length, width, generator=rows).to(setup.sizes.dtype).to("cuda") for name, n in shapes.items()}
+
+
+def with_backward(attend: Attend, x: Operands) -> Any:
+    """Gradients of a sum that has `g` as the result's gradient."""
+
+    def weighed(given: Operands) -> Tensor:
+        return (chain(attend, given) * x["g"]).float().sum()
+
+    return cf.value_and_grad(weighed)({name: x[name] for name in "qkv"})
+
+
+def eager_backward(attend: Attend, x: Operands) -> Any:
+    leaves = [x[name].detach().requires_grad_() for name in "qkv"]
+    out = (chain(attend, dict(zip("qkv", leaves, strict=True))) * x["g"]).float().sum()
+    return torch.autograd.grad(out, leaves)
+
+
+def flash(run: Callable[[], Any]) -> Run:
+    def kernels_of_flash() -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return run()
+
+    return kernels_of_flash
+
+
+def staged(fn: Callable[..., Any], *args: Any) -> Run:
+    step = cf.shard(fn, cf.Mesh(device="cuda"))
+    return lambda: step(*args)
+
+
+def rows_of(what: str, flops: float, mine: Run, theirs: Run | None, why: str, other: str, setup: Setup) -> list[Row]:
+    runs = {"ours": mine} | ({other: theirs} if theirs is not None else {})
+    taken = side_by_side(runs, setup.sizes.repeats)
+    rows = [Row(f"{what}, {name}", f"{1e3 * s / CALLS:.4g} ms, {flops * CALLS / s / 1e12:.0f} TFLOP/s") for name, s in taken.items()]
+    if theirs is None:
+        return [*rows, not_run(f"{what}, ours / {other}", why)]
+    ratio = taken["ours"] / taken[other]
+    return [*rows, at_most(f"{what}, ours / {other}, time", ratio, 1.05, f"{ratio:.3f}")]
+
+
+def length(k: int, setup: Setup) -> list[Row]:
+    if k >= len(setup.sizes.lengths):
+        return [not_run("attention", "these sizes have fewer lengths")]
+    tokens, heads, width = setup.sizes.lengths[k], setup.sizes.heads[0], setup.sizes.heads[2]
+    x, flops = operands(setup, tokens), 2.0 * tokens * tokens * heads * width  # 4 s² h e, of which causality leaves half
+    why = setup.without("eager")
+    alone, whole = (None, None) if why else (flash(partial(chain, causal, x)), flash(partial(eager_backward, causal, x)))
+    forward = rows_of("forward", flops, staged(partial(chain, causal), x), alone, why, "flash", setup)
+    both = rows_of("forward and backward", 3.5 * flops, staged(partial(with_backward, causal), x), whole, why, "flash", setup)
+    published = PUBLISHED.get(tokens)
+    return [*forward, *both, *([Row("published, FlashAttention-2 on an H100", f"{published} TFLOP/s")] if published else [])]
+
+
+def documents(setup: Setup) -> list[Row]:
+    """Four documents in a row; a token sees those of its own before it. Two thirds of what is causal is never looked at."""
+    tokens = setup.sizes.lengths[-1]
+    x = operands(setup, tokens)
+    of = torch.arange(tokens, device="cuda") // (tokens // 4)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(tokens, device=q.device)
+        mask = (of[:, None] == of[None, :]) & (at[:, None] >= at[None, :])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    why = setup.without("eager", "inductor")
+    flops = 3.5 * 2.0 * tokens * tokens / 4 * setup.sizes.heads[0] * setup.sizes.heads[2]
+    theirs = None if why else partial(eager_backward, flex(of, tokens), x)
+    return rows_of("documents, forward and backward", flops, staged(partial(with_backward, masked), x), theirs, why, "FlexAttention", setup)
+
+
+def flex(of: Tensor, tokens: int) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (of[q] == of[k]) & (q >= k)
+
+    block = create_block_mask(seen, None, None, tokens, tokens, device="cuda")
+    return partial(torch.compile(flex_attention), block_mask=block, enable_gqa=True)
+
+
+SLICE = Slice(5, "Attention beside flash, 32 query and 8 key heads of 128, bfloat16, causal", (
+    *(Part(f"{n} tokens", partial(length, k)) for k, n in enumerate(REAL.lengths)), Part("documents", documents),
+))  # fmt: skip

@@ -1,0 +1,147 @@
+"""Slice 10: training with state on the host and on disk: what it takes beside all on the device, and beside FSDP2's CPUOffloadPolicy.
+
+OPT of 6.7B in 40 GB, and of 13B with part of its state on disk. Where the card has room for it (16 bytes a parameter), master weights and
+moments are float32 and products bfloat16, as published figures have it (84 % of the speed of all on the device); else all is bfloat16.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import colofunc as cf
+from bench import Row
+from bench.gpu.measuring import Run, eager, ids, staged_run, steps, training
+from bench.gpu.models import Opt
+from bench.gpu.parts import Part, Setup, Slice, at_least, not_run
+from bench.gpu.sizes import Training
+
+PUBLISHED, AIM = 0.84, 0.90
+WIDE_CARD_BYTES = 130 * 10**9
+Wrap = Callable[[Any], Any]
+
+
+def mixed() -> bool:
+    return torch.cuda.mem_get_info()[1] >= WIDE_CARD_BYTES
+
+
+def parameters(of: Training) -> int:
+    d, ffn = of.shape.width, of.shape.ffn
+    return of.shape.layers * (4 * d * d + 2 * d * ffn) + of.shape.vocabulary * d
+
+
+def state_bytes(of: Training) -> int:
+    """Parameters and two moments."""
+    return parameters(of) * (12 if mixed() else 6)
+
+
+def on_card(fn: Any) -> Any:
+    step = cf.shard(fn, cf.Mesh(device="cuda"))
+    return cf.checkpoint(cf.precision(step, "bf16") if mixed() else step)
+
+
+def model(of: Training, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
+    return lambda: Opt(of.shape, torch.float32 if mixed() else dtype, of.length)
+
+
+def run_of(of: Training, setup: Setup, wrap: Wrap) -> Run:
+    step_fn, state = training(model(of, setup.sizes.dtype))
+    return staged_run(wrap(step_fn), state, ids(of))
+
+
+def on_the_device(setup: Setup) -> list[Row]:
+    of, there = setup.sizes.offload, torch.cuda.mem_get_info()[1]
+    least = state_bytes(of) * 4 // 3  # with gradients
+    if least > there:
+        return [not_run("all on the device", f"at least {least / 1e9:.0f} GB of {there / 1e9:.0f} GB are wanted")]
+    found = steps(lambda: run_of(of, setup, on_card), setup.sizes.steps, warm=1)
+    setup.notes["on the device"] = found.seconds
+    return [Row(f"all on the device ({'mixed precision' if mixed() else 'bfloat16'})", found.words(of.tokens))]
+
+
+def within_budget(setup: Setup) -> list[Row]:
+    of, budget = setup.sizes.offload, setup.sizes.offload_budget
+    found = steps(lambda: run_of(of, setup, lambda fn: cf.offload(on_card(fn), budget=budget)), setup.sizes.steps, warm=1)
+    setup.notes["offloaded"] = found.seconds
+    rows, whole = [Row(f"in {budget}", found.words(of.tokens))], setup.notes.get("on the device")
+    if whole is None:
+        return [*rows, not_run("tokens/s, in the budget / all on the device", "that was not measured in this process")]
+    share = whole / found.seconds
+    text = f"{share:.3f} (published {PUBLISHED})"
+    return [*rows, at_least("tokens/s, in the budget / all on the device", share, AIM, text)]
+
+
+def exposed(setup: Setup) -> list[Row]:
+    """How long the card waits for copies, node by node."""
+    of = setup.sizes.offload
+    step_fn, state = training(model(of, setup.sizes.dtype))
+    step, batch = cf.offload(on_card(step_fn), budget=setup.sizes.offload_budget), ids(of)
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profile = step.profile(trace.name, step.init(state, batch), batch)
+    waited = sum(node.mean_s for node in profile.nodes if node.target in COPIES)
+    copies = sum(node.target in COPIES for node in profile.nodes)
+    return [Row("of a step, waiting for copies", f"{waited / profile.clocked_s:.1%} ({1e3 * waited:.4g} ms, {copies} nodes)")]
+
+
+COPIES = {f"colofunc.{kind}" for kind in ("wait", "to_host", "to_device", "to_disk", "put")}
+"""Of a copy that is started before, the wait is what the card stands still for."""
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fsdp2(setup: Setup) -> list[Row]:
+    """The same model as FSDP2's tutorial offloads it: parameters, gradients and the (fused) update on the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    of = setup.sizes.offload
+
+    def make() -> Run:
+        module = model(of, setup.sizes.dtype)()
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+        if mixed():
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for block in module.blocks:
+            fully_shard(block, **options)
+        fully_shard(module, **options)
+        return eager(module, ids(of))
+
+    with group():
+        found = steps(make, max(1, setup.sizes.steps // 2), warm=1)
+    rows, mine = [Row("FSDP2, CPUOffloadPolicy", found.words(of.tokens))], setup.notes.get("offloaded")
+    if mine is None:
+        return [*rows, not_run("tokens/s, ours / FSDP2", "ours was not measured in this process")]
+    return [*rows, at_least("tokens/s, ours / FSDP2", found.seconds / mine, 1.0, f"{found.seconds / mine:.2f}")]
+
+
+def disk(setup: Setup) -> list[Row]:
+    """A model whose state the card and the host are not to hold."""
+    of, budget, host = setup.sizes.disk, setup.sizes.disk_budget, setup.sizes.disk_host
+    with tempfile.TemporaryDirectory() as folder:
+        free = shutil.disk_usage(folder).free
+        if free < state_bytes(of):
+            return [not_run("13B with disk", f"{folder} has {free / 1e9:.0f} GB free, {state_bytes(of) / 1e9:.0f} GB may be wanted")]
+
+        def wrap(fn: Any) -> Any:
+            return cf.offload(on_card(fn), budget=budget, host=host, disk=folder)
+
+        found = steps(lambda: run_of(of, setup, wrap), 1, warm=1)
+    return [Row(f"{parameters(of) / 1e9:.1f}B in {budget}, host {host}, the rest on disk", found.words(of.tokens))]
+
+
+SLICE = Slice(10, "Offload: OPT-6.7B in 40 GB, OPT-13B with disk", (
+    Part("on the device", on_the_device), Part("in 40 GB", within_budget), Part("exposed copies", exposed),
+    Part("FSDP2", fsdp2, ("eager", "nccl")), Part("disk", disk),
+))  # fmt: skip
