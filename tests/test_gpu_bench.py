@@ -145,6 +145,13 @@ def test_a_part_that_leaves_the_card_unusable_ends_its_process(tmp_path: Path, m
     assert list(record.parts(4)) == ["a", "b"]
 
 
+def test_a_part_that_had_less_than_the_limit_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_child", lambda command, of, record, until: time.sleep(0.02))
+    record = Record(tmp_path / "GPU.md")
+    assert not run(three({}), record, "a card", lambda words: None, limit_s=0.01)
+    assert not record.parts(4)
+
+
 @pytest.mark.parametrize("ends, rows", [
     ([("ab", AGAIN), ("c", 0)], {"a": "1", "b": "1", "c": "1"}),
     ([("a", -11), ("c", 0)], {"a": "1", "b": "failed: its process ended with signal 11", "c": "1"}),

@@ -14,7 +14,7 @@ from bench.gpu.record import GPU, Record
 from bench.gpu.runner import LIMIT_S, machine, open_parts, run
 from bench.gpu.slices import SLICES
 
-LEAST_S = 30.0
+LEAST_S = 120.0
 """A slice is not begun with less time than that."""
 
 

@@ -85,7 +85,7 @@ def run(of: Slice, record: Record, where: str, say: Say, limit_s: float = LIMIT_
     while (left := open_parts(of, record, where)) and now() < until:
         status = _child(command or (sys.executable, "-m", "bench.gpu.one"), of, record, until)
         rest = open_parts(of, record, where)
-        if status is None and first and rest and rest == left:  # it had the whole limit
+        if status is None and first and limit_s >= LIMIT_S and rest and rest == left:  # it had the time of a whole slice
             record.add(of, rest[0].name, [failed(rest[0].name, f"stopped after {limit_s:.0f} s")], where)
         elif status not in (None, 0, AGAIN) and rest:
             record.add(of, rest[0].name, [failed(rest[0].name, f"its process ended with {_ending(status)}")], where)
