@@ -116,3 +116,20 @@ def test_what_a_step_captures_may_lie_anywhere() -> None:
                 table, weight = on_card(machine, (small_table, large)) if there else (small_table.clone(), large.clone())
                 found = cf.shard(lambda x, t=table, w=weight: fn(x, t, w), mesh)(x)
                 assert torch.allclose(found.full().cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_function_itself_draws_beside_its_tensors() -> None:
+    """`step.eager` is the user's function on his own device: its numbers are the staged step's."""
+    x = torch.randn(4, 8, dtype=torch.float64)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(8, dtype=x.dtype, device=x.device) + torch.randn_like(x) + torch.bernoulli(x.sigmoid())
+        return nn.functional.dropout(x, 0.5) + drawn * torch.randperm(8, device=x.device)
+
+    torch.manual_seed(0)
+    want = cf.shard(noisy, HOST)(x).full()
+    with Machine(seed=0) as machine:
+        for there in (x, machine.to_card(x)):
+            torch.manual_seed(0)
+            found = cf.shard(noisy, cf.Mesh()).eager(there)
+            assert found.device == there.device and torch.allclose(found.cpu(), want, rtol=1e-12)

@@ -51,7 +51,7 @@ def modes(seed: Tensor | Callable[[], Tensor], sites: Iterator[int] | None = Non
 @contextmanager
 def single_device(seed: Tensor | None = None) -> Iterator[None]:
     """Run a step eagerly under the canonical operators. Without a seed, one is drawn from torch's generator
-    if needed.
+    if needed; random operators find it where their operands lie.
     """
     drawn: list[Tensor] = [] if seed is None else [seed]
 
@@ -61,8 +61,7 @@ def single_device(seed: Tensor | None = None) -> Iterator[None]:
         return drawn[0]
 
     with ExitStack() as stack:
-        for mode in modes(provide):
-            stack.enter_context(mode)
+        stack.enter_context(Canonical(provide, count(), beside=True))
         yield
 
 
@@ -73,9 +72,13 @@ class Canonical(TorchFunctionMode):
     recomputation would count call sites anew and draw other random numbers than the forward pass.)
     """
 
-    def __init__(self, seed: Callable[[], Tensor], sites: Iterator[int]) -> None:
+    def __init__(self, seed: Callable[[], Tensor], sites: Iterator[int], beside: bool = False) -> None:
+        """beside: operators run now, on whichever devices, so that each gets the seed on its own; a traced one has one symbolic device."""
         super().__init__()
         self.seed = seed
+        self.beside = beside
+        self.place: torch.device | None = None  # of the call that is replaced
+        self.copies: dict[torch.device, Tensor] = {}  # of the seed
         self.sites = sites
         self.stream = stream()
         self.experts = Catcher(_autocast)
@@ -94,6 +97,7 @@ class Canonical(TorchFunctionMode):
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
+            self.place = _place(args, kwargs) if self.beside else None
             result = handler(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -109,7 +113,24 @@ class Canonical(TorchFunctionMode):
                 "cf.random(key) stands inside a step, whose numbers follow from one seed per call. Try: `with cf.random(key):` "
                 "around the calls of the step"
             )
-        return self.seed(), next(self.sites)
+        return self._seed_here(), next(self.sites)
+
+    def _seed_here(self) -> Tensor:
+        """The seed where the call is that is replaced."""
+        seed, place = self.seed(), self.place
+        if place is None or seed.device == place:
+            return seed
+        if place not in self.copies:
+            self.copies[place] = seed.to(place)
+        return self.copies[place]
+
+
+def _place(args: Any, kwargs: Any) -> torch.device:
+    """Where a call computes: as it says, where its first tensor lies, or where factories make theirs."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    found = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    return torch.get_default_device() if found is None else found.device
 
 
 class _Overrides:
