@@ -133,3 +133,19 @@ def test_the_function_itself_draws_beside_its_tensors() -> None:
             torch.manual_seed(0)
             found = cf.shard(noisy, cf.Mesh()).eager(there)
             assert found.device == there.device and torch.allclose(found.cpu(), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("s", "t"), [(4, 8), (8, 4), (2, 8)])
+def test_causal_attention_counts_from_the_first_key_on_a_card_too(s: int, t: int) -> None:
+    """Torch aligns the mask to the top left corner, flash-attention to the bottom right one: they differ where s is not t."""
+    q, k, v = torch.randn(2, 4, s, 8), torch.randn(2, 4, t, 8), torch.randn(2, 4, t, 8)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    want = attend(q, k, v)
+    with Machine(seed=0):
+        for mesh, specs in ((cf.Mesh(), None), (cf.Mesh(sp=2, device="cuda"), ("b h (sp s) d", "b h t d", "b h t d"))):
+            for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+                found = cf.shard(attend, mesh, in_specs=specs)(q.to(dtype), k.to(dtype), v.to(dtype)).full().cpu()
+                assert torch.allclose(found.float(), want, atol=bound, rtol=bound)

@@ -13,8 +13,9 @@ import colofunc as cf
 from colofunc import env
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
+from colofunc.mesh.attainable import ATTAINED, attainable
 from colofunc.mesh.cost import rate
-from colofunc.mesh.found import ATTAINED, attainable, found_topology, margin_bytes, preset_of
+from colofunc.mesh.found import found_topology, margin_bytes, preset_of
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
 from colofunc.transforms import machine
@@ -70,6 +71,18 @@ def test_collectives_and_copies_attain_what_was_published() -> None:
     bus = 2 * 7 / 8 * nbytes / older.collective_s("all_reduce", nbytes, ("dp",))
     assert bus == pytest.approx(235e9, rel=0.03)
     assert GIB / eight.copy_s(GIB, "host", "device") == pytest.approx(55.4e9, rel=0.03)
+
+
+def test_a_laptop_plans_with_the_rates_that_are_found_on_the_machine() -> None:
+    named = Mesh(dp=8, topology="8xh100:attainable").topology
+    assert attrs.evolve(named, name="8xh100") == attainable(PRESETS["8xh100"])
+    with Machine(cards=8):
+        found = found_topology(8, 8, CARD)
+    assert (found.device, found.levels, found.links) == (named.device, named.levels, named.links)
+    with pytest.raises(TopologyError, match="no topology '8xh1000'"):
+        Mesh(topology="8xh1000:attainable")
+    with pytest.raises(TopologyError, match="'ideal' has no data sheet's figures"):
+        Mesh(topology="ideal:attainable")
 
 
 # ---- memory

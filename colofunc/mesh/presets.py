@@ -8,7 +8,7 @@ which device sits in which box) and a resolver for names, files and records. `Nx
 
 Rates are dense (no structured sparsity) with 32-bit accumulation. Capacities are the printed decimal gigabytes: a few
 per cent under the physical size, which is what contexts and allocators take. Bandwidths of links are those of the
-standard; what programs attain is less (`colofunc.mesh.found`), and a profiled file (`colofunc.mesh.profile`) is better than either.
+standard; what programs attain is less (`8xh100:attainable`), and a profiled file (`colofunc.mesh.profile`) is better than either.
 Latencies and launch times are typical values, which no data sheet gives.
 """
 
@@ -22,9 +22,11 @@ from collections.abc import Mapping
 import attrs
 
 from colofunc.errors import TopologyError, near
+from colofunc.mesh.attainable import attainable
 from colofunc.mesh.topology import Device, Level, Link, Rate, Tier, Topology
 
 DEFAULT_TOPOLOGY = "gloo-cpu"
+ATTAINABLE = ":attainable"
 
 GB, TB, T = 10**9, 10**12, 1e12
 _US = 1e-6
@@ -304,7 +306,10 @@ PRESETS: dict[str, Topology] = {
 def resolve_topology(
     topology: str | os.PathLike[str] | Topology, extra: Mapping[str, Topology] | None = None
 ) -> Topology:
-    """A topology from a record, a name of `extra` (plugins) or `PRESETS`, `NxDEVICE`, or the path of a saved file."""
+    """A topology from a record, a name of `extra` (plugins) or `PRESETS`, `NxDEVICE`, or the path of a saved file.
+
+    "NAME:attainable": with what programs attain of a data sheet's figures, as a machine is planned that was found.
+    """
     if isinstance(topology, Topology):
         return topology
     if isinstance(topology, os.PathLike):
@@ -314,6 +319,11 @@ def resolve_topology(
     known = {**PRESETS, **(extra or {})}
     if topology in known:
         return known[topology]
+    if topology.endswith(ATTAINABLE):
+        sheet = resolve_topology(topology.removesuffix(ATTAINABLE), extra)
+        if sheet.device.name not in DEVICES:
+            raise TopologyError(f"topology {sheet.name!r} has no data sheet's figures, so {topology!r} says nothing; leave out {ATTAINABLE!r}")
+        return attrs.evolve(attainable(sheet), name=topology)
     match = re.fullmatch(r"(?:(\d+)x)?(.+)", topology)
     assert match is not None or not topology
     device = match.group(2) if match else ""
