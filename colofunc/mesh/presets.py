@@ -322,7 +322,7 @@ def resolve_topology(
     if topology.endswith(ATTAINABLE):
         sheet = resolve_topology(topology.removesuffix(ATTAINABLE), extra)
         if sheet.device.name not in DEVICES:
-            raise TopologyError(f"topology {sheet.name!r} has no data sheet's figures, so {topology!r} says nothing; leave out {ATTAINABLE!r}")
+            raise TopologyError(f"topology {sheet.name!r} has no data sheet's figures to take less of; leave out {ATTAINABLE!r}")
         return attrs.evolve(attainable(sheet), name=topology)
     match = re.fullmatch(r"(?:(\d+)x)?(.+)", topology)
     assert match is not None or not topology
