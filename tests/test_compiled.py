@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
@@ -140,10 +141,10 @@ def test_functions_differ_where_their_operators_do(first, second):
     assert one.text(values) != one.text({i: Value(i, (5,), torch.float64) for i in range(3)})
 
 
-@pytest.mark.parametrize("kind", ["tp", "dp"])
-def test_functions_do_not_grow_with_layers(kind):
+@pytest.mark.parametrize(("kind", "dropout"), [("tp", 0.0), ("dp", 0.0), ("dp", 0.1)])
+def test_functions_do_not_grow_with_layers(kind, dropout):
     def of(depth):
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
         net = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         mesh, plan = (Mesh(tp=2), tensor("1d", "tp")) if kind == "tp" else (Mesh(dp=2), zero(3, "dp"))
         return functions_of(net, cf.abstract((4, 8, 16)), mesh, plan)
@@ -174,6 +175,27 @@ def test_segments_are_not_long_where_they_repeat():
     assert [k for piece in found for k in range(piece.first, piece.first + piece.count)] == list(range(len(text)))
     assert max(piece.count for piece in found) <= LONGEST
     assert len({piece.text(p.values) for piece in found}) <= 5
+
+
+def test_call_sites_are_operands_of_one_function():
+    """Dropout behind each of two layers: one function, whose masks differ, fused with its neighbours."""
+    nodes = [
+        ("aten.sin.default", (R(0),), (2,)),
+        ("colofunc.dropout", (R(2), R(1), 7, 0.5), (3,)),
+        ("aten.exp.default", (R(3),), (4,)),
+        ("colofunc.all_reduce", (R(4), ("dp",), 1, "sum"), (5,)),
+        ("aten.sin.default", (R(5),), (6,)),
+        ("colofunc.dropout", (R(6), R(1), 8, 0.5), (7,)),
+        ("aten.exp.default", (R(7),), (8,)),
+    ]
+    p = program([0, 1], nodes, [4, 8], [(60,), (), *[(60,)] * 7])
+    p = attrs.evolve(p, values={**p.values, 1: attrs.evolve(p.values[1], dtype=torch.int64)})
+    segmented, bound = compile_segments(p, EAGER)
+    assert targets(segmented) == ["segment.0.", "colofunc.all_reduce", "segment.0."]
+    inputs, mesh = [[r(60)], [SEED]], Mesh(dp=1)
+    got, want = SimulatedProgram(segmented, mesh, bound)(inputs), run_simulated(p, mesh, inputs)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert len(bound["segment.0."].compiled) == 1
 
 
 # ---- how operands lie ----
@@ -209,6 +231,9 @@ def test_a_function_that_writes_sees_how_its_operands_overlap():
 # ---- what a compiler sees ----
 
 
+SEED = torch.tensor(5)
+
+
 def r(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -232,6 +257,13 @@ SEEN = {
         (r(6, 3).log_softmax(1), r(()), torch.tensor([0, 1, 2, -100, 0, 2]), how, -100, torch.tensor(5.0, dtype=torch.float64))
         for how in (1, 2)
     ] + [(r(3, 3).log_softmax(1), r(3), classes(3), 0, -100, torch.tensor(3.0, dtype=torch.float64))],
+    "colofunc.random_bits": [(SEED, 3, (4, 5)), (SEED, 3, (4, 12), (4, 12), (24, 2), torch.tensor(1))],
+    "colofunc.random_uniform": [(SEED, 3, (4, 5), dtype) for dtype in (torch.float32, torch.bfloat16)],
+    "colofunc.random_bernoulli": [(SEED, 3, (4, 500), torch.bool, 0.9), (SEED, 3, (), torch.float32, 0.5)],
+    "colofunc.dropout": [
+        (r(4, 500), SEED, 3, 0.1), (r(5, 4).t(), SEED, 3, 0.5, (4, 5), (10, 1), torch.tensor(7)), (r(4).bfloat16(), SEED, 3, 1 / 3),
+        (r(4, 5), SEED, 3, 1.0),
+    ],
 }  # fmt: skip
 
 
@@ -251,6 +283,23 @@ def test_a_compiler_sees_operators_of_torch_with_the_same_numbers(target):
         names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
         assert names and not [name for name in names if not name.startswith(("aten.", "prims."))]
         assert "aten._local_scalar_dense.default" not in names
+
+
+@pytest.mark.parametrize("target", ["random_bits", "random_uniform", "random_bernoulli", "dropout"])
+def test_random_numbers_fuse_with_their_neighbours(target):
+    """Inductor writes one kernel for a card where every word that is mixed has the shape of the result (a key of one element would be a
+    kernel of its own), and computes products of bare positions in 32 bits."""
+    first = (r(6, 40),) if target == "dropout" else ()
+    middle = {
+        "random_bits": ((6, 40),), "random_uniform": ((6, 40), torch.float32), "random_bernoulli": ((6, 40), torch.bool, 0.9),
+        "dropout": (0.9,),
+    }[target]  # fmt: skip
+    function = partial(FOR_COMPILERS[f"colofunc.{target}"], *first)
+    graph = make_fx(lambda seed, site, offset: function(seed, site, *middle, (6, 40), (80, 1), offset))(SEED, SEED, SEED).graph
+    mixing = [node for node in graph.nodes if node.target is torch.ops.aten.bitwise_xor.Tensor]
+    assert len(mixing) >= 8 and {node.meta["val"].shape for node in mixing} == {(6, 40)}
+    positions = [node for node in graph.nodes if node.target is torch.ops.aten.arange.default]
+    assert positions and {user.target for node in positions for user in node.users} == {torch.ops.aten.bitwise_or.Scalar}
 
 
 def test_a_graph_is_made_for_the_device_of_its_operands():

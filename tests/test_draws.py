@@ -37,7 +37,7 @@ def test_the_expressions_are_the_operators(place) -> None:
         assert torch.equal(draws.uniform(index, key, dtype), R.random_uniform(SEED, 3, shape, dtype, *rest))
         assert torch.equal(draws.normal(index, key, dtype), R.random_normal(SEED, 3, shape, dtype, *rest))
     for q in (0.0, 0.9, 0.5, 1 / 3, 1.0 - 2.0**-41, 1.0):
-        assert torch.equal(draws.keep(index, q, key), R.random_bernoulli(SEED, 3, shape, torch.bool, q, *rest))
+        assert torch.equal(draws.keep(q, index, key), R.random_bernoulli(SEED, 3, shape, torch.bool, q, *rest))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,9 +26,9 @@ import torch.fx
 from colofunc import compat
 from colofunc.executors.kernels import check_words, result_kind
 from colofunc.executors.pools import accelerator
-from colofunc.executors.segments import REARRANGE, Piece, pieces, rearranged
+from colofunc.executors.segments import REARRANGE, Piece, pieces, rearranged, unnumbered
 from colofunc.executors.source import flat_results
-from colofunc.ops.define import FOR_COMPILERS
+from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import takes_device
 from colofunc.program.ir import Node, Program, Ref, map_refs
@@ -67,16 +68,19 @@ def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segmen
         known[text] = Segment(target, piece, compiler)
     head = piece.nodes[0]
     note = f"{len(piece.nodes)} operators compiled"
-    return Node(known[text].target, tuple(Ref(i) for i in piece.ins), (), piece.outs, head.phase, head.path, head.line, note)
+    operands = (*(Ref(i) for i in piece.ins), *piece.numbers)
+    return Node(known[text].target, operands, (), piece.outs, head.phase, head.path, head.line, note)
 
 
 def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
     """The FX graph of a piece on a device; its results are a tuple."""
     graph = torch.fx.Graph()
     env: dict[int, Any] = {i: graph.placeholder(f"v{i}") for i in piece.ins}
+    numbers = iter([graph.placeholder(f"number{k}") for k in range(len(piece.numbers))])
     for node in piece.nodes:
         check_words(node)
-        args, kwargs = (_on(device, map_refs(given, env.__getitem__)) for given in (node.args, node.kwargs))
+        given = unnumbered(node, next(numbers)) if node.target in NUMBERED else node.args
+        args, kwargs = (_on(device, map_refs(tree, env.__getitem__)) for tree in (given, node.kwargs))
         named = dict(kwargs)
         if node.target.startswith("aten.") and takes_device(node.target) and (not node.refs or named.get("device") is not None):
             named["device"] = device
@@ -125,16 +129,24 @@ class Segment:
         self.compiled: dict[Any, Compiled] = {}
         self._compiler = compiler
 
-    def __call__(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    def __call__(self, *operands: Any) -> Sequence[torch.Tensor]:
+        inputs = operands[: len(self.piece.ins)]
         lie: Any = tuple([x.stride() for x in inputs])
         device = inputs[0].device
         if self.piece.changed:
             lie = lie, shared(inputs)
         compiled = self.compiled.get((device, lie))
+        given = (*inputs, *map(_number, operands[len(inputs) :]))
         if compiled is None:
             module = graph_of(self.piece, accelerator(inputs))
-            compiled = self.compiled[device, lie] = compat.compile_graph(module, inputs, self._compiler)
-        return compiled(*inputs)
+            compiled = self.compiled[device, lie] = compat.compile_graph(module, given, self._compiler)
+        return compiled(*given)
+
+
+@cache
+def _number(value: int) -> torch.Tensor:
+    """A number that a compiled function reads: of the host, so that nothing is sent to a device beforehand."""
+    return torch.tensor(value)
 
 
 def shared(inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:

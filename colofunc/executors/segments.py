@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
 from colofunc.dtensor.strategies import FREE
-from colofunc.ops.define import FOR_COMPILERS
+from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 
@@ -50,6 +51,11 @@ class Piece:
     outs: tuple[int, ...]  # values that it makes and that are read behind it
     changed: tuple[int, ...]  # which of `ins` it writes to
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The integers that it is given behind `ins`: those in which calls of equal layers differ."""
+        return tuple(node.args[NUMBERED[node.target]] for node in self.nodes if node.target in NUMBERED)
+
     def text(self, values: Mapping[int, Value]) -> str:
         """Equal for two pieces if and only if one function can stand for both."""
         names: dict[int, int] = {}
@@ -60,9 +66,15 @@ class Piece:
         given = [(name(i), values[i].shape, values[i].dtype) for i in self.ins]
         calls = []
         for node in self.nodes:
-            operands = map_refs((node.args, node.kwargs), name)
+            operands = map_refs((unnumbered(node), node.kwargs), name)
             calls.append((node.target, operands, [None if o is None else name(o) for o in node.outs]))
         return repr((given, calls, [name(o) for o in self.outs]))
+
+
+def unnumbered(node: Node, number: Any = None) -> tuple[Any, ...]:
+    """The arguments of a node, `number` in place of the integer that it alone has."""
+    at = NUMBERED.get(node.target)
+    return node.args if at is None else (*node.args[:at], number, *node.args[at + 1 :])
 
 
 def pieces(program: Program) -> list[Piece]:
@@ -115,7 +127,7 @@ def _cuts(nodes: Sequence[Node], values: Mapping[int, Value]) -> list[tuple[int,
 def _kind_text(node: Node, values: Mapping[int, Value]) -> str:
     """What is equal of nodes at the same place of two layers."""
     of = [(values[i].shape, values[i].dtype) for i in (*node.refs, *node.outs) if i is not None]
-    return repr((node.target, map_refs((node.args, node.kwargs), lambda i: None), of))
+    return repr((node.target, map_refs((unnumbered(node), node.kwargs), lambda i: None), of))
 
 
 def _reach(nodes: Sequence[Node]) -> list[int]:

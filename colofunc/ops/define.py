@@ -26,6 +26,8 @@ LIBRARIES: dict[str, torch.library.Library] = {}
 KERNELS: dict[str, Callable[..., Any]] = {}
 # "colofunc.linear" -> the same in operators of torch, for those that a compiler may fuse with their neighbours.
 FOR_COMPILERS: dict[str, Callable[..., Any]] = {}
+# Of these, those that equal layers call with another number each, and which argument that is: "colofunc.dropout" -> 2.
+NUMBERED: dict[str, int] = {}
 
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
@@ -57,11 +59,15 @@ def define(
     namespace: str = NAMESPACE,
     library: torch.library.Library | None = None,
     for_compilers: Callable[..., Any] | None = None,
+    number: str | None = None,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
     `for_compilers`: the same in operators of torch, with no question about a tensor but its shape, dtype, strides and device; a
     compiled step then fuses it with its neighbours. Without it the operator is called between compiled segments.
+
+    `number`: an integer argument in which calls of equal layers differ. A compiled function is given it as a 0-dim tensor of the
+    host, so that all of them share it.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -82,6 +88,8 @@ def define(
     KERNELS[f"{namespace}.{name}"] = kernel
     if for_compilers is not None:
         FOR_COMPILERS[f"{namespace}.{name}"] = for_compilers
+    if number is not None:
+        NUMBERED[f"{namespace}.{name}"] = [argument.name for argument in op._schema.arguments].index(number)
     return Operator(f"{namespace}.{name}", op, kernel, function)
 
 

@@ -5,7 +5,7 @@ the number of an element is a few integer operations on its index; written with 
 whatever stands before and behind.
 
     index = torch.arange(6).view(2, 3)
-    x * keep(index, 0.9, key_of(seed, site=3)).to(x.dtype)        # one loop when compiled, no mask in memory
+    x * keep(0.9, index, key_of(seed, site=3)).to(x.dtype)        # one loop when compiled, no mask in memory
 
 The numbers are those of `colofunc.ops.random` (bits, uniform, Bernoulli) and `colofunc.ops.masks` (bytes of words), bit
 for bit; normal ones agree as far as `erfinv` of two devices does.
@@ -63,9 +63,10 @@ def mixed(z: Tensor, top_only: bool = False) -> Tensor:
     return z
 
 
-def key_of(seed: Tensor, site: int) -> Tensor:
+def key_of(seed: Tensor, site: int | Tensor) -> Tensor:
     """The stream of a call site: mixed twice, so that neighbouring seeds and sites share nothing."""
-    return mixed(mixed(seed) + signed((site + 1) * GAMMA))
+    add = (site + 1) * signed(GAMMA) if isinstance(site, Tensor) else signed((site + 1) * GAMMA)
+    return mixed(mixed(seed) + add)
 
 
 def bits(index: Tensor, key: Tensor | int, top_only: bool = False) -> Tensor:
@@ -86,7 +87,7 @@ def normal(index: Tensor, key: Tensor | int, dtype: torch.dtype) -> Tensor:
     return (u.erfinv() * SQRT2).to(dtype)
 
 
-def keep(index: Tensor, q: float, key: Tensor | int) -> Tensor:
+def keep(q: float, index: Tensor, key: Tensor | int) -> Tensor:
     """Whether draws of probability q say yes; one word for each element."""
     threshold = Threshold.of(q)
     if threshold.byte > 255:

@@ -112,6 +112,20 @@ def dim_indices(
     return [_outer_sum(inside, device) for inside in atoms_of_dims(shape, sizes, strides)]
 
 
+def index_tensor(
+    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], offset: Tensor | None, device: torch.device
+) -> Tensor:
+    """The global index of every element, as one expression that a compiler does not keep in memory."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    pairs = merged(zip(*atoms(shape, sizes, strides), strict=True))
+    for dim, (size, stride) in enumerate(pairs):
+        # Inductor multiplies bare positions as it does offsets in memory, in 32 bits where the local tensor is small enough: global
+        # indices, and products with 64 bits, would overflow. Behind a bitwise operator they are numbers of 64 bits.
+        far = (torch.arange(size, device=device) | 0) * stride
+        index = index + far.view([size if k == dim else 1 for k in range(len(pairs))])
+    return (index if offset is None else index + offset).reshape(tuple(shape))
+
+
 def _outer_sum(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """(prod of sizes,) of sum(c_k * stride_k), row-major over the atoms."""
     total = torch.zeros(1, dtype=torch.int64, device=device)

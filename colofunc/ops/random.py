@@ -21,6 +21,7 @@ Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from colofunc.errors import InputError
 from colofunc.ops import draws
 from colofunc.ops import random_kernels as kernels
 from colofunc.ops.define import define
-from colofunc.ops.indices import Index, index_of
+from colofunc.ops.indices import Index, index_of, index_tensor
 from colofunc.ops.masks import Words, keep_tiles, mix_words
 from colofunc.ops.random_kernels import Place
 from colofunc.ops.seeds import GAMMA, MASK64, mix_int, signed
@@ -290,20 +291,64 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, None, None, None, None, None, None
 
 
+# ---- for compilers ----
+# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes thirty times as long as ours.
+
+
+def _expression(seed: Tensor, site: int | Tensor, shape: Sequence[int], place: Place, draw: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`draw` of the indices and the key, all of one shape: a compiler would compute the key, one number, in a kernel of its own."""
+    key = draws.key_of(seed.expand(tuple(shape)), site)
+    return draw(index_tensor(shape, *place, seed.device), key)
+
+
+def _bits_expression(
+    seed: Tensor, site: int | Tensor, shape: Sequence[int], sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _expression(seed, site, shape, (sizes, strides, offset), draws.bits)
+
+
+def _uniform_expression(
+    seed: Tensor, site: int | Tensor, shape: Sequence[int], dtype: torch.dtype, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _expression(seed, site, shape, (sizes, strides, offset), partial(draws.uniform, dtype=dtype))
+
+
+def _bernoulli_expression(
+    seed: Tensor, site: int | Tensor, shape: Sequence[int], dtype: torch.dtype, p: float, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (), offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _expression(seed, site, shape, (sizes, strides, offset), partial(draws.keep, p)).to(dtype)
+
+
+def _dropout_expression(
+    x: Tensor, seed: Tensor, site: int | Tensor, p: float, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if p >= 1.0:
+        return torch.zeros_like(x)
+    keep = _expression(seed, site, x.shape, (sizes, strides, offset), partial(draws.keep, 1.0 - p))
+    return x * keep.to(x.dtype) * (1.0 / (1.0 - p))
+
+
 _PLACE = "int[] sizes=[], int[] strides=[], Tensor? offset=None"
-random_bits = define(f"random_bits(Tensor seed, int site, int[] shape, {_PLACE}) -> Tensor", _random_bits, _fake_bits)
+random_bits = define(
+    f"random_bits(Tensor seed, int site, int[] shape, {_PLACE}) -> Tensor", _random_bits, _fake_bits,
+    for_compilers=_bits_expression, number="site",
+)  # fmt: skip
 random_uniform = define(
-    f"random_uniform(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_uniform, _fake
-)
+    f"random_uniform(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_uniform, _fake,
+    for_compilers=_uniform_expression, number="site",
+)  # fmt: skip
 random_normal = define(
     f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake
 )
 random_bernoulli = define(
-    f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor",
-    _random_bernoulli,
-    _fake,
-)
+    f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor", _random_bernoulli, _fake,
+    for_compilers=_bernoulli_expression, number="site",
+)  # fmt: skip
 dropout = define(
     f"dropout(Tensor x, Tensor seed, int site, float p, {_PLACE}) -> Tensor",
-    _dropout, _dropout_fake, (_save_dropout, _dropout_backward),
+    _dropout, _dropout_fake, (_save_dropout, _dropout_backward), for_compilers=_dropout_expression, number="site",
 )  # fmt: skip

@@ -55,4 +55,4 @@ def numbers_of(draw: Draw, index: Tensor, seed: Tensor, dtype: torch.dtype) -> A
     if draw.kind == "normal":
         return draws.normal(index, key, dtype)
     threshold = draw.threshold
-    return draws.keep(index, threshold.byte / 256 + threshold.rest / 2.0**39, key).to(dtype)
+    return draws.keep(threshold.byte / 256 + threshold.rest / 2.0**39, index, key).to(dtype)
