@@ -55,6 +55,7 @@ from colofunc.mesh.profile import profile_mesh
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
+from colofunc.ops.kernels import Kernel as Kernel
 from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.plan import Plan
@@ -95,6 +96,7 @@ __all__ = [
     "Cost",
     "DTensor",
     "InputError",
+    "Kernel",
     "Layout",
     "MemoryPolicy",
     "Mesh",

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops import attention_guards as guards
-from colofunc.ops.attention import CUDA_KERNELS, blockwise, blockwise_backward, merge
+from colofunc.ops.attention import CUDA_KERNELS, blockwise, blockwise_backward
 from colofunc.ops.attention_bands import band_of, cut, visible_pairs
+from colofunc.ops.attention_parts import merge
 from colofunc.ops.define import KERNELS
 from colofunc.ops.kernels import Kernel, KernelCall, Like, bound, choose, describe, run_of, table_of
 
@@ -67,9 +68,10 @@ def test_a_band_is_what_causal_masks_windows_offsets_and_stripes_show() -> None:
         band = band_of(causal, window, rows, columns)
         assert band is not None
         part = cut(band, s, t)
-        assert visible_pairs(part) == len(wanted)
+        assert (part is None) == (not wanted)
         if part is None:
             continue
+        assert visible_pairs(part) == len(wanted)
         n, m = part.i1 - part.i0, part.j1 - part.j0
         ahead_of = {(i + part.i0, j + part.j0): j - i - (m - n) for i in range(n) for j in range(m)}
         shown = {p for p, a in ahead_of.items() if (part.left < 0 or a >= -part.left) and (part.right < 0 or a <= part.right)}
@@ -88,7 +90,7 @@ def test_a_band_is_what_causal_masks_windows_offsets_and_stripes_show() -> None:
 def layouts() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Calls of torch's operators: shapes, strides and options of all sorts, numbers in bfloat16."""
     drawn = random.Random(0)
-    for b, h, s, t, e in ((1, 2, 5, 5, 8), (2, 4, 40, 24, 16), (3, 2, 32, 64, 8)):
+    for b, h, s, t, e in ((1, 2, 5, 5, 8), (2, 4, 40, 24, 16)):
         rows_first = drawn.random() < 0.5
 
         def heads(n: int, width: int, b: int = b, h: int = h, rows_first: bool = rows_first) -> Tensor:
@@ -202,13 +204,17 @@ def generated(drawn: random.Random) -> dict[str, Any]:
     call: dict[str, Any] = {"scale": 0.3, "causal": drawn.random() < 0.6, "window": drawn.choice([0, 0, 3, 9])}
     make = lambda n, width, h: torch.randn(b, n, h, width, dtype=torch.float64).transpose(1, 2)  # noqa: E731
     call["q"], call["k"], call["v"] = make(s, e, g * r), make(t, e, g), make(t, f, g)
-    where = drawn.choice(["start", "start", "offsets", "stripes", "anywhere"])
+    where = drawn.choice(["start", "start", "offsets", "stripes", "stripe", "anywhere"])
     if where == "offsets":
         call["q_offset"], call["k_offset"] = (torch.tensor(drawn.choice([0, 3, 20])) for _ in range(2))
     elif where == "stripes":
         call["q_offset"], call["k_offset"] = torch.arange(s) * 3 + drawn.randrange(3), torch.arange(t) * 3 + drawn.randrange(3)
+    elif where == "stripe":
+        call["q_offset"] = torch.arange(s) * 3 + drawn.randrange(3)
     elif where == "anywhere":
         call["q_offset"], call["k_offset"] = torch.randperm(40)[:s].sort().values, torch.randperm(40)[:t].sort().values
+    if drawn.random() < 0.2:
+        return {"scale": 0.3, "causal": call["causal"], "q": make(17, 8, g * r), "k": make(17, 8, g), "v": make(17, 16, g)}
     kind = drawn.choice(["none", "none", "bias", "bool", "documents"])
     if kind == "bias":
         call["bias"] = torch.randn(*drawn.choice([(b, g * r, s, t), (1, g * r, s, t), (b, 1, 1, t), (s, t)]), dtype=torch.float64)
@@ -247,7 +253,7 @@ def test_kernels_of_torch_give_the_operator_on_generated_calls(in_float64: None)
     """Whatever a guard lets through, causal, windows, documents, grouped heads, offsets, stripes: to the last bits of float64."""
     torch.manual_seed(0)
     drawn, seen = random.Random(1), dict.fromkeys(("flash", "cudnn", "efficient", "biased"), 0)
-    for case in range(160):
+    for case in range(130):
         call = generated(drawn)
         args = forward_args(call)
         wanted = blockwise(*args)
@@ -380,7 +386,7 @@ def test_causal_attention_of_an_8b_shape_is_one_kernel_forward_and_one_backward(
 
 def test_nothing_waits_on_the_card_and_numbers_are_those_of_the_host() -> None:
     torch.manual_seed(0)
-    drawn, cases = random.Random(2), 24
+    drawn, cases = random.Random(2), 15
     for case in range(cases):
         call = generated(drawn)
         if "bias" in call and case % 2:
@@ -415,6 +421,50 @@ def test_dropout_keeps_its_bits_on_the_card_and_does_not_wait() -> None:
         found = KERNELS[FORWARD](*forward_args(here))
         assert not machine.waits, machine.places
         torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=1e-5, atol=1e-5)
+
+
+class Counted(TorchDispatchMode):
+    """Operators of attention that are called, and what else is launched (all but views and empty tensors)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: list[str] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.__name__
+        if "attention" in name:
+            self.attention.append(name)
+        elif not any(r.alias_info is not None for r in func._schema.returns) and not name.startswith(("empty", "new_empty", "device")):
+            self.others.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rows", "more", "calls"), [
+    (8192, {}, 1),
+    (8192, {"window": 1024}, 1),
+    (8192, {"q_offset": torch.tensor(8192), "k_offset": torch.tensor(0)}, 1),
+    (8192, {"q_offset": torch.arange(8192) * 4 + 2, "k_offset": torch.arange(8192) * 4}, 1),
+    (2048, {"q_offset": torch.arange(2048) * 4 + 2}, 4),
+])  # fmt: skip
+def test_torch_s_shape_functions_take_what_guards_let_through_at_full_size(rows: int, more: dict[str, Any], calls: int) -> None:
+    """Of an 8B model: causal, a window, a block of a ring behind, stripes, and a stripe over all columns."""
+    torch._C._ensureCUDADeviceGuardSet()
+    with FakeTensorMode():
+        sizes = ((rows, 32), (8192, 8), (8192, 8))
+        q, k, v = (torch.empty(1, n, h, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for n, h in sizes)
+    call = {"q": q, "k": k, "v": v, "scale": 128**-0.5, "causal": True}
+    with Counted() as counted:
+        out, lse = KERNELS[FORWARD](*forward_args(call | more))
+        assert counted.attention == ["_flash_attention_forward.default"] * calls
+        assert calls > 1 or not counted.others, "nothing but the kernel is launched"
+        counted.attention.clear()
+        grads = KERNELS[BACKWARD](*backward_args(call | more, out, out, lse))
+        assert counted.attention == ["_flash_attention_backward.default"] * calls
+        assert calls > 1 or not counted.others
+    for got, said in zip((out, lse), torch.ops.colofunc.attention(*forward_args(call)), strict=True):
+        assert (got.shape, got.stride(), got.dtype, got.device) == (said.shape, said.stride(), said.dtype, said.device)
+    assert [g.shape for g in grads[:3]] == [x.shape for x in (q, k, v)]
 
 
 def test_a_mask_is_made_for_bounded_rows_at_once(monkeypatch: pytest.MonkeyPatch, in_float64: None) -> None:

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colofunc.errors import RuleError, TraceError
 from colofunc.ops import canonical
-from colofunc.ops.attention import attention, attention_backward, merge
+from colofunc.ops.attention import attention, attention_backward
+from colofunc.ops.attention_parts import merge
 from colofunc.ops.define import KERNELS
 from colofunc.ops.linear import linear, linear_dw, linear_dx
 from colofunc.ops.update import IN_PLACE, adamw, adamw_, sgd, sgd_

@@ -244,9 +244,11 @@ def test_named_plans_ask_the_rules_that_they_are_given(plan: Any, monkeypatch: p
 
 def test_every_hook_is_merged() -> None:
     tables: dict[str, Any] = {hook: {f"{hook}.mine": len} for hook in HOOKS}
-    tables["colofunc_kernels"] = {("aten.mm.default", "cuda"): len}
+    kernel = cf.Kernel("aten.mm.default", "cuda", len, len, len, len)
+    tables["colofunc_kernels"] = [kernel]
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
-    assert registry.kernels == {("aten.mm.default", "cuda"): len}
+    assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
+    assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
@@ -291,8 +293,12 @@ def test_wrong_types() -> None:
         plugin("texts", colofunc_strategies=lambda: {"aten.cumsum.default": "{tp: d}"}),
     )
     refuses(
-        "colofunc_kernels of plugin 'keys' has key 'aten.mm.default'; see the hook's documentation for its form",
+        "colofunc_kernels of plugin 'keys' gave 'aten.mm.default'; give cf.Kernel records",
         plugin("keys", colofunc_kernels=lambda: {"aten.mm.default": len}),
+    )
+    refuses(
+        "colofunc_rules of plugin 'keys' has key ('aten.mm.default', 'cuda'); see the hook's documentation for its form",
+        plugin("keys", colofunc_rules=lambda: {("aten.mm.default", "cuda"): len}),
     )
     refuses("plugin 'empty' implements no hook; give a module (or object) with functions marked @cf.hookimpl", plugin("empty"))
 

@@ -26,7 +26,7 @@ NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
 READ = frozenset(
     {
         "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_memory_policies", "colofunc_passes", "colofunc_topologies",
-        "colofunc_transforms",
+        "colofunc_transforms", "colofunc_kernels",
     }
 )  # fmt: skip
 EXAMPLE = ROOT / "examples" / "scan_plugin"

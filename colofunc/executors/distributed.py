@@ -154,6 +154,9 @@ class RankWires:
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
 
 
+    def place(self, axes: Sequence[str], lane: int) -> int:
+        return self.groups.mesh.index(self.groups.rank, axes)
+
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         start, device = writer.bind(writer.start, "copy_start"), writer.bind(writer.device, "device")
         operands = "".join(f"{writer.where[i][0]}, " for i in node.refs)

@@ -42,6 +42,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
             dying.setdefault(end, []).append(id)
     writer.line(f"for {counter} in range({loop.trips}):")
     writer.loops.append((loop, counter))
+    writer.choices.enter(node)
     outer = writer.passing
     pools = [writer.pooled(o) for o in node.outs]
     writer.program, writer.passing = loop.body, None if outer is None else outer.inside.get(node.outs)
@@ -56,6 +57,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
             writer.line(writer.look(writer))
         writer.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
     writer.loops.pop()
+    writer.choices.leave()
     writer.program, writer.where, writer.passing = program, where, outer
     where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
 

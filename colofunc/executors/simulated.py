@@ -187,6 +187,9 @@ class SimulatedWires:
             else:
                 writer.where[out] = results
 
+    def place(self, axes: Sequence[str], lane: int) -> int:
+        return self.mesh.index(lane, axes)
+
     # ---- communication ----
 
     def _collective(self, writer: Writer, node: Node, kind: str, stem: str) -> tuple[str, ...]:

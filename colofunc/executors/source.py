@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from colofunc.executors.choices import Choices, Chosen
 from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
 from colofunc.executors.loops import only as only
@@ -51,6 +52,9 @@ class Wires(Protocol):
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """Write the lines of one collective, `wait` or layout move and define its result."""
+
+    def place(self, axes: Sequence[str], lane: int) -> int:
+        """The index of a lane's rank along axes."""
 
 
 Tap = Callable[["Writer", int, Node], None]
@@ -100,6 +104,7 @@ class Writer:
         self._node = -1
         self.sharing = Sharing(self, sparing)
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
+        self.choices = Choices(program, device, wires.place)
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)
@@ -228,19 +233,31 @@ class Writer:
         many = len(classes) > 1
         for key, c in classes.items():
             lane = keys.index(key)
+            chosen = self.choices.of(node, lane) if bound is None else None
+            if chosen is not None:
+                self.line(self._assignment(self._targets(node, c, many), self._kernel_call(node, chosen, lane), result))
+                continue
             words = [self.literal(a, lane) for a in node.args]
             words += [
                 f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
             ]
             call = f"{name}({', '.join(words)})"
             self.settle(self.on_host(node.refs, lane), self.on_host(changed, lane))
-            targets = ["_" if o is None else f"{self.stem(o)}_{c}" if many else self.stem(o) for o in node.outs]
-            self.line(self._assignment(targets, call, result))
+            self.line(self._assignment(self._targets(node, c, many), call, result))
         for o in node.outs:
             if o is not None:
                 self.where[o] = tuple(f"{self.stem(o)}_{classes[key]}" if many else self.stem(o) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
+
+    def _targets(self, node: Node, which: int, many: bool) -> list[str]:
+        """Variables of the results of one of several sets of operands."""
+        return ["_" if o is None else f"{self.stem(o)}_{which}" if many else self.stem(o) for o in node.outs]
+
+    def _kernel_call(self, node: Node, chosen: Chosen, lane: int) -> str:
+        """A call of a kernel for this device; positions that the host knows are tensors of the host."""
+        words = [self.bind(arg, "known") if isinstance(arg, torch.Tensor) else self.literal(arg, lane) for arg in chosen.arguments]
+        return f"{self.bind(chosen.kernel.fn, chosen.kernel.fn.__name__)}({', '.join(words)})"
 
     def updates(self, run: Sequence[int]) -> bool:
         """One line for a run of updates; False where lanes update different tensors, each of which has a line of its own."""

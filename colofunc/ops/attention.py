@@ -10,7 +10,7 @@ can compute its block and blocks can be merged:
       one row of a batch, columns that are padding. Sizes of 1 are broadcast in b.
     lse = log sum exp of the visible scores; a row that sees nothing gives out = 0 and lse = -inf
 
-Two blocks of keys merge as `out = sum_k exp(lse_k - lse) out_k` with `lse = logaddexp(lse_k)` (`merge`), and the
+Two blocks of keys merge as `out = sum_k exp(lse_k - lse) out_k` with `lse = logaddexp(lse_k)` (`attention_parts.merge`), and the
 backward of each block runs with the merged `out` and `lse`.
 
 Dropout keeps weight (b, h, i, j) of the full batch by the counter-based bits of `colofunc.ops.random`: `sizes`,
@@ -60,18 +60,6 @@ from colofunc.ops.kernels import Kernel, bound, capability_at, choose, describe,
 
 aten = torch.ops.aten
 FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention over several blocks of keys from its parts: outs (b, h, s, f), lses (b, h, s)."""
-    stacked = torch.stack(tuple(lses))
-    lse = torch.logsumexp(stacked, 0)
-    # A row that no block sees has lse -inf; any finite number there gives weight 0.
-    weights = torch.exp(stacked - lse.nan_to_num(neginf=0.0))
-    total = torch.zeros_like(outs[0], dtype=lse.dtype)
-    for weight, out in zip(weights, outs, strict=True):
-        total = total + weight.unsqueeze(-1) * out
-    return total.to(outs[0].dtype), lse
 
 
 # ---- on a device ----

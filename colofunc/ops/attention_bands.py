@@ -11,14 +11,21 @@ window of a flash kernel, which it counts from the last column of the last row:
     causal, all keys before all rows  left = right = -1           all see all: a block behind
     causal, all rows before all keys  None                        nothing to do
 
+Rows that stand n apart (a stripe) over all columns are no band; over every n-th column they are: n calls, whose results are merged.
+
 Source of the convention: flash-attention 2.1 (Dao 2023), "causal and window are aligned to the bottom right corner".
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import attrs
 
 from colofunc.ops.kernels import Run
+
+# Stripes of more ranks are computed with a mask: so many calls are no longer quicker.
+MAX_COMBS = 16
 
 
 @attrs.frozen
@@ -94,10 +101,37 @@ def cut(band: Band, s: int, t: int) -> Cut | None:
     return Cut(i0, i1, j0, j1, left, right)
 
 
-def visible_pairs(cut_: Cut | None) -> int:
+@attrs.frozen
+class Comb:
+    """The columns first, first + step, ..., and what of them the rows see."""
+
+    first: int
+    step: int
+    cut: Cut
+
+
+@lru_cache(maxsize=4096)
+def combs(causal: bool, window: int, rows: Run | None, columns: Run | None, s: int, t: int) -> tuple[Comb, ...] | None:
+    """The calls that make up attention of s rows over t columns, mostly one; () where nobody sees anything.
+
+    None where positions are not known, or lie so that they make no bands.
+    """
+    band = band_of(causal, window, rows, columns)
+    if band is not None:
+        part = cut(band, s, t)
+        return () if part is None else (Comb(0, 1, part),)
+    if rows is None or columns is None or columns[1] not in (0, 1) or not 1 < rows[1] <= MAX_COMBS:
+        return None
+    found, step = [], rows[1]
+    for first in range(min(step, t)):
+        band = band_of(causal, window, rows, (columns[0] + first, step))
+        part = None if band is None else cut(band, s, len(range(first, t, step)))
+        found += [] if part is None else [Comb(first, step, part)]
+    return tuple(found)
+
+
+def visible_pairs(cut_: Cut) -> int:
     """How many pairs of a row and a column it shows."""
-    if cut_ is None:
-        return 0
     s, t = cut_.i1 - cut_.i0, cut_.j1 - cut_.j0
     shift = t - s
     last = t - 1 if cut_.right < 0 else shift + cut_.right  # what the first row sees last

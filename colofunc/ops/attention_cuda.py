@@ -2,7 +2,7 @@
 
 Problem: torch has several fused kernels, and each takes only some calls. Idea: each is a `Kernel` whose guard says what it takes:
 
-    flash       bfloat16, float16; causal, windows, offsets, stripes (all that is a band, see `attention_bands`), grouped heads
+    flash       bfloat16, float16; causal, windows, offsets, stripes (bands, see `attention_bands`), grouped heads
     cudnn       the same, without offsets and windows; taken where torch's switch for flash is off
     efficient   float32 too; nothing masked, or causal from the top left corner
     biased      the efficient kernel with a bias: given ones and their gradient, documents, padding, offsets on the device; a mask
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colofunc.ops.attention_bands import Band, Cut, band_of, cut
+from colofunc.ops.attention_bands import Comb, Cut, combs
 from colofunc.ops.attention_parts import (
     Block,
     blocks,
@@ -39,6 +39,7 @@ from colofunc.ops.attention_parts import (
     known_positions,
     like_rows,
     make_options,
+    merge,
     repeat,
     rows_major,
     take_columns,
@@ -88,39 +89,47 @@ def _narrowed(x: Tensor, width: int) -> Tensor:
 # ---- what is cut off ----
 
 
-@lru_cache(maxsize=4096)
-def _cut(causal: bool, window: int, rows: tuple[int, int], columns: tuple[int, int], s: int, t: int) -> Cut | None:
-    band = band_of(causal, window, rows, columns)
-    assert band is not None, "the guard has let a call through whose positions are no band"
-    return cut(band, s, t)
-
-
-def _part_of(q: Tensor, k: Tensor, causal: bool, window: int, q_offset: Tensor | None, k_offset: Tensor | None) -> Cut | None:
-    if not causal and window <= 0:
-        return cut(Band(), q.shape[2], k.shape[2])
+def _combs(q: Tensor, k: Tensor, causal: bool, window: int, q_offset: Tensor | None, k_offset: Tensor | None) -> tuple[Comb, ...]:
     rows, columns = known_positions(q_offset), known_positions(k_offset)
-    assert rows is not None and columns is not None, "the guard has let a call through whose offsets lie on the device"
-    return _cut(causal, window, rows, columns, q.shape[2], k.shape[2])
+    found = combs(causal, window, rows, columns, q.shape[2], k.shape[2])
+    assert found is not None, "the guard has let a call through whose positions make no bands"
+    return found
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor, Tensor]]
 
 
+def _columns(x: Tensor, comb: Comb) -> Tensor:
+    """A view of the columns that some row sees."""
+    every = x if comb.step == 1 else x[:, :, comb.first :: comb.step]
+    return every[:, :, comb.cut.j0 : comb.cut.j1]
+
+
 def _forward(
     run: Forward, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, window: int, dropout: float,
     seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None, *placed: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One kernel over the rows and columns that see each other."""
-    part = _part_of(q, k, causal, window, q_offset, k_offset)
-    if part is not None and part.i1 - part.i0 == q.shape[2]:
-        return run(q, k[:, :, part.j0 : part.j1], v[:, :, part.j0 : part.j1], scale, part)
+    """A kernel over the rows and columns that see each other, mostly one call."""
+    results = []
+    for comb in _combs(q, k, causal, window, q_offset, k_offset):
+        rows, keys, values = slice(comb.cut.i0, comb.cut.i1), _columns(k, comb), _columns(v, comb)
+        if rows == slice(0, q.shape[2]):
+            results.append(run(q, keys, values, scale, comb.cut))
+            continue
+        out, lse = _blind(q, v)
+        out[:, :, rows], lse[:, :, rows] = run(q[:, :, rows], keys, values, scale, comb.cut)
+        results.append((out, lse))
+    if len(results) > 1:
+        outs, lses = zip(*results, strict=True)
+        return merge(outs, lses)
+    return results[0] if results else _blind(q, v)
+
+
+def _blind(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of rows that see nothing."""
     out, lse = empty_results(q, v)
-    out.zero_(), lse.fill_(-torch.inf)
-    if part is not None:
-        rows, columns = slice(part.i0, part.i1), slice(part.j0, part.j1)
-        out[:, :, rows], lse[:, :, rows] = run(q[:, :, rows], k[:, :, columns], v[:, :, columns], scale, part)
-    return out, lse
+    return out.zero_(), lse.fill_(-torch.inf)
 
 
 def _backward(
@@ -128,16 +137,24 @@ def _backward(
     causal: bool, window: int, dropout: float, seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None,
     *placed: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    part = _part_of(q, k, causal, window, q_offset, k_offset)
-    nothing = q.new_empty(0)
-    if part is not None and part.i1 - part.i0 == q.shape[2] and part.j1 - part.j0 == k.shape[2]:
-        return *run(grad, q, k, v, out, lse, scale, part), nothing
-    dq, dk, dv = (like_rows(x).zero_() for x in (q, k, v))
-    if part is not None:
-        rows, columns = slice(part.i0, part.i1), slice(part.j0, part.j1)
-        row_wise = (grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows])
-        dq[:, :, rows], dk[:, :, columns], dv[:, :, columns] = run(*row_wise, scale, part)
-    return dq, dk, dv, nothing
+    found, nothing = _combs(q, k, causal, window, q_offset, k_offset), q.new_empty(0)
+    if len(found) == 1 and found[0].step == 1 and _entire(found[0].cut, q, k):
+        return *run(grad, q, k, v, out, lse, scale, found[0].cut), nothing
+    # Rows' gradients of several calls are summed, so they are summed wide.
+    dq = like_rows(q, torch.promote_types(q.dtype, torch.float32) if len(found) > 1 else None).zero_()
+    dk, dv = like_rows(k).zero_(), like_rows(v).zero_()
+    for comb in found:
+        rows = slice(comb.cut.i0, comb.cut.i1)
+        row_wise = (grad[:, :, rows], q[:, :, rows], _columns(k, comb), _columns(v, comb), out[:, :, rows], lse[:, :, rows])
+        bq, bk, bv = run(*row_wise, scale, comb.cut)
+        dq[:, :, rows] += bq
+        _columns(dk, comb).copy_(bk)
+        _columns(dv, comb).copy_(bv)
+    return dq.to(q.dtype), dk, dv, nothing
+
+
+def _entire(part: Cut, q: Tensor, k: Tensor) -> bool:
+    return (part.i0, part.i1, part.j0, part.j1) == (0, q.shape[2], 0, k.shape[2])
 
 
 # ---- flash ----

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from colofunc.ops import attention_cuda as cuda
-from colofunc.ops.attention_bands import Band, Cut, band_of, cut, visible_pairs
+from colofunc.ops.attention_bands import Comb, Cut, combs, visible_pairs
 from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
 from colofunc.ops.attention_parts import OTHER_MAX_SCORES
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates
@@ -52,15 +52,18 @@ def _positions(x: Like | None) -> tuple[int, int] | None:
     return x.run if x.shape or x.run is None else (x.run[0], 1)
 
 
-def _band(call: KernelCall) -> Band | None:
-    if call["code"] is not None:
+def _calls(call: KernelCall) -> tuple[Comb, ...] | None:
+    """What a kernel without a bias would be called with; None where that does not say it all."""
+    if call["code"] is not None or call["bias"] is not None:
         return None
-    return band_of(call["causal"], call["window"], _positions(call["q_offset"]), _positions(call["k_offset"]))
+    places = _positions(call["q_offset"]), _positions(call["k_offset"])
+    return combs(call["causal"], call["window"], *places, call["q"].shape[2], call["k"].shape[2])
 
 
-def _seen(call: KernelCall) -> Cut | None:
-    band = _band(call)
-    return cut(Band() if band is None else band, call["q"].shape[2], call["k"].shape[2])
+def _one_cut(call: KernelCall) -> Cut | None:
+    """Of a single call."""
+    found = _calls(call)
+    return found[0].cut if found is not None and len(found) == 1 else None
 
 
 def _needs_dbias(call: KernelCall) -> bool:
@@ -68,35 +71,32 @@ def _needs_dbias(call: KernelCall) -> bool:
 
 
 def _flash_takes(call: KernelCall) -> bool:
-    """Ampere or newer, a band without a bias, heads that fit; flash takes a window that is wider than the columns for none at all."""
-    if not torch.backends.cuda.flash_sdp_enabled() or call["bias"] is not None or not _fused(call, HALVES) or call.capability < (8, 0):
+    """Ampere or newer, bands, heads that fit; flash takes a window that is wider than the columns for none at all."""
+    if not torch.backends.cuda.flash_sdp_enabled() or not _fused(call, HALVES) or call.capability < (8, 0):
         return False
-    wide = head_width(call["q"], call["v"])
+    wide, found = head_width(call["q"], call["v"]), _calls(call)
     large = call.target == FORWARD or wide <= MAX_HEAD_SMALL or call.capability in LARGE_SHARED
-    if wide > MAX_HEAD or not large or _band(call) is None:
+    if wide > MAX_HEAD or not large or found is None:
         return False
-    part = _seen(call)
-    return part is None or part.right < part.j1 - part.j0
+    return all(comb.cut.right < comb.cut.j1 - comb.cut.j0 for comb in found)
 
 
 def _cudnn_takes(call: KernelCall) -> bool:
     """As flash, but rows and columns are counted from the beginning."""
-    if not torch.backends.cuda.cudnn_sdp_enabled() or call["bias"] is not None or not _fused(call, HALVES) or call.capability < (8, 0):
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not _fused(call, HALVES) or call.capability < (8, 0):
         return False
     (_, _, s, e), t, f = call["q"].shape, call["k"].shape[2], call["v"].shape[3]
-    part = _seen(call) if _band(call) is not None else None
-    entire = part is not None and (part.i0, part.i1, part.j0, part.j1) == (0, s, 0, t)
-    heads = e % 8 == 0 and f % 8 == 0 and max(e, f) <= 128
-    return heads and entire and part is not None and (part.whole or (part.causal and s == t)) and s > 1
+    part = _one_cut(call)
+    if part is None or (part.i0, part.i1, part.j0, part.j1) != (0, s, 0, t) or e % 8 or f % 8 or max(e, f) > 128:
+        return False
+    return s > 1 and (part.whole or (part.causal and s == t))
 
 
 def _efficient_takes(call: KernelCall) -> bool:
-    if not torch.backends.cuda.mem_efficient_sdp_enabled() or call["bias"] is not None or not _fused(call, (*HALVES, torch.float32)):
+    if not torch.backends.cuda.mem_efficient_sdp_enabled() or not _fused(call, (*HALVES, torch.float32)):
         return False
-    if _band(call) is None:
-        return False
-    part = _seen(call)
-    return part is None or part.whole or part.top_left
+    found = _calls(call)
+    return found is not None and all(comb.cut.whole or comb.cut.top_left for comb in found)
 
 
 def _biased_takes(call: KernelCall) -> bool:
@@ -116,11 +116,12 @@ SHARES = {"flash": 0.6, "cudnn": 0.55, "efficient": 0.35, "blockwise": 0.3}
 def _seconds(call: KernelCall, rates: Rates, share: str, pairs: int | None = None) -> float:
     q, k, v = call["q"], call["k"], call["v"]
     (b, h, _, e), f = q.shape, v.shape[3]
-    pairs = visible_pairs(_seen(call)) if pairs is None else pairs
+    found = _calls(call) or ()
+    pairs = sum(visible_pairs(comb.cut) for comb in found) if pairs is None else pairs
     passes = 2 if call.target == FORWARD else 5  # products that backward makes, scores among them
     flops = passes * b * h * pairs * (e + f)
     moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * q.shape[2] * f * q.dtype.itemsize
-    return max(flops / (SHARES[share] * rates.flops_per_s(q.dtype)), moved / rates.bytes_per_s) + rates.launch_s
+    return max(flops / (SHARES[share] * rates.flops_per_s(q.dtype)), moved / rates.bytes_per_s) + max(1, len(found)) * rates.launch_s
 
 
 def _biased_seconds(call: KernelCall, rates: Rates) -> float:
@@ -137,11 +138,20 @@ def _pads(call: KernelCall, wide: int) -> int:
     return sum(x.numel // x.shape[3] * wide * x.dtype.itemsize for x in some if x.shape[3] != wide)
 
 
+def _parts_bytes(call: KernelCall) -> int:
+    """Of several calls: forward their results and the sum, backward the sum of dQ."""
+    count, q, f = len(_calls(call) or ()), call["q"], call["v"].shape[3]
+    out = q.numel // q.shape[3] * f
+    if count < 2:
+        return 0
+    return count * out * q.dtype.itemsize + 8 * out if call.target == FORWARD else 4 * q.numel
+
+
 def _flash_bytes(call: KernelCall) -> int:
     """Of mha_bwd: a float32 copy of dQ and a number a row, rows filled up to 128; dK and dV for each query head."""
     q, k, v = call["q"], call["k"], call["v"]
     wide, (b, h, s, _), (_, g, t, _) = head_width(q, v), q.shape, k.shape
-    held = _pads(call, wide)
+    held = _pads(call, wide) + _parts_bytes(call)
     if call.target == FORWARD:
         return held
     filled, heads = multiple(s, 128), multiple(wide, 32 if wide <= 128 else 64)

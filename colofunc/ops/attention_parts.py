@@ -293,3 +293,15 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if q.device.type == "cuda":  # what torch's kernels give there, and ask for
         return out, q.new_empty((b, h, s), dtype=wide)
     return out, q.new_empty((b, s, h), dtype=wide).transpose(1, 2)
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over several blocks of keys from its parts: outs (b, h, s, f), lses (b, h, s)."""
+    stacked = torch.stack(tuple(lses))
+    lse = torch.logsumexp(stacked, 0)
+    # A row that no block sees has lse -inf; any finite number there gives weight 0.
+    weights = torch.exp(stacked - lse.nan_to_num(neginf=0.0))
+    total = torch.zeros_like(outs[0], dtype=lse.dtype)
+    for weight, out in zip(weights, outs, strict=True):
+        total = total + weight.unsqueeze(-1) * out
+    return total.to(outs[0].dtype), lse

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from colofunc.ops.targets import overload
@@ -148,10 +149,12 @@ def run_of(x: torch.Tensor) -> Run | None:
         return None
     if type(x) is not torch.Tensor:  # a fake tensor has no values
         return None
-    if x.dim() == 0 or x.numel() == 1:
-        return int(x), 0
-    first, step = int(x[0]), int(x[1]) - int(x[0])
-    return (first, step) if torch.equal(x, torch.arange(x.numel()) * step + first) else None
+    values = x.numpy().reshape(-1)  # whatever modes of torch are around the caller
+    first = int(values[0])
+    if len(values) == 1:
+        return first, 0
+    step = int(values[1]) - first
+    return (first, step) if (np.diff(values) == step).all() else None
 
 
 def capability_at(device: torch.device) -> tuple[int, int]:

@@ -28,10 +28,12 @@ where a layout goes. `cf.reading`, `cf.products`, `cf.product_pairs`, `cf.Attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pluggy
+
+from colofunc.ops.kernels import Kernel
 
 hookspec = pluggy.HookspecMarker("colofunc")
 hookimpl = pluggy.HookimplMarker("colofunc")
@@ -90,8 +92,14 @@ def colofunc_quantizers() -> Mapping[str, Any]:
 
 
 @hookspec
-def colofunc_kernels() -> Mapping[tuple[str, str], Any]:
-    """(operator name, device type) -> kernel, with guard and cost."""
+def colofunc_kernels() -> Iterable[Kernel]:
+    """`cf.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
+
+    A call gets the cheapest kernel whose `guard(call)` agrees, else the operator's own implementation. `call["name"]` is an
+    argument, a tensor as its shape and dtype: a guard sees no values, because a device would have to be waited for. The plan
+    counts `cost_s(call, rates)` seconds and `workspace_bytes(call)` of device memory where it is made for such a device, and
+    `fn` takes the operator's arguments, all of them by position. Several plugins may give kernels for the same operator.
+    """
     raise NotImplementedError
 
 

@@ -18,7 +18,9 @@ from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 from colofunc.errors import ColofuncError, PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
+from colofunc.ops.kernels import Kernel, Table, table_of
 from colofunc.plugins import hookspecs
+from colofunc.plugins import kernels as own_kernels
 
 ENTRY_POINTS = "colofunc"
 
@@ -39,7 +41,7 @@ class Registry:
     memory_policies: Mapping[str, Any]
     schedules: Mapping[str, Callable[..., Any]]
     quantizers: Mapping[str, Any]
-    kernels: Mapping[Any, Any]
+    kernels: Table
     passes: Mapping[str, Callable[..., Any]]
     transforms: Mapping[str, Any]
     topologies: Mapping[str, Any]
@@ -92,13 +94,14 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
             raise PluginError(
                 f"plugin {_name(manager, plugin)!r} implements no hook; give a module (or object) with functions marked @cf.hookimpl"
             )
-    tables = {hook: _merge(manager, hook) for hook in hookspecs.HOOKS}
+    tables = {hook: _merge(manager, hook) for hook in hookspecs.HOOKS if hook != "colofunc_kernels"}
     strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
     for op, fns in tables.pop("colofunc_strategies").items():
         strategies[op] = strategies.get(op, ()) + tuple(fns)
     names = tuple(sorted(_installed(manager, plugin) for plugin in manager.get_plugins()))
     fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
-    return Registry(strategies=_frozen(strategies), plugins=names, **fields)
+    manager.register(own_kernels)
+    return Registry(strategies=_frozen(strategies), plugins=names, kernels=_frozen(table_of(_kernels(manager))), **fields)
 
 
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
@@ -166,15 +169,29 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
     return merged
 
 
+def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
+    """Of all plugins, the project's own first: of kernels that cost the same the first is taken."""
+    found: list[Kernel] = []
+    impls = manager.hook.colofunc_kernels.get_hookimpls()
+    for impl in sorted(impls, key=lambda i: (i.plugin is not own_kernels, _name(manager, i.plugin))):
+        who = _name(manager, impl.plugin)
+        try:
+            answer: Any = impl.function()
+            given = list(answer)
+        except Exception as error:
+            raise PluginError(f"colofunc_kernels of plugin {who!r} failed: {type(error).__name__}: {error}") from error
+        for kernel in given:
+            if not isinstance(kernel, Kernel):
+                raise PluginError(f"colofunc_kernels of plugin {who!r} gave {kernel!r}; give cf.Kernel records")
+        found += given
+    return found
+
+
 _CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_schedules", "colofunc_passes"})
 
 
 def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
-    if hook == "colofunc_kernels":
-        good = isinstance(key, tuple) and len(key) == 2
-    else:
-        good = isinstance(key, str)
-    if not good:
+    if not isinstance(key, str):
         raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
     if hook in _CALLABLE and not callable(value):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")

@@ -105,7 +105,9 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
         memory += moved
-        if work or moved:
+        if node.kernel is not None:
+            compute_s += node.kernel.seconds
+        elif work or moved:
             compute_s += mesh.compute_s(work, moved, dtype)
     return CostReport(compute_s, communication_s, flops, memory, Tally(nbytes), Tally(calls))
 
@@ -119,6 +121,8 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if collective is not None:
         kind, axes, _, full = collective
         return mesh.collective_s(kind, full, axes) if full else 0.0
+    if node.kernel is not None:
+        return node.kernel.seconds
     work, moved, dtype = node_work(node, values, rule_of)
     return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
 

@@ -26,6 +26,7 @@ import torch
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Ref as Ref
 from colofunc.errors import ProgramError
+from colofunc.ops.kernels import Planned, Table
 
 PHASES = ("forward", "backward", "update")
 
@@ -80,6 +81,7 @@ class Node:
     line: str = ""
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
     loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
+    kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)  # what the plan counts for it, see `passes.kernels`
 
     @cached_property
     def refs(self) -> tuple[int, ...]:
@@ -138,6 +140,7 @@ class Program:
     constants: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     aliases: tuple[tuple[int, int], ...] = ()
     stage: str = "global"  # "global" | "local" | "inplace": what check_program allows
+    kernels: Table | None = attrs.field(default=None, eq=False, repr=False)  # from which the executor chooses; None: the built-in ones
 
     def value(self, id: int) -> Value:
         return self.values[id]

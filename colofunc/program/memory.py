@@ -9,9 +9,10 @@ depends on strides, so each distinct call is run once on tensors without data (`
     report.peak_bytes["device"]; report.timeline["device"][k]     # while node k runs: its operands and results too
     print(report)                                                 # what is alive at the peak, and which line made it
 
-Inputs and constants count from beginning to end, because the caller holds them. Transient workspace inside one operator
-is not counted. `executors.measure` measures the same numbers on the simulated mesh. A collective between its start and its
-wait holds its operand and its result; on real ranks (`sent=True`) also a copy of an operand that is not contiguous.
+Inputs and constants count from beginning to end, because the caller holds them. What an operator holds for itself is counted
+where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `executors.measure` measures the same numbers
+on the simulated mesh, but for these. A collective between its start and its wait holds its operand and its result; on real ranks
+(`sent=True`) also a copy of an operand that is not contiguous.
 """
 
 from __future__ import annotations
@@ -133,6 +134,10 @@ def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Liv
     if storage.inside is not None:
         return storage.inside
     value = program.values[storage.value]
+    if storage.kind == "workspaces":
+        user = program.nodes[storage.born]
+        kernel = "" if user.kernel is None else f" ({user.kernel.name})"
+        return Live(f"{user.target}{kernel}", storage.nbytes, (), "", user.line, user.path, storage.kind)
     node = makers.get(value.id)
     name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
     layout = value.layout.text() if value.layout is not None else ""
@@ -170,6 +175,8 @@ def _storages(
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             storages += _inside(node, node.loop, metas, index, sent)
+        if node.kernel is not None and node.kernel.workspace_bytes:
+            storages.append(Storage(node.kernel.workspace_bytes, "device", node.refs[0], index, index, kind="workspaces"))
         made = _results(node, program, metas)
         fresh: dict[int, int] = {}
         for o, one in zip(node.outs, made, strict=True):

@@ -26,10 +26,13 @@ from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy, is_wire
 from colofunc.program.ir import Node, Program
 
-KINDS = ("parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "other")
+KINDS = (
+    "parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "workspaces",
+    "other",
+)  # fmt: skip
 """`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by backward
-and update, and nobody's gradient. `collective buffers`: what is sent or received. `other`: the batch, buffers of modules,
-constants."""
+and update, and nobody's gradient. `collective buffers`: what is sent or received. `workspaces`: what kernels hold while they
+run. `other`: the batch, buffers of modules, constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _MOVES = frozenset(f"colofunc.{name}" for name in ("pack", "rearrange", "wait")) | frozenset(
@@ -43,6 +46,7 @@ _ADVICE = {
     "activations": "make them again: cf.checkpoint(step, budget=...); on the host: cf.offload; fewer: cf.accumulate(step, ...)",
     "temporaries": "fewer: cf.accumulate(step, microbatches=...), a smaller batch",
     "collective buffers": "smaller pieces: zero(..., chunk=...)",
+    "workspaces": "fewer rows at once: cf.accumulate(step, microbatches=...); bfloat16 where kernels for it need less",
 }
 _SHADES, _WIDTH = "▁▂▃▄▅▆▇█", 72
 

@@ -28,6 +28,7 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, size_text
+from colofunc.ops.kernels import Table
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.offload.fastest import offload
 from colofunc.planner.offload.policies import GIVEN
@@ -38,6 +39,7 @@ from colofunc.planner.sharding.constraints import Constraint, Constraints, retri
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.as_read import as_read
+from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
@@ -51,7 +53,7 @@ from colofunc.transforms.machine import as_measured
 from colofunc.transforms.plan_cache import decided_by, key_of, remembered
 from colofunc.transforms.staged import Intent, Staged
 from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
-from colofunc.transforms.within import AS_IT_IS, Ending, finished, within
+from colofunc.transforms.within import AS_IT_IS, Ending, Rewrite, finished, within
 
 MUCH_BYTES = 4 << 30
 """A plan that needs so much memory a rank is warned of where nobody has said what the machine has."""
@@ -71,6 +73,11 @@ def mesh_of(staged: Staged) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
     return mesh
+
+
+def _with_kernels(program: Program, mesh: Mesh, way: Rewrite, table: Table) -> Program:
+    """What a way makes, and behind it which kernels its calls get."""
+    return with_kernels(way(program, mesh), mesh, table)
 
 
 def prepare(
@@ -117,7 +124,8 @@ def prepare(
     budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
     passes = [registry.passes[name] for name in sorted(registry.passes)]
     passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
-    ways = next((i.last(traced, registry, constraints) for i in staged.intents if i.last is not None), AS_IT_IS)
+    last = next((i.last(traced, registry, constraints) for i in staged.intents if i.last is not None), AS_IT_IS)
+    ways = [partial(_with_kernels, way=way, table=registry.kernels) for way in last]
     parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     count = partial(held, mesh=priced, name=staged.executor)
     refit = next((i.refit for i in staged.intents if i.refit is not None), None)
@@ -162,6 +170,7 @@ def prepare(
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
         plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced)))
+    local = attrs.evolve(local, kernels=registry.kernels)
     ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
     low = Lowered(traced, program, choices, plan, local, mesh, priced, registry, ins, outs, donated, staged.executor, hidden)
     if mesh.size > 1 and mesh.is_main:

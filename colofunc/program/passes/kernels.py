@@ -1,0 +1,96 @@
+"""Which kernel a plan counts on: its seconds and the memory of its own, at each call that has kernels for the machine's device.
+
+Problem: a fused kernel is several times faster than the operators that it stands for, and holds memory that no value of the program
+has. Idea: behind all passes that change shapes, each call is shown to the kernels of its operator (`ops/kernels.py`), and what the one
+that it gets takes is written to its node. The clock and the accountant read it there; text, hash and files of a program do without.
+
+    with_kernels(local, mesh, registry.kernels)        # node.kernel: Planned("flash", 0.0021, 0)
+
+The executor chooses anew for the device that it really runs on, from the same table: `Program.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import attrs
+
+from colofunc.mesh import Mesh, Topology
+from colofunc.mesh.cost import rate
+from colofunc.ops.kernels import Kernel, KernelCall, Like, Planned, Rates, Table, bound, choose, signature
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.positions import Positions
+
+# Compute capability by the beginning of a device's name, as a preset or torch has it; others count as an A100's.
+CAPABILITIES = {
+    "v100": (7, 0), "t4": (7, 5), "rtx20": (7, 5), "a100": (8, 0), "a10": (8, 6), "rtx30": (8, 6), "l4": (8, 9), "rtx40": (8, 9),
+    "h20": (9, 0), "h100": (9, 0), "h200": (9, 0), "h800": (9, 0), "b200": (10, 0), "gb200": (10, 0), "rtx50": (12, 0),
+}  # fmt: skip
+NO_CUDA = ("cpu", "ideal", "mi300x")
+
+
+def capability_on(topology: Topology) -> tuple[int, int] | None:
+    """Of the devices of a machine; None where they are not CUDA's."""
+    name = topology.device.name.lower().removeprefix("nvidia ").removeprefix("geforce ").replace("rtx ", "rtx")
+    if name.startswith(NO_CUDA):
+        return None
+    fitting = [prefix for prefix in CAPABILITIES if name.startswith(prefix)]
+    return CAPABILITIES[max(fitting, key=len)] if fitting else (8, 0)
+
+
+@lru_cache(maxsize=64)
+def rates_of(topology: Topology) -> Rates:
+    """What kernels are compared by on a machine."""
+    device = topology.device
+    return Rates(lambda dtype: rate(topology, str(dtype)), device.memory_bytes_per_s, device.launch_s)
+
+
+def with_kernels(program: Program, mesh: Mesh, table: Table) -> Program:
+    """`program` with what its calls take on the machine that `mesh` is planned for."""
+    capability = capability_on(mesh.topology)
+    if capability is None:
+        return program
+    # Where the first rank stands: what others take is alike.
+    return _planned(Positions(program, lambda axes: 0), table, capability, rates_of(mesh.topology))
+
+
+def _planned(known: Positions, table: Table, capability: tuple[int, int], rates: Rates) -> Program:
+    program, nodes = known.program, []
+    for node in program.nodes:
+        candidates = table.get((node.target, "cuda"))
+        if node.loop is not None:
+            body = _planned(known.inside(node), table, capability, rates)
+            node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
+        elif candidates is not None and _on_device(node, program.values):
+            call = call_of_node(node, program.values, known, capability)
+            node = attrs.evolve(node, kernel=_chosen(candidates, call, rates))
+        nodes.append(node)
+    return program.with_nodes(nodes)
+
+
+def _on_device(node: Node, values: Mapping[int, Value]) -> bool:
+    return all(values[i].tier == "device" for i in (*node.refs, *node.outs) if i is not None)
+
+
+def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> Planned | None:
+    kernel = choose(tuple(candidates), call, rates)
+    if kernel is None:
+        return None
+    return Planned(getattr(kernel.fn, "__name__", type(kernel.fn).__name__), kernel.cost_s(call, rates), kernel.workspace_bytes(call))
+
+
+def call_of_node(node: Node, values: Mapping[int, Value], known: Positions, capability: tuple[int, int]) -> KernelCall:
+    """A node as guards see it, all arguments by name."""
+    arguments = bound(node.target, node.args, dict(node.kwargs))
+    names = (name for name, _ in signature(node.target))
+    described = tuple((name, _like(arg, values, known)) for name, arg in zip(names, arguments, strict=True))
+    return KernelCall(node.target, described, capability)
+
+
+def _like(arg: Any, values: Mapping[int, Value], known: Positions) -> Any:
+    if type(arg) is Ref:
+        value = values[arg.id]
+        return Like(value.shape, value.dtype, known.run(arg.id))
+    return tuple(_like(item, values, known) for item in arg) if isinstance(arg, (list, tuple)) else arg
