@@ -218,6 +218,8 @@ def generated(drawn: random.Random) -> dict[str, Any]:
     kind = drawn.choice(["none", "none", "bias", "bool", "documents"])
     if kind == "bias":
         call["bias"] = torch.randn(*drawn.choice([(b, g * r, s, t), (1, g * r, s, t), (b, 1, 1, t), (s, t)]), dtype=torch.float64)
+        if drawn.random() < 0.5:  # heads last in memory, as a table of positions gives it
+            call["bias"] = call["bias"].mT.contiguous().mT
     elif kind == "bool":
         call["bias"] = torch.rand(b, 1, s, t) < 0.7
     elif kind == "documents":

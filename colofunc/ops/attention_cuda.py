@@ -276,7 +276,8 @@ def _made_bias(bias: Tensor | None, block: Block, q: Tensor) -> tuple[Tensor | N
     b, h, rows, columns = q.shape[0], q.shape[1], block.i1 - block.i0, block.j1 - block.j0
     made = made.expand(*made.shape[:3], columns)
     if made.stride(-1) != 1 or any(n > 1 and stride % BIAS_COLUMNS for n, stride in zip(made.shape[:3], made.stride()[:3], strict=True)):
-        made = F.pad(made, (0, -columns % BIAS_COLUMNS))[..., :columns]
+        room = made.new_empty((*made.shape[:3], multiple(columns, BIAS_COLUMNS)))
+        made = room[..., :columns].copy_(made)
     return made.expand(b, h, rows, columns), made.amax(-1, keepdim=True) == -torch.inf
 
 
