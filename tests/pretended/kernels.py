@@ -32,3 +32,15 @@ EMULATED: dict[Any, Callable[..., Any]] = {
     **ATTENTION,
 }
 """Operator -> a function of tensors of the host with the same signature and results."""
+
+
+FOR_A_CARD = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def runs_on_a_card(func: Any) -> bool:
+    """Whether torch has a kernel of an operator for CUDA, or one that is made of other operators."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in FOR_A_CARD)
+
+
+BUILT_WITH_CUDA = runs_on_a_card(aten.mm.default)
+"""Else nobody knows which kernels there would be."""

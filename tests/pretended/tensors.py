@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from pretended.kernels import EMULATED
+from pretended.kernels import BUILT_WITH_CUDA, EMULATED, runs_on_a_card
 
 if TYPE_CHECKING:
     from pretended.machine import Machine
@@ -143,6 +143,8 @@ class _Call:
             self.machine.host_waits("item")
             self.stream.synchronize()
             return func(*self._reals()[0], **self._reals()[1])
+        if BUILT_WITH_CUDA and not runs_on_a_card(func):
+            raise NotImplementedError(f"{func} has no kernel for CUDA")
         try:
             fake = self._fake()
         except (DataDependentOutputException, DynamicOutputShapeException):

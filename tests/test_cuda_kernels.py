@@ -1,0 +1,180 @@
+"""What programs are made of has kernels for CUDA, and inductor writes Triton for what is compiled; no card is needed to know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from cuda_code import in_a_process
+from pretended import Machine
+from pretended.kernels import BUILT_WITH_CUDA, runs_on_a_card
+
+import colofunc as cf
+from colofunc.ops.define import KERNELS
+from colofunc.ops.targets import overload
+from colofunc.program.facts import kind_of
+from colofunc.program.ir import Node, Program
+
+pytestmark = pytest.mark.skipif(not BUILT_WITH_CUDA, reason="this torch was built without CUDA: nobody knows which kernels there would be")
+
+QUICK = (
+    "gpt2", "llama", "layer_lstm", "layer_gru_both_ways", "layer_transformer", "layer_conv1d", "layer_conv2d", "layer_norms", "layer_bag",
+    "layer_activations", "layer_route", "layer_sample", "layer_gumbel", "layer_scatter", "layer_distances", "layer_scans", "layer_spectrum",
+    "layer_resizes", "layer_losses", "kind_noisy",
+)  # fmt: skip
+
+
+def without_kernel(program: Program) -> Iterator[str]:
+    """Operators of torch in a program that have no kernel for CUDA."""
+    for node in program.nodes:
+        if node.loop is not None:
+            yield from without_kernel(node.loop.body)
+        elif node.target.startswith("aten.") and not runs_on_a_card(overload(node.target)):
+            yield node.target
+
+
+def assert_all_have_kernels(name: str) -> None:
+    step_fn, state, batch = zoo.step_of(name, torch.float32)
+    program = cf.shard(step_fn, cf.Mesh()).lower(state, batch).program
+    assert not set(without_kernel(program))
+    assert not {node.target for node in program.nodes} - {"colofunc.loop"} - {t for t in map(known, targets(program)) if t}
+
+
+def targets(program: Program) -> list[str]:
+    return [node.target for node in program.nodes]
+
+
+def known(target: str) -> str | None:
+    """The target, where it is torch's, one of ours that is tried below, or what an executor does itself."""
+    return target if target.startswith("aten.") or target in OWN or kind_of(Node(target, (), (), ())) is not None else None
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_operator_has_a_kernel(name: str) -> None:
+    assert_all_have_kernels(name)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in zoo.ALL if name not in QUICK])
+def test_every_operator_of_the_zoo_has_a_kernel(name: str) -> None:
+    assert_all_have_kernels(name)
+
+
+def test_operators_of_a_cpu_alone_are_found() -> None:
+    aten: Any = torch.ops.aten
+    assert not runs_on_a_card(aten.mkldnn_rnn_layer.default)
+    assert all(map(runs_on_a_card, (aten.mul.out, aten._to_copy.default, aten._fused_adamw_.tensor_lr, aten.lstm.input)))
+    with Machine(seed=0):
+        x = torch.randn(3, 4, device="cuda")
+        with pytest.raises(NotImplementedError, match=r"aten\.mkldnn_max_pool2d\.default has no kernel for CUDA"):
+            aten.mkldnn_max_pool2d.default(x.reshape(1, 1, 3, 4), (2, 2))
+
+
+# ---- operators of our own ----
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def seed() -> torch.Tensor:
+    return torch.tensor(5)
+
+
+def moments() -> list[torch.Tensor]:
+    return [r(4, 3), r(4, 3), r(4, 3), r(4, 3).abs()]
+
+
+ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
+SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
+OWN: dict[str, tuple[Any, ...]] = {
+    "colofunc.linear": (r(2, 3), r(4, 3), r(4)),
+    "colofunc.linear_dx": (r(2, 4), r(4, 3)),
+    "colofunc.linear_dw": (r(2, 4), r(2, 3)),
+    "colofunc.lstm": (r(3, 2, 8), r(2, 2), r(2, 2), r(8, 2)),
+    "colofunc.lstm_backward": (r(3, 2, 2), r(2, 2), r(2, 2), r(8, 2), r(3, 2, 2), r(3, 2, 8)),
+    "colofunc.attention": (r(1, 2, 8, 16), r(1, 2, 8, 16), r(1, 2, 8, 16), None, 0.25, True, 0),
+    "colofunc.attention_backward": (
+        r(1, 2, 8, 16), r(1, 2, 8, 16), r(1, 2, 8, 16), r(1, 2, 8, 16), None, r(1, 2, 8, 16), r(1, 2, 8), 0.25, True, 0,
+    ),
+    "colofunc.shift": (r(3, 5), 1, -1, 0.0),
+    "colofunc.fit": (r(3, 5), (4, 2)),
+    "colofunc.take_range": (r(3, 5), 4, (2, 3)),
+    "colofunc.put_range": (r(2, 3), 4, 12),
+    "colofunc.pack": ((r(4), r(2, 3)), 0, torch.float32),
+    "colofunc.write_": (r(2, 3), r(6)),
+    "colofunc.log_softmax_": (r(3, 5), 1),
+    "colofunc.cross_entropy_dx_": (r(3, 5), ONE, torch.tensor([0, 1, 2]), 1, -100, torch.tensor(3.0)),
+    "colofunc.embedding_add_": (r(5, 3), r(4, 3), torch.tensor([0, 1, 1, 2]), -1),
+    "colofunc.random_bits": (seed(), 0, (4, 3)),
+    "colofunc.random_uniform": (seed(), 0, (4, 3), torch.float32),
+    "colofunc.random_normal": (seed(), 0, (4, 3), torch.float32),
+    "colofunc.random_bernoulli": (seed(), 0, (4, 3), torch.float32, 0.5),
+    "colofunc.dropout": (r(4, 3), seed(), 0, 0.5),
+    "colofunc.ctc_loss": (r(7, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 1]]), torch.tensor([7, 7]), torch.tensor([2, 1]), 0, True),
+    "colofunc.expert_position": (SLOTS, 3),
+    "colofunc.grouped_mm": (r(4, 3), r(2, 3, 5), torch.tensor([1, 4], dtype=torch.int32)),
+    "colofunc.grouped_mm_dw": (r(4, 3), r(4, 5), torch.tensor([1, 4], dtype=torch.int32)),
+    "colofunc.adamw": (*moments(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.adamw_": (*moments(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
+    "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
+}  # fmt: skip
+TRIED_ELSEWHERE = {
+    "colofunc.update": "test_device.py",
+    "colofunc.update_": "test_device.py",
+    "colofunc.ctc_loss_backward": "below",  # torch has no fake of it, without which no card can be pretended
+    "colofunc.experts": "test_moe.py",
+    "colofunc.experts_backward": "test_moe.py",
+}
+
+
+def test_every_operator_of_ours_is_tried() -> None:
+    ours = {target for target in KERNELS if target.startswith("colofunc.") and kind_of(Node(target, (), (), ())) is None}
+    assert ours - set(OWN) == set(TRIED_ELSEWHERE)
+    assert runs_on_a_card(torch.ops.aten._ctc_loss_backward.default)
+
+
+@pytest.mark.parametrize("target", OWN)
+def test_our_operators_are_made_of_such(target: str) -> None:
+    def on(device: str, tree: Any) -> Any:
+        return torch.utils._pytree.tree_map(lambda x: x.clone().to(device) if isinstance(x, torch.Tensor) else x, tree)
+
+    def tensors(tree: Any) -> list[torch.Tensor]:
+        return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+    args = on("cpu", OWN[target])
+    want = KERNELS[target](*args)
+    with Machine(seed=0):
+        on_card = on("cuda", OWN[target])
+        got = on("cpu", (KERNELS[target](*on_card), on_card))
+    torch.testing.assert_close(tensors(got), tensors((want, args)), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# ---- what is compiled ----
+
+
+def assert_triton(name: str) -> None:
+    """Kernels in Triton, products and what else torch has kernels for; nothing on the host, nothing that a graph could not capture."""
+    codes = in_a_process(name)
+    assert codes and any("@triton.jit" in code for code in codes)
+    for code in codes:
+        call = code[code.index("def call") :] if "def call" in code else code
+        assert not re.findall(r"cpp_fused\w*|empty_strided_cpu\w*|torch\.ops\.colofunc\.\w+", call)
+        assert not re.findall(r"\.item\(\)|\.cpu\(\)|_local_scalar_dense", call)
+        others = set(re.findall(r"torch\.ops\.(aten\.\w+\.\w+)", call))
+        assert all(runs_on_a_card(overload(target)) for target in others)
+
+
+def test_inductor_writes_triton() -> None:
+    assert_triton("")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt2", "llama", "layer_lstm", "resnet", "mamba", "layer_losses", "t5", "mixtral_dense"])
+def test_inductor_writes_triton_for_models(name: str) -> None:
+    assert_triton(name)
