@@ -30,7 +30,7 @@ from colofunc.executors.gpus import adopt_gpu, own_gpu
 from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.joining import Meeting
 from colofunc.executors.keep import Kept
-from colofunc.executors.kernels import first_rows, with_zeros
+from colofunc.executors.kernels import HostCount, first_rows, with_zeros
 from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
 from colofunc.executors.presence import Limits
 from colofunc.executors.simulated import Shards, own_memory
@@ -41,7 +41,7 @@ from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.ops.copies import COPIES
 from colofunc.program.facts import has_wires, is_copy, written
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.schedule import overlap
@@ -121,6 +121,7 @@ class RankWires:
         self.groups = groups
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
+        self._limits: tuple[Program, set[int]] | None = None
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
@@ -150,9 +151,23 @@ class RankWires:
             if self.flight is not None:
                 start = _named(_text(writer.program, node, kind), start, self.flight)
             fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
-            source += f", {writer.literal(rest[0], 0)}" if limited else ""
+            source += f", {count_of(writer, rest[0])}" if limited else ""
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
 
+    def behind(self, writer: Writer, node: Node) -> None:
+        """How many rows will travel is told to the host as soon as it is known, and read by the first exchange."""
+        for o in node.outs:
+            if o is not None and o in self._limits_in(writer.program):
+                stem, count_rows = writer.stem(o), writer.bind(HostCount, "count_rows")
+                writer.line(f"{stem}_count = {count_rows}({stem})")
+                writer.extra[stem] = (*writer.extra.get(stem, ()), f"{stem}_count")
+
+    def _limits_in(self, program: Program) -> set[int]:
+        """Values that say how many rows travel. Asked for each node of one program after another: kept for one."""
+        if self._limits is None or self._limits[0] is not program:
+            exchanges = [n for n in program.nodes if n.target.startswith("colofunc.all_to_all") and len(n.args) > 3]
+            self._limits = program, {n.args[3].id for n in exchanges if isinstance(n.args[3], Ref)}
+        return self._limits[1]
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.groups.mesh.index(self.groups.rank, axes)
@@ -168,6 +183,13 @@ class RankWires:
         out = only(node)
         writer.where[out] = (writer.stem(out),)
         writer.line(f"{writer.stem(out)} = {call}")
+
+
+def count_of(writer: Writer, rows: Ref) -> str:
+    """The variable with the number of rows that a value says; an input of the program is read where it is needed."""
+    (name,) = writer.where[rows.id]
+    told = f"{name}_count" in writer.extra.get(name, ())
+    return f"{name}_count" if told else f"{writer.bind(HostCount, 'count_rows')}({name})"
 
 
 def _watched(kind: str, start: Start, rank: int) -> Start:
@@ -208,9 +230,9 @@ class _Padded:
         return with_zeros(self._started.wait(), self._like)
 
 
-def _limited(start: Start) -> Callable[[torch.Tensor, torch.Tensor], _Padded]:
+def _limited(start: Start) -> Callable[[torch.Tensor, HostCount], _Padded]:
     """An all-to-all of so many rows of each chunk as all members have agreed on."""
-    return lambda x, rows: _Padded(start(first_rows(x, rows)), x)
+    return lambda x, count: _Padded(start(first_rows(x, count.value())), x)
 
 
 class Distributed:

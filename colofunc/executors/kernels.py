@@ -118,9 +118,39 @@ def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     return total
 
 
-def first_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of each chunk that travel in an all-to-all. x: (n, c, *s), rows: (c,) equal numbers -> (n, rows, *s)."""
-    return x[:, : int(rows[0])] if rows.numel() else x
+class HostCount:
+    """The number of rows that travel in an all-to-all, on the host. rows: (c,) equal integers; `None` where c is 0.
+
+    Sizes of messages are the host's, and how many tokens go where is data: here the host has to wait for the device. It is told by
+    a copy to pinned memory that begins as soon as the number is there, and waits for it when the first exchange begins.
+    """
+
+    __slots__ = ("_arrived", "_number")
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._arrived: Any = None
+        self._number = rows[:1]
+        if rows.is_cuda:
+            host = torch.empty(self._number.shape, dtype=rows.dtype, pin_memory=True)
+            self._number = host.copy_(self._number, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(rows.device).record_event()
+
+    def value(self) -> int | None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return int(self._number[0]) if self._number.numel() else None
+
+
+def first_rows(x: torch.Tensor, count: int | None) -> torch.Tensor:
+    """The rows of each chunk that travel in an all-to-all. x: (n, c, *s) -> (n, count, *s)."""
+    return x if count is None else x[:, :count]
+
+
+def without_rest(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What came in an all-to-all with zeros behind as many rows as `rows` says; the host does not learn how many. x: (n, c, *s)."""
+    rest = torch.arange(x.shape[1], device=x.device) >= rows
+    return x.masked_fill_(rest.reshape(1, -1, *(1,) * (x.dim() - 2)), 0)
 
 
 def with_zeros(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

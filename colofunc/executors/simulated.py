@@ -23,7 +23,7 @@ import torch
 from colofunc.errors import InputError, ProgramError
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask
-from colofunc.executors.kernels import first_rows, reduce_members, with_zeros
+from colofunc.executors.kernels import HostCount, first_rows, reduce_members, with_zeros, without_rest
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
@@ -189,6 +189,9 @@ class SimulatedWires:
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.mesh.index(lane, axes)
+
+    def behind(self, writer: Writer, node: Node) -> None:
+        """All members are here: nothing has to be told."""
 
     # ---- communication ----
 
@@ -384,8 +387,11 @@ def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def _all_to_all(members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0) -> list[torch.Tensor]:
+    if rows is not None and rows.is_cuda:
+        return [without_rest(torch.stack([m[j] for m in members]), rows) for j in range(len(members))]
     if rows is not None:
-        return [with_zeros(torch.stack([first_rows(m[j : j + 1], rows)[0] for m in members]), members[0]) for j in range(len(members))]
+        count = HostCount(rows).value()
+        return [with_zeros(torch.stack([first_rows(m[j : j + 1], count)[0] for m in members]), members[0]) for j in range(len(members))]
     return [torch.stack([m[j] for m in members]) for j in range(len(members))]
 
 

@@ -56,6 +56,9 @@ class Wires(Protocol):
     def place(self, axes: Sequence[str], lane: int) -> int:
         """The index of a lane's rank along axes."""
 
+    def behind(self, writer: Writer, node: Node) -> None:
+        """Write lines behind those of any node, if its results need some."""
+
 
 Tap = Callable[["Writer", int, Node], None]
 """Writes lines of its own behind those of node number `int`, before what died there is freed (see `tap`)."""
@@ -214,6 +217,7 @@ class Writer:
                 self.wires.emit(self, node, *kind)
         else:
             self.compute(node)
+        self.wires.behind(self, node)
 
     def compute(self, node: Node) -> None:
         """An ordinary operator: one line per distinct set of operands."""

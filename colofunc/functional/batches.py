@@ -30,6 +30,7 @@ from colofunc.functional.ahead import Ahead
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer, RowSpec, row_spec, usual_rows
 from colofunc.functional.reading import Item
+from colofunc.functional.sending import Sender
 from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
@@ -91,14 +92,14 @@ class Batches:
         self._together = Together(backend.watch)
         self._read = self._how(read)
         self._regular = reading.regular_rows(loader)
-        self._placer = Placer(mesh, backend, specs, self._rows, self._read, short, weights, multiple, fill, movable=spec is None)
+        sender = Sender(device_of(mesh))
+        self._on_card = sender.device.type != "cpu"
+        self._placer = Placer(mesh, backend, specs, self._rows, self._read, short, weights, multiple, fill, sender, movable=spec is None)
         self._sampler: reading.RowSampler | None = None
         self._source: Any = loader
         if reading.can_rebuild(loader):
             self._sampler = reading.RowSampler(loader.batch_sampler, self._cut if self._read == "own" else None)
             self._source = reading.rebuilt(loader, self._sampler)
-        where = device_of(mesh)
-        self._device = None if where.type == "cpu" else where
         workers = int(getattr(loader, "num_workers", 0) or 0)
         self._prefetch = prefetch if prefetch is not None else 2 if workers else 0
         self._epoch, self._batch, self._fresh = 0, 0, True
@@ -284,7 +285,7 @@ class Batches:
             reading.pass_over(items, self._batch - first)
             return items
         items = reading.read(self._source, self._sampler, self._batch, on_first)
-        return items if self._device is None else reading.on_device(items, self._device)
+        return reading.pinned(items) if self._on_card else items
 
     def _next(self, items: Iterator[Item]) -> tuple[Any] | None:
         """The next batch, or None on every rank."""
@@ -293,11 +294,11 @@ class Batches:
             with self._together.guard():
                 item = next(items, None)
                 if item is not None:
-                    held = self._placer.hold(reading.arrived(item), self._regular, self._expected)
+                    held = self._placer.hold(item, self._regular, self._expected)
                     self._position = item.position
             if item is not None and held is None:
                 continue
-            mine = Said(True) if held is None else held.said(self._read == "all", self._batch == 0)
+            mine = Said(True) if held is None else held.said(self._read == "all", self._batch == 0, self._together.watch is not None)
             said = self._together.meet(mine, self._epoch, self._batch)
             if held is None:
                 return None

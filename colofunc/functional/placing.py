@@ -34,6 +34,7 @@ from colofunc.functional.padding import (
     with_weight,
 )
 from colofunc.functional.reading import Item
+from colofunc.functional.sending import Sender
 from colofunc.functional.together import Said
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
@@ -142,10 +143,13 @@ class Held:
     samples: int  # that the loader gave for the whole batch
     ids: int = 0
 
-    def said(self, whole: bool, first: bool) -> Said:
-        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else those without rows."""
+    def said(self, whole: bool, first: bool, compared: bool) -> Said:
+        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else those without rows.
+
+        `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a card.
+        """
         sums = (
-            checksum(x) + 1 if (first or x.nbytes <= COMPARED_BYTES if by_row and whole else not by_row) else 0
+            checksum(x) + 1 if compared and (first or x.nbytes <= COMPARED_BYTES if by_row and whole else not by_row) else 0
             for x, by_row in zip(self.leaves, self.by_row)
         )
         names = self.tree.names()
@@ -166,6 +170,7 @@ class Placer:
     weights: str | None
     multiple: int | None
     fill: Fill | None
+    sender: Sender
     movable: bool = False  # nobody gave a spec: a step's plan may lay them otherwise
     _told: set[str] = attrs.field(factory=set, init=False)
 
@@ -314,7 +319,7 @@ class Placer:
             where = self.mesh.coordinates(rank)
             key = tuple(where[a] for a in here.axes)
             if key not in done:
-                done[key] = part(x.detach(), here, self.mesh, rank).contiguous()
+                done[key] = self.sender.send(part(x.detach(), here, self.mesh, rank).contiguous())
             shards.append(done[key])
         return DTensor(shards, layout, self.mesh, self.backend, movable=self.movable)
 

@@ -38,7 +38,6 @@ class Item:
     dead: tuple[bool, ...] = ()  # own rows that are padding
     ids: int = 0  # a checksum of the global batch's indices
     position: Any = None  # the loader's own state after this batch
-    ready: torch.cuda.Event | None = None  # after which its tensors are on their device
 
 
 class RowSampler:
@@ -207,24 +206,11 @@ def noted(items: Iterator[Item], read: list[Item]) -> Iterator[Item]:
         yield item
 
 
-# ---- to a CUDA device ----
+# ---- for a CUDA device ----
 
 
-def on_device(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
-    """The items with their tensors pinned and on their way to the device, on a stream of their own."""
-    stream = torch.cuda.Stream(device)
+def pinned(items: Iterator[Item]) -> Iterator[Item]:
+    """The items with their tensors of the host in pinned memory, so that whoever reads ahead makes that copy too."""
     for item in items:
         leaves, tree = flatten(item.data)
-        with torch.cuda.stream(stream):
-            moved = [x.pin_memory().to(device, non_blocking=True) if x.device.type == "cpu" else x.to(device) for x in leaves]
-        yield attrs.evolve(item, data=unflatten(tree, moved), ready=stream.record_event())
-
-
-def arrived(item: Item) -> Item:
-    """The item, to be used on the current stream."""
-    if item.ready is not None:
-        current = torch.cuda.current_stream()
-        current.wait_event(item.ready)
-        for x in flatten(item.data)[0]:
-            x.record_stream(current)
-    return item
+        yield attrs.evolve(item, data=unflatten(tree, [x.pin_memory() if x.device.type == "cpu" else x for x in leaves]))

@@ -30,8 +30,10 @@ from colofunc.executors.backend import backend_for
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer, RowSpec, row_spec, row_word
 from colofunc.functional.reading import Item
+from colofunc.functional.sending import Sender
 from colofunc.functional.together import Together
 from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
 from colofunc.program.tracing.tree import flatten, unflatten
 
 # A tensor in the batch: samples of the whole one, its rows with padding (0: read whole), a checksum of its indices, epoch,
@@ -79,7 +81,7 @@ class OwnRows:
             return
         spec = rows_text(layouts[max(splits)[1]].dims[0], self.mesh)
         self.rows, self.pads = row_spec(spec, self.mesh), pads
-        self._placer = Placer(self.mesh, self.backend, spec, self.rows, "own", "pad", None, None, fill)
+        self._placer = Placer(self.mesh, self.backend, spec, self.rows, "own", "pad", None, None, fill, Sender(device_of(self.mesh)))
         self._layouts = dict(zip(tree.names(), layouts, strict=True))
 
     def placed(self, batch: Any) -> Any:
@@ -96,7 +98,8 @@ class OwnRows:
         with self.together.guard():
             held = self._placer.hold(Item(data, samples, padded, tuple(map(bool, told[FIXED:])), ids), padded, ())
         assert held is not None, "no batch is dropped"
-        return self._as_planned(self._placer.place(held, self.together.meet(held.said(False, number == 0), epoch, number), padded))
+        said = self.together.meet(held.said(False, number == 0, self.together.watch is not None), epoch, number)
+        return self._as_planned(self._placer.place(held, said, padded))
 
     def _as_planned(self, batch: Any) -> Any:
         """Each tensor where the plan has it: one that is used whole is gathered here, so that nothing is planned again."""

@@ -13,8 +13,9 @@ An index outside of 0 .. e-1 means "no expert here": it adds nothing, and its we
 holds some experts runs the same operator on shifted indices, and what ranks give adds up. An expert without tokens has
 zero gradients.
 
-The kernels go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and results
-they need memory for that many rows only. Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
+The kernels of the CPU go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and
+results they need memory for that many rows only; a card has its own (`experts_device`), for which the host does not wait.
+Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
 Sums over choices are taken in the order of experts, in float32 at least.
 
 `expert_position(index, e)` is the place of each choice in its expert's queue, in the order of tokens: what a capacity
@@ -23,130 +24,24 @@ compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import ceil
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from colofunc.errors import InputError, RuleError
 from colofunc.ops.define import define
+from colofunc.ops.experts_device import experts_backward_on_device, experts_on_device
+from colofunc.ops.experts_parts import ACTS as ACTS
+from colofunc.ops.experts_parts import INTERLEAVED as INTERLEAVED
+from colofunc.ops.experts_parts import Interleaved as Interleaved
+from colofunc.ops.experts_parts import Weights, wide
 
-aten = torch.ops.aten
-ROWS = 1 << 12  # rows of one expert that a kernel works on at a time
-
-Unary = Callable[[Tensor], Tensor]
-Gradient = Callable[[Tensor, Tensor], Tensor]  # (gradient of the result, input)
-
-# Activation -> itself and its gradient.
-ACTS: dict[str, tuple[Unary, Gradient]] = {
-    "silu": (aten.silu.default, aten.silu_backward.default),
-    "gelu": (aten.gelu.default, aten.gelu_backward.default),
-    "gelu_tanh": (
-        lambda x: aten.gelu.default(x, approximate="tanh"),
-        lambda g, x: aten.gelu_backward.default(g, x, approximate="tanh"),
-    ),
-    "relu": (torch.relu, lambda g, x: torch.where(x > 0, g, 0)),
-    "relu2": (lambda x: torch.relu(x).square(), lambda g, x: 2 * g * torch.relu(x)),
-    "sigmoid": (torch.sigmoid, lambda g, x: aten.sigmoid_backward.default(g, torch.sigmoid(x))),
-    "tanh": (torch.tanh, lambda g, x: aten.tanh_backward.default(g, torch.tanh(x))),
-    "identity": (lambda x: x, lambda g, x: g),
-}
-
-
-INTERLEAVED = "interleaved_swiglu"
-
-
-@attrs.frozen
-class Interleaved:
-    """Rows of gate and up in turn, both clamped: (up + 1) * gate * sigmoid(alpha * gate), as the experts of gpt-oss have it."""
-
-    alpha: float
-    limit: float
-
-    @classmethod
-    def of(cls, act: str) -> Interleaved | None:
-        """The one that an activation's name says; None: it says another."""
-        name, *numbers = act.split(":")
-        if name != INTERLEAVED:
-            return None
-        try:
-            alpha, limit = map(float, numbers)
-        except ValueError:
-            raise RuleError(f"experts: {act!r} has no two numbers. Try: '{INTERLEAVED}:1.702:7.0', alpha and limit") from None
-        return cls(alpha, limit)
-
-    @property
-    def name(self) -> str:
-        return f"{INTERLEAVED}:{self.alpha!r}:{self.limit!r}"
-
-    def parts(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of (rows, 2f): gate and up, clamped, and the sigmoid of the gate."""
-        gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
-        return gate, up, torch.sigmoid(gate * self.alpha)
-
-    def forward(self, h: Tensor) -> Tensor:
-        gate, up, slope = self.parts(h)
-        return (up + 1) * (gate * slope)
-
-    def backward(self, g: Tensor, h: Tensor) -> Tensor:
-        gate, up, slope = self.parts(h)
-        dgate = g * (up + 1) * slope * (1 + self.alpha * gate * (1 - slope))
-        # What is clamped has no gradient; the limit itself has.
-        dgate = torch.where(h[..., ::2] <= self.limit, dgate, 0)
-        dup = torch.where(h[..., 1::2].abs() <= self.limit, g * gate * slope, 0)
-        return torch.stack([dgate, dup], -1).flatten(-2)
-
-
-@attrs.frozen
-class Weights:
-    """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out)."""
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    act: str
-    gated: bool
-    transposed: bool
-
-    def up_of(self, i: int) -> Tensor:
-        """(2f, d) or (f, d)."""
-        return self.gate_up[i].t() if self.transposed else self.gate_up[i]
-
-    def down_of(self, i: int) -> Tensor:
-        """(d, f)."""
-        return self.down[i].t() if self.transposed else self.down[i]
-
-    def hidden(self, x: Tensor, i: int) -> Tensor:
-        """What goes into the activation, (rows, 2f) or (rows, f)."""
-        h = x @ self.up_of(i).t()
-        return h if self.gate_up_bias is None else h + self.gate_up_bias[i]
-
-    def activated(self, h: Tensor) -> Tensor:
-        """(rows, f)."""
-        interleaved = Interleaved.of(self.act)
-        if interleaved is not None:
-            return interleaved.forward(h)
-        act = ACTS[self.act][0]
-        if not self.gated:
-            return act(h)
-        gate, up = h.chunk(2, -1)
-        return act(gate) * up
-
-    def activated_backward(self, g: Tensor, h: Tensor) -> Tensor:
-        interleaved = Interleaved.of(self.act)
-        if interleaved is not None:
-            return interleaved.backward(g, h)
-        act, back = ACTS[self.act]
-        if not self.gated:
-            return back(g, h)
-        gate, up = h.chunk(2, -1)
-        return torch.cat([back(g * up, gate), g * act(gate)], -1)
+ROWS = 1 << 12  # rows of one expert that a kernel of the CPU works on at a time
 
 
 def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -163,18 +58,16 @@ def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         start += count
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _experts(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    if x.is_cuda:
+        return experts_on_device(x, index, weight, w)
     out = torch.promote_types(gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
-    total = torch.zeros(rows.shape, dtype=_wide(out), device=x.device)
+    total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
         y = w.activated(w.hidden(rows[tokens].to(gate_up.dtype), i)) @ w.down_of(i).t()
         if down_bias is not None:
@@ -188,10 +81,12 @@ def _experts_backward(
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
-    dtype, wide = gate_up.dtype, _wide(gate_up.dtype)
+    if x.is_cuda:
+        return experts_backward_on_device(g, x, index, weight, w, need_weights)
+    dtype, sums_dtype = gate_up.dtype, wide(gate_up.dtype)
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
-    dx = torch.zeros(rows.shape, dtype=wide, device=x.device)
-    dweight = torch.zeros(scale.shape, dtype=_wide(weight.dtype), device=x.device)
+    dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
+    dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
     sums = [torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0) for t in (gate_up, down, gate_up_bias, down_bias)]
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
@@ -201,7 +96,7 @@ def _experts_backward(
         dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
         dweight[choices] = dot if down_bias is None else dot + (gs.to(dot.dtype) @ down_bias[i].to(dot.dtype))
         dh = w.activated_backward((da * s.to(dtype)), h)
-        dx.index_add_(0, tokens, (dh @ w.up_of(i)).to(wide))
+        dx.index_add_(0, tokens, (dh @ w.up_of(i)).to(sums_dtype))
         if need_weights:
             _add_weights(sums, i, dh, xs, (gs * s.to(dtype)), a, transposed)
     return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), sums[0], sums[1], sums[2], sums[3])
@@ -281,9 +176,8 @@ experts = define(f"experts({_OPERANDS}, {_OPTIONS}) -> Tensor", _experts, _exper
 def _expert_position(index: Tensor, experts: int) -> Tensor:
     flat = index.reshape(-1)
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = torch.argsort(key, stable=True)
-    counts = torch.bincount(key, minlength=experts + 1)
-    first = (counts.cumsum(0) - counts)[key[order]]
+    sorted_key, order = torch.sort(key, stable=True)
+    first = torch.searchsorted(sorted_key, sorted_key)  # where its queue begins; nothing that a host would have to wait for
     place = torch.empty_like(flat, dtype=torch.int64)
     place[order] = torch.arange(flat.numel(), device=flat.device) - first
     return torch.where(key < experts, place, -1).reshape(index.shape)

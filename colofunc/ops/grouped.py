@@ -1,7 +1,7 @@
 """Grouped products, for every floating dtype: rows (s, i), sorted by group, times matrices (e, i, o) -> (s, o).
 
-Rows offs[g - 1] .. offs[g] - 1 belong to group g; rows behind the last offset give zeros. torch has a kernel for low
-precision on GPUs, which is used there; elsewhere one product per group.
+Rows offs[g - 1] .. offs[g] - 1 belong to group g; rows behind the last offset give zeros. On a card the
+host does not read the offsets (`grouped_device`); elsewhere there is one product per group.
 
     grouped_mm(x, w, offs)        [s] i, [e] i o, [e] -> [s] o
     grouped_mm_dw(x, g, offs)     [s] i, [s] o, [e]   -> [e] i o
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
+from colofunc.ops.grouped_device import product, product_of_groups
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -29,17 +29,9 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
         start = max(start, end)
 
 
-def _aligned(x: Tensor, w: Tensor) -> bool:
-    """Whether rows of all operands are multiples of the 16 bytes that torch's kernel reads at a time."""
-    return not any(size * x.itemsize % 16 for size in w.shape[1:]) and x.stride(-1) == 1
-
-
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    if x.is_cuda and x.dtype == w.dtype == torch.bfloat16 and _aligned(x, w):
-        out = F.grouped_mm(x, w, offs=offs)
-        # Rows of no group are not written, and hold what was in that memory before.
-        nobodys = torch.arange(x.shape[0], device=x.device) >= offs[-1]
-        return out.masked_fill_(nobodys.unsqueeze(1), 0.0)
+    if x.is_cuda:
+        return product(x, w, offs)
     out = x.new_zeros((x.shape[0], w.shape[2]))
     for group, start, end in _groups(offs):
         torch.mm(x[start:end], w[group], out=out[start:end])
@@ -56,6 +48,8 @@ def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def _grouped_mm_dw(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    if x.is_cuda:
+        return product_of_groups(x, g, offs)
     out = x.new_zeros((offs.shape[0], x.shape[1], g.shape[1]))
     for group, start, end in _groups(offs):
         torch.mm(x[start:end].t(), g[start:end], out=out[group])

@@ -1,0 +1,140 @@
+"""Experts on a card: choices are sorted once, products are grouped, and the host never learns how many each expert has.
+
+    order       choices, sorted by expert; those of no expert come last
+    ends        where each expert's choices end in it
+    products    `grouped_device.product` and `product_of_groups`
+
+Shapes do not depend on the choices, so all choices are computed, those of no expert too; what they give is left out. As many
+choices are worked on at a time as take the memory of the experts' weights, and at least `LEAST_CHOICES`: mostly all. Where they are
+several times, gradients of weights are made for each and added up, which needs the memory of the weights once more.
+
+Sums over choices are taken in the order of experts, in float32 at least, and always in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc.ops.experts_parts import Weights, wide
+from colofunc.ops.grouped_device import product, product_of_groups
+
+LEAST_CHOICES = 1 << 12
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """Some choices in the order of experts: positions in the flat (tokens, k) index, tokens, experts, ends of experts among them.
+
+    `nobodys`: (rows, 1), the choices of no expert; their `expert` is the last one.
+    """
+
+    choices: Tensor
+    tokens: Tensor
+    expert: Tensor
+    nobodys: Tensor
+    ends: Tensor
+
+
+def runs(index: Tensor, w: Weights) -> Iterator[Run]:
+    """All choices, as many at a time as memory is meant to hold."""
+    experts, flat = w.gate_up.shape[0], index.reshape(-1)
+    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    sorted_key, order = torch.sort(key, stable=True)
+    ends = torch.searchsorted(sorted_key, torch.arange(experts, device=key.device, dtype=key.dtype), right=True)
+    k, length = max(index.shape[-1], 1), _at_once(w)
+    for first in range(0, flat.shape[0], length):
+        choices, key = order[first : first + length], sorted_key[first : first + length]
+        tokens = torch.div(choices, k, rounding_mode="floor")
+        nobodys = (key == experts).unsqueeze(1)
+        yield Run(choices, tokens, key.clamp(max=experts - 1), nobodys, (ends - first).clamp(0, choices.shape[0]))
+
+
+def _at_once(w: Weights) -> int:
+    """Choices whose rows, hidden units and their gradients take the memory of the weights."""
+    d, hidden = w.width, w.hidden_width
+    return max(LEAST_CHOICES, (w.gate_up.numel() + w.down.numel()) // (4 * d + 3 * hidden))
+
+
+def _hidden(w: Weights, xs: Tensor, run: Run) -> Tensor:
+    """What goes into the activations, (rows, 2f) or (rows, f)."""
+    up = w.gate_up if w.transposed else w.gate_up.transpose(1, 2)
+    h = product(xs, up, run.ends)
+    return h if w.gate_up_bias is None else h + w.gate_up_bias[run.expert]
+
+
+def experts_on_device(x: Tensor, index: Tensor, weight: Tensor, w: Weights) -> Tensor:
+    """What `experts` computes."""
+    out = torch.promote_types(w.gate_up.dtype, weight.dtype)
+    rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
+    total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
+    if not w.gate_up.shape[0]:
+        return total.to(out).reshape(x.shape)
+    down = w.down if w.transposed else w.down.transpose(1, 2)
+    for run in runs(index, w):
+        h = _hidden(w, rows[run.tokens].to(w.gate_up.dtype), run)
+        y = product(w.activated(h), down, run.ends)
+        if w.down_bias is not None:
+            y = y + w.down_bias[run.expert]
+        term = (y.to(total.dtype) * scale[run.choices, None].to(total.dtype)).masked_fill_(run.nobodys, 0)
+        total.index_put_((run.tokens,), term, accumulate=True)
+    return total.to(out).reshape(x.shape)
+
+
+def experts_backward_on_device(
+    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, w: Weights, need_weights: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `experts_backward` computes."""
+    dtype = w.gate_up.dtype
+    rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
+    dx = torch.zeros(rows.shape, dtype=wide(dtype), device=x.device)
+    dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
+    sums = Sums(w, need_weights)
+    up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
+    for run in runs(index, w) if w.gate_up.shape[0] else ():
+        xs, gs, s = rows[run.tokens].to(dtype), grads[run.tokens].to(dtype), scale[run.choices, None].to(dtype)
+        h = _hidden(w, xs, run)
+        a = w.activated(h)
+        da = product(gs, down_back, run.ends)  # of the expert's result with weight 1
+        dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
+        if w.down_bias is not None:
+            dot = dot + (gs.to(dot.dtype) * w.down_bias[run.expert].to(dot.dtype)).sum(-1)
+        dweight.index_put_((run.choices,), dot.masked_fill_(run.nobodys.squeeze(1), 0))
+        dh = w.activated_backward(da * s, h)
+        term = product(dh, up_back, run.ends).to(dx.dtype)
+        dx.index_put_((run.tokens,), term, accumulate=True)
+        if need_weights:
+            sums.add(run, dh, xs, gs * s, a)
+    return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), *sums.results(x))
+
+
+class Sums:
+    """Gradients of gate_up, down and their biases, over runs."""
+
+    def __init__(self, w: Weights, needed: bool) -> None:
+        self._w = w
+        self._needed = needed
+        self._products: list[Tensor] = []
+        biases = [w.gate_up_bias, w.down_bias]
+        self._biases = [torch.zeros_like(b, dtype=wide(b.dtype)) if b is not None and needed else None for b in biases]
+
+    def add(self, run: Run, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor) -> None:
+        """One run's terms: gradients of hidden units and results, and what they were made of."""
+        pairs = [(dh, xs), (dy, a)]
+        made = [product_of_groups(i, o, run.ends) if self._w.transposed else product_of_groups(o, i, run.ends) for o, i in pairs]
+        self._products = [total.add_(term) for total, term in zip(self._products, made, strict=True)] if self._products else made
+        for total, (grad, _) in zip(self._biases, pairs, strict=True):
+            if total is not None:
+                total.index_put_((run.expert,), grad.to(total.dtype).masked_fill(run.nobodys, 0), accumulate=True)
+
+    def results(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        w = self._w
+        if not self._needed:
+            return like.new_empty(0), like.new_empty(0), like.new_empty(0), like.new_empty(0)
+        made = self._products or [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (w.gate_up, w.down)]
+        given = (w.gate_up_bias, w.down_bias)
+        first, second = (like.new_empty(0) if t is None or b is None else t.to(b.dtype) for t, b in zip(self._biases, given, strict=True))
+        return made[0], made[1], first, second

@@ -1,0 +1,139 @@
+"""Grouped products on a card, whose offsets the host never reads.
+
+Problem: how many rows a group has is on the device. A loop over groups makes the host wait for it, and so does torch's own
+grouped product wherever it has no kernel: for all but bfloat16, and on cards before and after Hopper. Idea: rows are cut into
+tiles of one group each. A group fills its last tile up, so that s rows of e groups are at most s / T + e tiles, however they
+are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered by it.
+
+    product(x, w, offs)                [s] i, [e] i o, [e] -> [s] o       rows behind the last offset give zeros
+    product_of_groups(x, g, offs)      [s] i, [s] o, [e]   -> [e] i o     groups without rows give zeros
+
+Cost of tiles beside one product a group: at most e (T - 1) rows of zeros, and one more matrix read and written for each T rows,
+with T = 256 about half as long again where products take as long as memory allows them to. `e` tiles are worked on at a time, so
+that gathered matrices take no more memory than the matrices.
+
+Sums are taken in the order of rows, in float32 at least, and always in the same: `index_add_` would take any.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from colofunc.ops.kernels import capability_at
+
+# Rows of a tile: as many as a group has if all have equally many, within these.
+LEAST_ROWS, MOST_ROWS = 16, 256
+# Elements of bfloat16 that torch's kernel reads at a time: what rows have to be a multiple of.
+ALIGNED = 8
+
+
+def product(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """x: (s, i), w: (e, i, o), offs: (e,) ends of groups -> (s, o)."""
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not w.numel():
+        return x.new_zeros((x.shape[0], w.shape[2]))
+    if has_kernel(x, *w.shape[1:]):
+        out = F.grouped_mm(_rows(x), _matrices(w), offs=ends)
+        # Rows of no group are not written, and hold what was in that memory before.
+        nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
+        return out.masked_fill_(nobodys.unsqueeze(1), 0)
+    tiles = Tiles.of(ends, x.shape[0])
+    parts = [torch.bmm(tiles.rows_of(x, part), w[tiles.group[part]]) for part in tiles.parts()]
+    return torch.cat(parts).flatten(0, 1)[tiles.place].masked_fill_(~tiles.owned.unsqueeze(1), 0)
+
+
+def product_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    """x: (s, i), g: (s, o), offs: (e,) ends of groups -> (e, i, o)."""
+    e, i, o = offs.shape[0], x.shape[1], g.shape[1]
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not g.numel() or not e:
+        return x.new_zeros((e, i, o))
+    if has_kernel(x, i, o):
+        out = F.grouped_mm(_rows(x).t(), _rows(g), offs=ends)
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return out.masked_fill_(empty[:, None, None], 0)
+    tiles = Tiles.of(ends, x.shape[0])
+    total = torch.zeros((e, i, o), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for part in tiles.parts():
+        unused = ~tiles.used[part].unsqueeze(2)
+        rows, grads = (tiles.rows_of(t, part).masked_fill_(unused, 0) for t in (x, g))
+        made = torch.bmm(rows.transpose(1, 2), grads)
+        total.index_put_((tiles.group[part],), made.to(total.dtype), accumulate=True)
+    return total.to(x.dtype)
+
+
+def has_kernel(x: Tensor, *sizes: int) -> bool:
+    """Whether torch's grouped product takes these without a look at the offsets: matrices of such sizes, of the dtype of `x`."""
+    if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in sizes) or torch.version.hip is not None:
+        return False
+    major, _ = capability_at(x.device)
+    return major == 9 or (major == 10 and TorchVersion(torch.__version__) >= "2.13")
+
+
+def _ends(offs: Tensor, rows: int) -> Tensor:
+    """Ends of groups that never go back, within the rows; int32 as torch's kernel wants them."""
+    return offs.cummax(0).values.clamp(0, rows).to(torch.int32) if offs.numel() else offs.to(torch.int32)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As the kernel reads rows: one behind another, from a multiple of 16 bytes on."""
+    aligned = x.stride(1) == 1 and x.stride(0) % ALIGNED == 0 and x.storage_offset() % ALIGNED == 0
+    return x if aligned and x.stride(0) >= x.shape[1] else x.clone(memory_format=torch.contiguous_format)
+
+
+def _matrices(w: Tensor) -> Tensor:
+    """As the kernel reads matrices: rows or columns one behind another, from a multiple of 16 bytes on."""
+    _, i, o = w.shape
+    lies = (w.stride(2) == 1 and w.stride(1) >= o) or (w.stride(1) == 1 and w.stride(2) >= i)
+    aligned = not any(step % ALIGNED for step in (*w.stride(), w.storage_offset()) if step != 1)
+    return w if lies and aligned else w.clone(memory_format=torch.contiguous_format)
+
+
+@attrs.frozen(eq=False)
+class Tiles:
+    """Rows sorted by group, cut into n tiles of one group and T rows each; tensors of the device.
+
+    `group`: (n,), of tiles that nobody needs the last. `rows`: (n, T), of each place the row that stands there. `used`: (n, T),
+    false where none does. `place`: (s,), of each row its place in n * T. `owned`: (s,), false for rows of no group.
+    """
+
+    group: Tensor
+    rows: Tensor
+    used: Tensor
+    place: Tensor
+    owned: Tensor
+    at_once: int
+
+    @classmethod
+    def of(cls, ends: Tensor, s: int) -> Tiles:
+        e, device = ends.shape[0], ends.device
+        height = min(MOST_ROWS, max(LEAST_ROWS, 1 << (-(-s // e) - 1).bit_length()))
+        ends = ends.to(torch.int64)
+        starts = ends - ends.diff(prepend=ends.new_zeros(1))
+        tiles = (ends - starts + height - 1) // height
+        tiles_end = tiles.cumsum(0)
+        tile = torch.arange(s // height + e, device=device)
+        found = torch.searchsorted(tiles_end, tile, right=True)
+        group = found.clamp(max=e - 1)
+        first = starts[group] + (tile - (tiles_end - tiles)[group]) * height
+        rows = first.unsqueeze(1) + torch.arange(height, device=device)
+        used = (rows < ends[group].unsqueeze(1)) & (found < e).unsqueeze(1)
+        row = torch.arange(s, device=device)
+        owner = torch.searchsorted(ends, row, right=True)
+        its = owner.clamp(max=e - 1)
+        owned = owner < e
+        place = torch.where(owned, (tiles_end - tiles)[its] * height + row - starts[its], 0)
+        return cls(group, rows.clamp(0, s - 1), used, place, owned, e)
+
+    def parts(self) -> list[slice]:
+        """Tiles that are worked on at a time."""
+        return [slice(k, k + self.at_once) for k in range(0, self.group.shape[0], self.at_once)]
+
+    def rows_of(self, x: Tensor, part: slice) -> Tensor:
+        """(tiles, T, i)."""
+        rows = self.rows[part]
+        return x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
