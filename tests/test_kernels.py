@@ -13,6 +13,8 @@ from pretended import Machine, on_card
 from torch import Tensor
 
 import colofunc as cf
+from colofunc.executors.compiled import compile_segments
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.ops.kernels import choose, describe, run_of
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Program
@@ -174,3 +176,18 @@ def test_where_a_rank_stands_is_known_on_the_host() -> None:
 def test_devices_of_topologies_are_cuda_s_or_not() -> None:
     found = {name: capability_on(cf.topology(name)) for name in ("8xh200", "8xa100-80g", "8xv100", "ideal", "gloo-cpu", "8xmi300x")}
     assert found == {"8xh200": (9, 0), "8xa100-80g": (8, 0), "8xv100": (7, 0), "ideal": None, "gloo-cpu": None, "8xmi300x": None}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiled_segments_and_loops_do_not_hide_where_a_rank_stands(microbatches: int) -> None:
+    params, x = arguments()
+    run = cf.accumulate(cf.shard(step, cf.Mesh(cp=2), gather_kv("cp"), auto=False, donate=()), microbatches=microbatches)
+    program = run.lower(params, x).program
+    segmented, functions = compile_segments(program, "eager")
+    assert functions
+    with Machine():
+        compiled = SimulatedProgram(segmented, cf.Mesh(cp=2), functions, whole=program)
+        count = len([i for i in program.inputs if i not in program.constants])
+        written = compiled.write(((0, 1),) * count, torch.device("cuda", 0))
+    called = [line.split(" = ")[1].split("(")[0] for line in written.lines if "flash" in line or "biased" in line]
+    assert sorted(set(called)) == ["flash", "flash_backward"]

@@ -11,7 +11,7 @@ On the CPU there is nothing to choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ import torch
 
 from colofunc.ops.attention import CUDA_KERNELS
 from colofunc.ops.kernels import Kernel, bound, capability_at, choose, signature, table_of
-from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.kernels import call_of_node
 from colofunc.program.positions import Positions
 
@@ -38,6 +38,7 @@ class Choices:
     """The kernels of one program on one device."""
 
     def __init__(self, program: Program, device: torch.device, place: Callable[[Sequence[str], int], int]) -> None:
+        """`program`: as it was before operators between attention were compiled to functions that nobody looks into."""
         self._table = BUILT_IN if program.kernels is None else program.kernels
         self._program, self._device, self._place = program, device, place
         self._loops: list[Node] = []  # around the line that is written
@@ -50,13 +51,13 @@ class Choices:
     def leave(self) -> None:
         self._loops.pop()
 
-    def of(self, node: Node, lane: int) -> Chosen | None:
+    def of(self, node: Node, values: Mapping[int, Value], lane: int) -> Chosen | None:
         """The kernel of a node; None: the operator's own implementation."""
         candidates = self._table.get((node.target, self._device.type), ())
-        known = self._positions(lane) if candidates else None
-        if known is None or any(known.program.values[i].tier != "device" for i in node.refs):
+        if not candidates or any(values[i].tier != "device" for i in node.refs):
             return None
-        call = call_of_node(node, known.program.values, known, capability_at(self._device))
+        known = self._positions(lane)
+        call = call_of_node(node, values, known, capability_at(self._device))
         kernel = choose(candidates, call)
         if kernel is None:
             return None
@@ -68,9 +69,14 @@ class Choices:
         if key not in self._known:
             found = Positions(self._program, lambda axes: self._place(axes, lane))
             for node in self._loops:
-                found = found.inside(node)
+                found = found.inside(_same(node, found.program))
             self._known[key] = found
         return self._known[key]
+
+
+def _same(loop: Node, program: Program) -> Node:
+    """A loop as it was before its body was compiled."""
+    return next(node for node in program.nodes if node.loop is not None and node.outs == loop.outs)
 
 
 def _argument(arg: Any, known: Positions | None) -> Any:

@@ -62,6 +62,7 @@ class RankProgram:
         """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
         self.program = program
         self.pool = pool_of(program, 1, whole) if tap is None else None
+        self._whole = whole
         self._tap = tap
         self._bound = bound
         self._host_only = reads_host_only(program)
@@ -93,7 +94,7 @@ class RankProgram:
                 self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
             flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
             wires = RankWires(self._groups, flight)
-            writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool)
+            writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
             writer.write()
             self._function = writer.function()
         if self._watch is None or not self._hash:

@@ -50,6 +50,7 @@ class SimulatedProgram:
         """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
         self.program = program
         self.pool = pool_of(program, mesh.size, whole) if tap is None else None
+        self._whole = whole
         self._tap = tap
         self.mesh = mesh
         self._bound = bound
@@ -77,7 +78,7 @@ class SimulatedProgram:
         """The source for inputs that are shared as `partition` says."""
         wires = SimulatedWires(self.mesh)
         writer = Writer(
-            self.program, self.mesh.size, device, wires, partition, self._bound, sparing, self._tap, look, self.pool
+            self.program, self.mesh.size, device, wires, partition, self._bound, sparing, self._tap, look, self.pool, self._whole
         )
         writer.write()
         return writer

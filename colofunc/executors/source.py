@@ -80,8 +80,11 @@ class Writer:
         tap: Tap | None = None,
         look: Look | None = None,
         pool: Pool | None = None,
+        whole: Program | None = None,
     ) -> None:
-        """`sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
+        """`whole`: the program before it was compiled, where it was.
+
+        `sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
 
         `pool`: where what passes through the host lies; None: each copy allocates.
 
@@ -107,7 +110,7 @@ class Writer:
         self._node = -1
         self.sharing = Sharing(self, sparing)
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
-        self.choices = Choices(program, device, wires.place)
+        self.choices = Choices(whole or program, device, wires.place)
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)
@@ -237,7 +240,7 @@ class Writer:
         many = len(classes) > 1
         for key, c in classes.items():
             lane = keys.index(key)
-            chosen = self.choices.of(node, lane) if bound is None else None
+            chosen = self.choices.of(node, self.program.values, lane) if bound is None else None
             if chosen is not None:
                 self.line(self._assignment(self._targets(node, c, many), self._kernel_call(node, chosen, lane), result))
                 continue

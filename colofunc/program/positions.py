@@ -43,8 +43,8 @@ class Positions:
 
     def run(self, id: int) -> Run | None:
         """The value as a run of integers; None where the host does not know it, or it is no run."""
-        value = self.program.values[id]
-        if value.dtype != torch.int64 or len(value.shape) > 1:
+        value = self.program.values.get(id)
+        if value is None or value.dtype != torch.int64 or len(value.shape) > 1:
             return None
         found = self.tensor(id)
         return None if found is None else run_of(found)
