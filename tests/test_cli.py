@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 
 import pytest
@@ -105,6 +106,19 @@ def test_the_rates_of_a_disk_are_those_that_are_named(tmp_path):
     assert sized.copy_s(1e9, "disk", "host") == plain.copy_s(1e9, "disk", "host") and sized.capacity_bytes("disk") == 2 * 10**12
     here = cli.machine("a100-40g", "", "", "", str(tmp_path))(cf.Mesh()).capacity_bytes("disk")
     assert 0 < here <= shutil.disk_usage(tmp_path).total
+
+
+TIME = r"([\d.]+ [mµn]?s)"
+
+
+@pytest.mark.parametrize(("name", "words"), [("staged", ()), ("hosted", ("--within", "")), ("step", ("--mesh", "dp=2,tp=2"))])
+def test_a_step_has_one_time_in_the_sentence_the_table_and_the_command(script, tmp_path, name, words):
+    script.write_text(script.read_text() + "\nhosted = cf.offload(staged, policy='host')\n")
+    _, said = run(f"{script}:{name}", "--device", "h100", *words, "--save", tmp_path / "p.json")
+    plan = cf.Plan.load(tmp_path / "p.json")
+    sentence = re.search(TIME + " per step", str(plan))[1]
+    assert re.search("a step takes " + TIME, said)[1] == sentence == re.search(TIME + " per step", plan.table())[1]
+    assert f"{sentence} per step" in said  # the sentence above the table
 
 
 def test_a_plan_for_a_disk_without_a_directory_does_not_run(script):

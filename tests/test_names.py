@@ -8,8 +8,10 @@ import pytest
 import torch
 from colofunc_plugins import zero
 from torch import nn
+from typer.testing import CliRunner
 
 import colofunc as cf
+from colofunc import cli
 
 LEAF = "opt.exp_avg.0.weight"
 OTHER_FORMS = re.compile(r"\['(opt|exp_avg|params|0\.weight|x)'\]|\[0\]\[")
@@ -70,6 +72,16 @@ def donated() -> str:
     return raised(lambda: placed["opt"]["exp_avg"]["0.weight"].full())
 
 
+def of_the_command(words: tuple[str, ...] = ()) -> str:
+    done = CliRunner().invoke(cli.app, ["plan", f"{__name__}:for_the_command", "--device", "h100", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def for_the_command() -> Any:
+    return step_fn, state(), BATCH
+
+
 TEXTS = {
     "program": lambda: staged().lower(state(), BATCH).text(),
     "plan": lambda: json.dumps(staged().lower(state(), BATCH).plan.to_dict()),
@@ -83,6 +95,8 @@ TEXTS = {
         cf.shard(step_fn, cf.Mesh(dp=2), in_specs=(of_spec("(dp a) b"), None)).lower(state(), BATCH).plan.why(LEAF)
     ),
     "no value": lambda: raised(lambda: staged()(with_leaf(cf.abstract((128, 64), torch.float64)), BATCH)),
+    "command": of_the_command,
+    "command, on a mesh": lambda: of_the_command(("--mesh", "dp=2")),
     "in place": lambda: raised(lambda: cf.shard(writes, cf.Mesh(dp=2)).lower(state(), BATCH)),
     "donated": donated,
 }
@@ -93,6 +107,18 @@ def test_a_leaf_of_a_step_has_one_name(where):
     text = str(TEXTS[where]())
     assert f"state.{LEAF}" in text
     assert not OTHER_FORMS.search(text), OTHER_FORMS.search(text)
+
+
+def test_a_profile_names_modules_as_leaves_and_decisions_do(tmp_path):
+    step = staged()
+    found = step.profile(tmp_path / "trace.json", state(), BATCH, steps=1)
+    plan = step.lower(state(), BATCH).plan
+    modules = {path for (path,) in found.by("path")} - {""}
+    assert modules == {"0", "1", "2"} == {decision.path for decision in plan.decisions} - {""}
+    leaves = {leaf.name for leaf in plan.inputs}
+    assert f"state.{LEAF}" in leaves and {f"state.params.{path}.weight" for path in ("0", "2")} <= leaves
+    trace = (tmp_path / "trace.json").read_text()
+    assert modules <= set(re.findall(r'"module": "([^"]*)"', trace)) and not OTHER_FORMS.search(trace + found.table())
 
 
 def test_results_are_named_alike():
