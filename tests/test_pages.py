@@ -4,6 +4,7 @@
 """
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def excerpts(page: str) -> list[str]:
 
 def training() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = cf.functional(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+    model = cf.functional(nn.Sequential(OrderedDict({"q_proj": nn.Linear(8, 16), "out": nn.Linear(16, 8)})))
     return cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=lambda out: out.square().mean())
 
 
