@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -57,9 +59,9 @@ def launched() -> Launch | None:
 
     Raises SwitchError where there is no such place: the others would wait for this process for ever.
     """
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
-    if rank is None or world_size is None:
+    if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         return None
+    rank, world_size = _integer("RANK") or 0, _integer("WORLD_SIZE") or 0
     if not 0 <= rank < world_size:
         raise SwitchError(f"RANK={rank} is no rank of WORLD_SIZE={world_size}; ranks count from 0, so the last is {world_size - 1}")
     return Launch(
@@ -78,7 +80,16 @@ def switch(name: str) -> str:
     """The value of a documented debugging switch, '' when it is not set."""
     if name not in SWITCHES:
         raise SwitchError(f"{name!r} is no documented switch{near(name, SWITCHES)}")
+    _say_misspelt()
     return os.environ.get(name, "")
+
+
+@cache
+def _say_misspelt() -> None:
+    """Once: variables that look like switches and are none, so that they do nothing."""
+    for name in sorted(os.environ):
+        if name.startswith("COLOFUNC_") and name not in SWITCHES:
+            warnings.warn(f"the environment variable {name} is none of colofunc's{near(name, SWITCHES)}", stacklevel=3)
 
 
 def switched_on(name: str) -> bool:
@@ -125,19 +136,12 @@ def memory_limit_bytes() -> int | None:
     return min(known, default=None)
 
 
-def memory_used_bytes() -> int | None:
-    """What the innermost cgroup of this process holds now, page cache included; None where there is no cgroup."""
-    for folder in _cgroups():
-        for name in ("memory.current", "memory.usage_in_bytes"):
-            used = _number(folder / name)
-            if used is not None:
-                return used
-    return None
-
-
 def _integer(name: str) -> int | None:
-    text = os.environ.get(name)
-    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+    """A launcher's number; None where it says none. Raises SwitchError where it is no number: this process would run alone."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.removeprefix("-").isdecimal():
+        raise SwitchError(f"{name}={text!r:.80} is no whole number, as a launcher such as torchrun sets it. Try: unset {name}")
+    return int(text) if text else None
 
 
 def _cgroups() -> Iterator[Path]:

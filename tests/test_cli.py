@@ -3,7 +3,9 @@
 import importlib
 import json
 import re
+import runpy
 import shutil
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -241,3 +243,10 @@ def test_a_script_without_an_example_is_told_how(tmp_path):
 def test_devices_are_listed():
     done = CliRunner().invoke(cli.app, ["devices"])
     assert done.exit_code == 0 and "rtx2060        device 5.588 GiB" in done.output
+
+
+def test_the_package_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["colofunc", "devices"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("colofunc", run_name="__main__")
+    assert ended.value.code == 0 and "rtx2060        device 5.588 GiB" in capsys.readouterr().out

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from moves import run_moves
 from oracle_convert import Oracle, State, mask_of
 
 from colofunc.dtensor import convert_search
 from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
-from colofunc.dtensor.convert_run import run_moves
 from colofunc.dtensor.layout import Layout, make_layout, replicated
 from colofunc.dtensor.parts import join, parts
 from colofunc.dtensor.spec import Spec

@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("config", ["colofunc.config"]),
     ("integrations", ["colofunc.integrations"]),
     ("testing", ["colofunc.testing"]),
-    ("command line", ["colofunc.cli"]),
+    ("command line", ["colofunc.cli", "colofunc.__main__"]),
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make, make_part, zeros_like
+from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make, make_parts, zeros_like
 from colofunc.dtensor.spec import bind
 from colofunc.errors import InputError, TraceError
 from colofunc.executors.launch import launch
@@ -381,10 +381,10 @@ def test_a_rank_reads_its_part_only() -> None:
     x, asked = counted()
     mesh = cf.Mesh(dp=2, tp=3)
     layout = bind("(dp a) (tp b)", mesh, (4, 6))
-    piece = make_part(x.to(torch.float64), layout, mesh, 4)
+    piece = make_parts(x.to(torch.float64), layout, mesh, [4])[0]
     assert asked == [(slice(2, 4), slice(2, 4))] and piece.tolist() == [[14, 15], [20, 21]] and piece.dtype == torch.float64
     striped = bind("(a dp) b", mesh, (4, 6))
-    assert make_part(x, striped, mesh, 3).tolist() == [[6, 7, 8, 9, 10, 11], [18, 19, 20, 21, 22, 23]] and asked[-1] == "whole"
+    assert make_parts(x, striped, mesh, [3])[0].tolist() == [[6, 7, 8, 9, 10, 11], [18, 19, 20, 21, 22, 23]] and asked[-1] == "whole"
 
 
 def test_zeros_of_large_lazy_and_abstract_tensors_are_lazy() -> None:

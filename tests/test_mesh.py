@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 from itertools import permutations
 from pathlib import Path
 
@@ -184,6 +185,31 @@ def test_a_rank_that_is_none_is_said_at_once(bare: pytest.MonkeyPatch, rank: str
     bare.setenv("RANK", rank)
     with pytest.raises(ColofuncError, match=f"RANK={rank} is no rank of WORLD_SIZE=2; ranks count from 0, so the last is 1"):
         env.launched()
+
+
+@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "two"), ("RANK", "0.5"), ("LOCAL_RANK", "a"), ("MASTER_PORT", "http")])
+def test_a_number_that_is_none_is_said(bare: pytest.MonkeyPatch, name: str, text: str) -> None:
+    for other, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
+        bare.setenv(other, value)
+    with pytest.raises(ColofuncError, match=f"{name}='{text}' is no whole number, as a launcher such as torchrun sets it. Try: unset {name}"):
+        Mesh(dp=-1)
+
+
+def test_a_launch_needs_both_and_an_empty_variable_is_none(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("RANK", "three")
+    assert env.launched() is None
+    bare.setenv("WORLD_SIZE", "")
+    assert env.launched() is None
+
+
+def test_a_misspelt_switch_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOFUNC_QUITE", "1")
+    env._say_misspelt.cache_clear()
+    with pytest.warns(UserWarning, match="the environment variable COLOFUNC_QUITE is none of colofunc's; did you mean 'COLOFUNC_QUIET'"):
+        env.switched_on("COLOFUNC_QUIET")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env.switched_on("COLOFUNC_QUIET")
 
 
 def test_every_variable_that_a_launcher_sets_is_documented() -> None:

@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from colofunc import compat
-from colofunc.dtensor.convert_run import run_moves
-from colofunc.dtensor.flat import Flat, cut, from_flat, join_pieces, pack, piece_range, to_flat
 from colofunc.dtensor.parts import parts
 from colofunc.dtensor.placements import from_placements, to_placements
 from colofunc.dtensor.spec import Spec
@@ -99,48 +97,3 @@ def test_an_axis_that_would_be_cut() -> None:
 def test_unlike_torchs_padding() -> None:
     with pytest.raises(SpecError, match="padded dim 0"):
         to_placements(Spec("(dp 4~)").bind(MESH, (5,)), MESH)
-
-
-# ---- flat ranges ----
-
-CHUNKED = Mesh(dp=2, tp=3, sp=2)
-FIRST, SECOND = Flat(36, 0, ("tp", "dp")), Flat(36, 25, ("tp", "dp"))
-
-
-def test_pieces_may_be_empty() -> None:
-    flat = Flat(chunk=12, offset=2, axes=("dp",))
-    assert [piece_range(flat, 5, i, Mesh(dp=4)) for i in range(4)] == [(0, 1), (1, 4), (4, 5), (5, 5)]
-
-
-def test_cut_and_join() -> None:
-    x = torch.arange(10)
-    pieces = cut(x, SECOND, CHUNKED)
-    by_index = {CHUNKED.index(rank, SECOND.axes): len(piece) for rank, piece in enumerate(pieces)}
-    assert by_index == {0: 0, 1: 0, 2: 0, 3: 0, 4: 5, 5: 5}  # slices of 6; the tensor is 25..35
-    assert torch.equal(join_pieces(pieces, SECOND, (10,), CHUNKED), x)
-
-
-@pytest.mark.parametrize("text", ["(dp a) b", "a (sp tp b)", "a b", "a b +sp", "a b +dp +tp"])
-def test_flat_to_any_layout_and_back(text: str) -> None:
-    x = torch.arange(24.0).reshape(4, 6) + 1
-    layout = Spec(text).bind(CHUNKED, x.shape)
-    gathered = from_flat(FIRST, layout, CHUNKED, 4)
-    assert sum(move.target == "all_gather" for move in gathered.moves) == 1
-    got = run_moves(pack([x, torch.ones(10)], [FIRST, SECOND], CHUNKED), gathered.moves, CHUNKED)
-    assert all(map(torch.equal, got, parts(x, layout, CHUNKED)))
-    back = run_moves(parts(x, layout, CHUNKED), to_flat(layout, FIRST, CHUNKED, 4).moves, CHUNKED)
-    assert all(map(torch.equal, back, pack([x], [FIRST], CHUNKED)))
-
-
-def test_a_pending_sum_enters_a_chunk_by_one_reduce_scatter() -> None:
-    layout = Spec("a b +dp +tp").bind(CHUNKED, (4, 6))
-    moves = to_flat(layout, FIRST, CHUNKED, 4)
-    assert [m.target for m in moves.moves] == ["put_range", "rearrange", "reduce_scatter"]
-    assert moves.wire_bytes == 36 * 4 * 5 // 6
-
-
-def test_a_range_that_does_not_fit() -> None:
-    with pytest.raises(SpecError, match="12 elements at 30 do not fit a buffer of 36"):
-        piece_range(Flat(36, 30, ("dp",)), 12, 0, CHUNKED)
-    with pytest.raises(SpecError, match="not split evenly"):
-        cut(torch.ones(5), Flat(35, 0, ("dp",)), CHUNKED)

@@ -21,13 +21,19 @@ from colofunc.planner.describe import describe
 from colofunc.planner.sharding.assign import Assignment, assign, assign_by_axes
 from colofunc.planner.sharding.classes import starred, tie
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
-from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, brute_force, cost, solve
+from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, cost, solve
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
+
+def brute_force(problem: Problem, memory_price: float = 0.0) -> tuple[int, ...]:
+    """The best of all choices by trying each."""
+    choices = itertools.product(*(range(len(v.options)) for v in problem.variables))
+    return min(choices, key=lambda choice: cost(problem, choice, memory_price))
+
 
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import colofunc as cf
-from colofunc.dtensor.lazy import make, make_part
+from colofunc.dtensor.lazy import make, make_parts
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import files
@@ -101,7 +101,7 @@ def test_experts_are_read_only_where_they_are_held(tmp_path, monkeypatch) -> Non
     assert read == []
     x = got.params["model.layers.0.mlp.experts.gate_up_proj"]
     mesh = cf.Mesh(ep=4)
-    part = make_part(x, cf.Spec("(ep e) o i").bind(mesh, x.shape), mesh, 1)
+    part = make_parts(x, cf.Spec("(ep e) o i").bind(mesh, x.shape), mesh, [1])[0]
     assert sum(read) == part.nbytes and torch.equal(part, make(x)[1:2])
 
 

@@ -18,7 +18,7 @@ from colofunc.ops.targets import overload, resolve, target_of
 from colofunc.program.check import check_program
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
-from colofunc.program.passes.simplify_known import classify
+from colofunc.program.passes.simplify_known import _runs_of_mask, classify_runs
 from colofunc.program.reference import run_reference
 from colofunc.program.serialize import decode, encode, load, save
 from colofunc.program.text import text
@@ -272,6 +272,12 @@ def test_small_tables_become_constants() -> None:
 
 def _mask(rows: int, columns: int, keep: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return keep(torch.arange(rows)[:, None], torch.arange(columns)[None]).expand(rows, columns)
+
+
+def classify(mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0) -> tuple[bool, int] | None:
+    """As a mask of constants is read by the pass."""
+    runs = _runs_of_mask(mask, columns)
+    return None if runs is None else classify_runs(*runs, rows, columns, causal, window)
 
 
 def test_masks_are_classified() -> None:

@@ -5,7 +5,7 @@ before it lies in parts on many ranks. Idea: a tensor with a shape, a dtype and 
 on lazy tensors alone give lazy tensors; together with data, or where Python asks for a number, the value is made.
 
     make(t: Tensor) -> Tensor                        the whole value; `t` itself where it has data
-    make_part(t, layout, mesh, rank) -> Tensor       one rank's part, without the whole where the source can read parts
+    make_parts(t, layout, mesh, ranks) -> [Tensor]   these ranks' parts, without the whole where the source can read parts
     token(t) -> int                                  equal on ranks on which it will be made equal
     lazy_tensor(shape, dtype, make, read=None)       make() -> the whole value; read(slices) -> that box of it
     zeros_like(t, dtype=None) -> Tensor              zeros: lazy where `t` is lazy, has no data, or is large
@@ -179,13 +179,11 @@ def make(t: torch.Tensor) -> torch.Tensor:
         return t.source.make()
 
 
-def make_part(t: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Rank `rank`'s part in memory of its own, without the whole where the source can read parts."""
-    return make_parts(t, layout, mesh, (rank,))[0]
-
-
 def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[torch.Tensor]:
-    """`make_part` for several ranks; those that hold the same part share it, and the whole is made at most once."""
+    """The parts of several ranks, without the whole where the source can read parts.
+
+    Each lies in memory of its own; ranks that hold the same part share it, and the whole is made at most once.
+    """
     pieces: dict[tuple[int, ...], torch.Tensor] = {}
     whole: torch.Tensor | None = None
     for rank in ranks:

@@ -9,7 +9,7 @@ the generator where it draws. A value is what replaying the operators that wrote
     state = step.init({"params": model.params, ...}, batch)       # made tensor by tensor, each straight into its shards
 
 Anything that fills a tensor otherwise (from a file) gives it another source: see `colofunc.dtensor.lazy`, where
-`make(t) -> Tensor`, `make_part(t, layout, mesh, rank)` and `lazy_tensor(shape, dtype, make, read)` are.
+`make(t) -> Tensor`, `make_parts(t, layout, mesh, ranks)` and `lazy_tensor(shape, dtype, make, read)` are.
 
 Afterwards torch's generator stands where eager construction leaves it. That takes drawing the numbers and throwing them
 away; a model with more than `DRAWS` of them (or a quarter in one tensor) is not worth it, so its numbers are drawn when the first of its

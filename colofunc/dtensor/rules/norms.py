@@ -30,10 +30,6 @@ from colofunc.ops.collectives import all_reduce
 T = torch.Tensor
 
 
-def _id(value: Any) -> int | None:
-    return value.id if isinstance(value, Ref) else None
-
-
 def _pick(shards: Sequence[T], value: Any) -> T | None:
     return shards[value.id] if isinstance(value, Ref) else None
 

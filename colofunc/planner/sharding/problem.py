@@ -19,7 +19,6 @@ on the clock. Source: PBQP reductions R0, R1, R2, RN of Scholz and Eckstein (LCT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import attrs
 import numpy as np
@@ -115,13 +114,6 @@ def cost(problem: Problem, choice: Sequence[int], memory_price: float = 0.0) -> 
     for factor in problem.factors:
         total += float(factor.table[tuple(choice[v] for v in factor.scope)])
     return total
-
-
-def brute_force(problem: Problem, memory_price: float = 0.0) -> tuple[int, ...]:
-    """The best of all choices by trying each: the oracle of tests."""
-    return min(
-        product(*(range(len(v.options)) for v in problem.variables)), key=lambda c: cost(problem, c, memory_price)
-    )
 
 
 def to_graph(problem: Problem, memory_price: float) -> Graph:

@@ -236,15 +236,6 @@ def _runs_of_band(band: Band) -> Runs | None:
     return lo, hi
 
 
-def classify(mask: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0) -> tuple[bool, int] | None:
-    """(causal, window) that show exactly what `mask` shows beside the given ones; None if there are none.
-
-    `mask`: (..., rows or 1, columns or 1), bool (True is visible) or added to the scores (0 is visible).
-    """
-    runs = _runs_of_mask(mask, columns)
-    return None if runs is None else classify_runs(*runs, rows, columns, causal, window)
-
-
 def classify_runs(
     lo: torch.Tensor, hi: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
 ) -> tuple[bool, int] | None:

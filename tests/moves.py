@@ -2,7 +2,7 @@
 
     shards = run_moves(parts(x, src, mesh), conversion(src, dst, mesh, x.itemsize).moves, mesh)
 
-Written for clarity; the simulated executor uses the same functions.
+Written for clarity: what conversions are compared with, apart from all executors.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ GROUPED: dict[str, Callable[..., Shards]] = {
 }
 
 
-LOCAL: dict[str, Callable[..., Tensor]] = {
-    name: KERNELS[f"colofunc.{name}"] for name in ("rearrange", "fit", "take_range", "put_range")
-}
+LOCAL: dict[str, Callable[..., Tensor]] = {name: KERNELS[f"colofunc.{name}"] for name in ("rearrange", "fit")}
 
 
 def run_group(target: str, shards: Sequence[Tensor], axes: Iterable[str], mesh: Mesh, *args: Any) -> Shards:
