@@ -191,7 +191,7 @@ def test_a_rank_that_is_none_is_said_at_once(bare: pytest.MonkeyPatch, rank: str
 def test_a_number_that_is_none_is_said(bare: pytest.MonkeyPatch, name: str, text: str) -> None:
     for other, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
         bare.setenv(other, value)
-    with pytest.raises(ColofuncError, match=f"{name}='{text}' is no whole number, as a launcher such as torchrun sets it. Try: unset {name}"):
+    with pytest.raises(ColofuncError, match=f"{name}='{text}' is no whole number, as a launcher .* Try: unset {name}"):
         Mesh(dp=-1)
 
 

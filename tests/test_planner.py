@@ -28,6 +28,8 @@ from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
+GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
+
 
 def brute_force(problem: Problem, memory_price: float = 0.0) -> tuple[int, ...]:
     """The best of all choices by trying each."""
@@ -35,7 +37,6 @@ def brute_force(problem: Problem, memory_price: float = 0.0) -> tuple[int, ...]:
     return min(choices, key=lambda choice: cost(problem, choice, memory_price))
 
 
-GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")
 
 
