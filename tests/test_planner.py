@@ -28,6 +28,7 @@ from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
+
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 
 

@@ -93,6 +93,15 @@ class Kernel:
 Table = Mapping[tuple[str, str], Sequence[Kernel]]
 
 
+@attrs.frozen
+class Planned:
+    """What the plan counts for a call: the kernel's name, its seconds, and the memory of its own."""
+
+    name: str
+    seconds: float
+    workspace_bytes: int
+
+
 def table_of(kernels: Iterable[Kernel]) -> Table:
     """(operator, device) -> its kernels, in the order in which they were given."""
     table: dict[tuple[str, str], list[Kernel]] = {}
