@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, list[str]]] = [
 
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
-    "agree", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "guard",
+    "agree", "alike", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "guard",
     "kept", "least_budget", "lowered", "machine", "measured", "observe", "plan_cache", "prepare", "profile", "reads", "ready", "retraces",
     "staged", "surroundings", "wanted", "within",
 )  # fmt: skip

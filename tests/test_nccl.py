@@ -86,7 +86,7 @@ def host_state(nccl: Nccl, folder: str) -> dict[str, Any]:
     found["plain"], state = trained(cf.shard(problem()[1], mesh, zero(3, "dp")))
     found["params"] = whole(state["params"])
     cf.save(f"{folder}/device", state)
-    found["losses"], state = trained(cf.offload(cf.shard(problem()[1], mesh, zero(3, "dp")), policy="host"))
+    found["losses"], state = trained(cf.offload(cf.shard(problem()[1], mesh, agree_every=1), policy="host"))
     weight = state["params"]["0.weight"]
     found["lies"] = str(weight.spec), str(weight.local.device), str(weight.full().device)
     found["host params"] = whole(state["params"])

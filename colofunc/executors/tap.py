@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from colofunc.executors.source import Tap, Writer
+from colofunc.mesh.device import gpu_of_process
+from colofunc.mesh.transport import carriers
 from colofunc.program.ir import Node
 
 Lanes = tuple[torch.Tensor, ...]
@@ -41,6 +43,8 @@ def everyones(lanes: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
     if not mine.numel():
         return [mine] * ranks
     flat = mine.contiguous().reshape(-1).view(torch.uint8)
-    found = [torch.empty_like(flat) for _ in range(ranks)]
-    dist.all_gather(found, flat)
-    return [x.view(mine.dtype).reshape(mine.shape) for x in found]
+    if "cpu" not in carriers():  # NCCL alone takes tensors on a GPU only
+        flat = flat.to(gpu_of_process())
+    found = torch.empty((ranks, flat.numel()), dtype=torch.uint8, device=flat.device)
+    dist.all_gather_into_tensor(found.view(-1), flat)
+    return [x.view(mine.dtype).reshape(mine.shape).to(mine.device) for x in found]

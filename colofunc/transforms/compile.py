@@ -30,6 +30,7 @@ from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 from colofunc.program.tracing.used import Used
 from colofunc.transforms.agree import watch_of
+from colofunc.transforms.alike import agree_every
 from colofunc.transforms.compare import Compared, compare
 from colofunc.transforms.disk_state import Shelves
 from colofunc.transforms.guard import Guard
@@ -57,6 +58,7 @@ class StepCompiler:
         self._recent: list[Ready] = []  # those whose guards are asked first
         self._last: tuple[Sequence[Leaf], Tree, Surroundings] = (), Tree("sequence"), Surroundings(ambient())
         self._retraces = Retraces()
+        self._calls = 0
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         name = getattr(staged.fn, "__name__", "step")
@@ -65,7 +67,7 @@ class StepCompiler:
             known = None if guard is None else guard.leaves(args)
             if guard is not None and known is not None and ready.used.stands() and not ready.stale():
                 self._last = known, guard.tree, guard.surroundings
-                return self._run(ready, known, name)
+                return self._run(staged, ready, known, name)
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree, runs=True)
         ready.compare("call", leaves)
@@ -76,17 +78,19 @@ class StepCompiler:
         guard = None
         if ready.warmup is None and ready.after is None:
             guard = Guard.of(tree, leaves, ready.homes, self._last[2])
-        out = self._run(ready, leaves, name)
+        out = self._run(staged, ready, leaves, name)
         ready.guard = guard
         self._recent = [ready, *(other for other in self._recent if other is not ready)][:RECENT]
         return out
 
-    def _run(self, ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
+    def _run(self, staged: Staged, ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
+        self._calls += 1
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             while ready.after is not None:
                 ready = ready.after
                 leaves = moved(leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
-            return ready.call(leaves, _called(name))
+            every = agree_every(staged)
+            return ready.call(leaves, _called(name), every if every and self._calls % every == 0 else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
         """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one standing."""

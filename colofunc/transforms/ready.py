@@ -33,6 +33,7 @@ from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.tracing.used import Used
 from colofunc.transforms.agree import equal_leaves
+from colofunc.transforms.alike import Alike, state_names
 from colofunc.transforms.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
 from colofunc.transforms.guard import Guard
 from colofunc.transforms.lowered import Lowered
@@ -139,6 +140,11 @@ class Ready:
         return self.backend.compile(self.low.program, self.low.mesh)
 
     @cached_property
+    def _alike(self) -> Alike:
+        names = state_names(self.low.traced.out_names, self.low.traced.names)
+        return Alike(names, self.low.output_layouts, self.low.mesh)
+
+    @cached_property
     def _donated(self) -> frozenset[int]:
         return frozenset(self.low.donated)
 
@@ -152,8 +158,11 @@ class Ready:
 
     # ---- one call ----
 
-    def call(self, leaves: Sequence[Leaf], name: str) -> Any:
-        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for errors."""
+    def call(self, leaves: Sequence[Leaf], name: str, agree_every: int = 0) -> Any:
+        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for errors.
+
+        agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
+        """
         low = self.low
         inputs = self._placed(leaves, name)
         if low.traced.uses_seed:
@@ -165,6 +174,8 @@ class Ready:
         given = {i: leaf for i, leaf in ((i, leaves[i]) for i in low.donated) if type(leaf) is DTensor and leaf.owned}
         outs = self._ran(inputs, list(given.values()), name)
         consume_all(given.values(), name, map(low.traced.names.__getitem__, given))
+        if agree_every and self.watch is not None:
+            self._alike.check(outs, self.watch, name, agree_every)
         return low.traced.unpack(self._wrapped(outs))
 
     def _placed(self, leaves: Sequence[Leaf], name: str) -> list[Shards]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
+from colofunc.transforms.alike import EVERY
 from colofunc.transforms.compile import StepCompiler
 from colofunc.transforms.staged import Intent, Staged, stage
 
@@ -28,6 +29,7 @@ def shard(
     donate: Donate = "auto",
     auto: bool = True,
     plugins: Sequence[Any] = (),
+    agree_every: int = EVERY,
 ) -> Any:
     """The step function on `mesh`, with the same numbers.
 
@@ -35,10 +37,15 @@ def shard(
     name and leave the rest open. in_specs, out_specs: trees of specs (strings, `cf.Spec`, None for automatic), prefixes
     allowed. donate: "auto" consumes argument 0, unless a batch, where output 0 can take its memory; True or (0,): it is an error where it
     cannot; False, None or (): nothing is consumed. auto: whether axes that no plan names are searched (False:
-    replicated). plugins: modules asked beside the installed ones.
+    replicated). plugins: modules asked beside the installed ones. agree_every: after so many steps real ranks compare checksums of
+    the results that they hold as copies, which each has computed; where a kernel rounds otherwise on one of them, it is an error that
+    names the leaf. 0: never.
     """
+    if not isinstance(agree_every, int) or isinstance(agree_every, bool) or agree_every < 0:
+        raise InputError(f"agree_every={agree_every!r}: a number of steps, 0 for never; write agree_every={EVERY}")
     consumes = _consumes(donate)
     options = dict(mesh=mesh, plans=plans, in_specs=in_specs, out_specs=out_specs, donate=consumes, auto=auto, plugins=tuple(plugins))
+    options["agree_every"] = agree_every
     intent = Intent("shard", options)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
