@@ -163,7 +163,7 @@ def numbers_kernel(
 @triton.jit
 def _first_of(ties):
     """Which of eight bytes holds the lowest bit of a word with bits 7, 15, ..., 63 (0 where it has none), and that bit."""
-    bit = ties & (~ties + 1)
+    bit = ties & ((ties ^ 0xFFFFFFFFFFFFFFFF) + 1)
     byte = (
         ((bit & 0x8080808000000000) != 0).to(tl.int64) * 4
         + ((bit & 0x8080000080800000) != 0).to(tl.int64) * 2
@@ -185,7 +185,7 @@ def _eight(index, key, byte, bound, SHIFTED: tl.constexpr, TIES: tl.constexpr):
     if TIES:
         # Bit 7 of each byte that equals the threshold's.
         apart = word ^ (byte.to(tl.uint64) * 0x0101010101010101)
-        ties = ~(((apart & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | apart | 0x7F7F7F7F7F7F7F7F)
+        ties = (((apart & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | apart | 0x7F7F7F7F7F7F7F7F) ^ 0xFFFFFFFFFFFFFFFF
         some = 1
         while some > 0:
             which, bit = _first_of(ties)
