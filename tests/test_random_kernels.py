@@ -13,6 +13,7 @@ from pretended import Machine, on_card
 import colofunc as cf
 from colofunc.ops import random as R
 from colofunc.ops import random_kernels
+from colofunc.ops.kernels import Planned
 
 SEED = torch.tensor(5)
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -140,3 +141,18 @@ def test_attention_blocks_have_their_mask_by_one_launch() -> None:
         machine.forget_counts()
         made = R.keep_mask(seed, 3, 0.3, given)
         assert sum(machine.launches.values()) == 1 and torch.equal(made.cpu(), want)
+
+
+def test_a_plan_counts_one_launch_and_no_memory_of_its_own() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.dropout(x + torch.rand_like(x) + torch.randn_like(x), 0.1)
+        return y * torch.bernoulli(torch.full_like(x, 0.5), 0.5) + torch.randperm(x.shape[1])
+
+    def planned(rows: int) -> dict[str, Planned]:
+        low = cf.shard(step, cf.Mesh(topology="8xh100")).lower(torch.zeros(rows, 1024, dtype=torch.bfloat16))
+        return {node.target: node.kernel for node in low.program.nodes if node.target in random_kernels.OPERATIONS}
+
+    few, many = planned(1), planned(4096)
+    assert few.keys() == set(random_kernels.OPERATIONS) and all(kernel.workspace_bytes == 0 for kernel in many.values())
+    for target in few.keys() - {"colofunc.random_bits"}:
+        assert 0 < few[target].seconds < 2e-5 and few[target].seconds < many[target].seconds < 1e-3

@@ -352,3 +352,5 @@ dropout = define(
     f"dropout(Tensor x, Tensor seed, int site, float p, {_PLACE}) -> Tensor",
     _dropout, _dropout_fake, (_save_dropout, _dropout_backward), for_compilers=_dropout_expression, number="site",
 )  # fmt: skip
+OPERATORS = (random_bits, random_uniform, random_normal, random_bernoulli, dropout)
+CUDA_KERNELS = kernels.records({operator.name: operator.kernel for operator in OPERATORS})

@@ -12,16 +12,18 @@ global index, how far in the operand. Neighbours that both go on evenly are one 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from math import prod
 
 import attrs
 import torch
 from torch import Tensor
 
-from colofunc.ops.draws import Threshold
+from colofunc.ops.draws import UNIFORM_BITS, Threshold
 from colofunc.ops.indices import Index, atoms, atoms_of_dims
+from colofunc.ops.kernels import Kernel, KernelCall, Rates
 
 ALWAYS = Threshold(256, 0)
 # (count, stride in the global index, stride in the operand)
@@ -115,6 +117,38 @@ def _merged(given: Sequence[Atom], operand: bool) -> tuple[Atom, ...]:
         else:
             found.append((n, far, x_far))
     return tuple(found) or ((1, 1, 1),)
+
+
+# ---- what a plan counts ----
+
+# Integer operations of a thread for one element, as compiled for compute capability 9.0; normal numbers are float64 for the most part.
+OPERATIONS = {
+    "colofunc.random_bits": 39, "colofunc.random_uniform": 37, "colofunc.random_normal": 325, "colofunc.random_bernoulli": 30,
+    "colofunc.dropout": 36,
+}  # fmt: skip
+
+
+def records(implementations: Mapping[str, Callable[..., Tensor]]) -> tuple[Kernel, ...]:
+    """The operators' own implementations, each of which is one launch on a card, as what a plan counts on."""
+    return tuple(
+        Kernel(target, "cuda", _is_float, _seconds, lambda call: 0, implementation, ("offset",))
+        for target, implementation in implementations.items()
+    )
+
+
+def _is_float(call: KernelCall) -> bool:
+    return call.target != "colofunc.dropout" or call["x"].dtype in UNIFORM_BITS
+
+
+def _seconds(call: KernelCall, rates: Rates) -> float:
+    """Memory once, or the integer operations, half as many a second as multiplications and additions together."""
+    if call.target == "colofunc.dropout":
+        n, nbytes = call["x"].numel, 2 * call["x"].nbytes
+    else:
+        n = prod(call["shape"])
+        nbytes = n * (torch.int64 if call.target == "colofunc.random_bits" else call["dtype"]).itemsize
+    operations = n * OPERATIONS[call.target] / (rates.flops_per_s(torch.float32) / 2)
+    return rates.launch_s + max(nbytes / rates.bytes_per_s, operations)
 
 
 # ---- launches ----

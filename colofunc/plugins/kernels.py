@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from colofunc.ops.attention import CUDA_KERNELS
+from colofunc.ops import attention, random
 from colofunc.ops.kernels import Kernel
 from colofunc.plugins.hookspecs import hookimpl
 
 
 @hookimpl
 def colofunc_kernels() -> tuple[Kernel, ...]:
-    return CUDA_KERNELS
+    return (*attention.CUDA_KERNELS, *random.CUDA_KERNELS)
