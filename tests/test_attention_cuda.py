@@ -116,7 +116,7 @@ def layouts() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         some = (grad, q, k, v, bias, q, padded, *signed, 0.0, [True, True, True, True], False)
         yield aten._scaled_dot_product_efficient_attention_backward.default, some, scale
         yield aten._scaled_dot_product_cudnn_attention.default, (q, k, v, None, True, 0.0, False), scale
-        some = (grad, q, k, v, q, lse.unsqueeze(-1), *signed, None, None, None, s, t, 0.0, False)
+        some = (grad, q, k, v, q, emulated.stats_of(lse), *signed, None, None, None, s, t, 0.0, False)
         yield aten._scaled_dot_product_cudnn_attention_backward.default, some, scale
 
 

@@ -44,6 +44,8 @@ def compile_segments(program: Program, compiler: str = "inductor") -> tuple[Prog
 
 
 def _segmented(program: Program, compiler: str, known: dict[str, Segment]) -> Program:
+    for node in program.nodes:
+        check_words(node)
     nodes: list[Node] = []
     at = 0
     for piece in pieces(program):

@@ -9,7 +9,8 @@ mask begins in, and what a row that sees nothing gives.
 Conventions (torch's `flash_api.cpp`, `attention.cu`, `attention_backward.cu`): flash counts causal masks and windows from the last
 row's last column, takes fewer key heads, gives lse (b, h, s), +inf for a row that sees nothing; the efficient kernel counts from the
 first, wants a key head for each query head, and rows of a bias that begin at multiples of 8 elements, and pads lse to a multiple of
-32 with +inf; cuDNN gives lse (b, h, s, 1). No dropout: its bits are those of the device's generator.
+32 with +inf; cuDNN gives lse (b, h, s, 1), or (b, h, s) where torch's shape function says so. No dropout: its bits are those of the
+device's generator.
 """
 
 from __future__ import annotations
@@ -228,6 +229,12 @@ def efficient_backward(
 # ---- cuDNN; (b, h, s, e) ----
 
 
+def stats_of(lse: Tensor) -> Tensor:
+    """(b, h, s) as this torch has it for cuDNN."""
+    q = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+    return lse if aten._scaled_dot_product_cudnn_attention.default(q, q, q, None, True)[1].dim() == 3 else lse.unsqueeze(-1)
+
+
 def _like_dims(q: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty tensor whose dims lie in the order in which those of q lie."""
     order = sorted(range(q.dim()), key=lambda d: -q.stride(d))
@@ -246,7 +253,7 @@ def cudnn_forward(
     out, lse = _attend(q, k, v, attn_bias, _band(s, t, -1, 0 if is_causal else -1, 0), scale)
     state = (torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64))
     result = _like_dims(q, (*q.shape[:3], v.shape[3])).copy_(out)
-    return result, lse.unsqueeze(-1).to(_wide(q)), None, None, s, t, *state, None
+    return result, stats_of(lse).to(_wide(q)), None, None, s, t, *state, None
 
 
 def cudnn_backward(
@@ -255,9 +262,9 @@ def cudnn_backward(
     is_causal: bool, *, scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check((q, k, v), HALVES, "cuDNN backward")
-    refuse(lse.shape != (*q.shape[:3], 1), "cuDNN backward: lse (b, h, s, 1)")
+    refuse(lse.shape != stats_of(q[..., 0]).shape, "cuDNN backward: lse as forward gives it")
     keep = _band(q.shape[2], k.shape[2], -1, 0 if is_causal else -1, 0)
-    dq, dk, dv, _ = _gradients(grad_out, q, k, v, attn_bias, out, lse.squeeze(-1), keep, scale)
+    dq, dk, dv, _ = _gradients(grad_out, q, k, v, attn_bias, out, lse.reshape(q.shape[:3]), keep, scale)
     return _filled(q, dq), _filled(k, dk), _filled(v, dv)
 
 
