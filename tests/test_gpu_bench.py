@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from pretended import Machine
+from pretended.nccl import Nccl
 
+import colofunc as cf
 from bench import Row
 from bench.gpu import __main__ as command
-from bench.gpu import runner
+from bench.gpu import attention, experts, nccl, runner
+from bench.gpu.measuring import Step, eager, seconds_in, staged_run
+from bench.gpu.models import Llama, Opt, weight
 from bench.gpu.parts import Part, Setup, Slice, lacks_here
 from bench.gpu.record import GPU, NOTHING, Record
 from bench.gpu.runner import AGAIN, measure, open_parts, run
-from bench.gpu.sizes import TINY
+from bench.gpu.sizes import TINY, Training
 from bench.gpu.slices import SLICES
 from colofunc.mesh import profile
 
@@ -26,26 +36,43 @@ PRETENDED = {
     "a card": "the card is pretended: these tests want a real one",
     "eager": "the pretended card has no autograd, and eager PyTorch finds no attention kernel there",
     "inductor": "the pretended card runs nothing that is compiled for it",
-    "nccl": "the pretended card has no NCCL",
     "compute-sanitizer": "compute-sanitizer wants a real card",
 }
 SHORT = "these sizes have fewer"
 """Parts for lengths and models that the tiny sizes do not have."""
 SWEPT = {
     3: (
-        "waits, microbatches", "waits, ZeRO-3 on two simulated ranks", "waits, a ring of two simulated ranks",
-        "waits, experts on two simulated ranks",
+        "waits, dropout", "waits, microbatches", "waits, ZeRO-3 on two simulated ranks",
+        "waits, a ring of two simulated ranks", "waits, experts on two simulated ranks",
     ),
-    7: ("OPT with dropout", "OPT with dropout, offloaded, 60 %"),
+    7: ("OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
     10: ("exposed copies", "disk"),
+    12: ("speed",),
 }  # fmt: skip
 """Slice -> parts that take seconds and whose kind another part has."""
+
+
+@contextmanager
+def pretended_group(card: Machine) -> Iterator[None]:
+    """Slice 12 makes a process group of one rank; here it is one of gloo that takes what NCCL takes."""
+
+    @contextmanager
+    def group() -> Iterator[None]:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            with Nccl(card, bound=True):
+                yield
+        finally:
+            dist.destroy_process_group()
+
+    with mock.patch.object(nccl, "group", group):
+        yield
 
 
 def measured(of: Slice, folder: Path) -> dict[str, list[Row]]:
     said: list[str] = []
     record = Record(folder / "GPU.md")
-    with Machine(seed=of.number):
+    with Machine(seed=of.number) as card, pretended_group(card):
         assert measure(of, Setup(TINY, PRETENDED), record, said.append)
         assert not open_parts(of, record, runner.machine())
     return record.parts(of.number)
@@ -90,6 +117,53 @@ def test_the_record_in_the_tree_has_no_row_of_a_pretended_card() -> None:
     text = GPU.read_text()
     assert "pretended" not in text
     assert (NOTHING in text) == (not any(Record().parts(of.number) for of in SLICES))
+
+
+# ---- what the pretended card cannot run, on the host ----
+
+
+def on_host(of: Training) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(0, of.shape.vocabulary, (of.rows, of.length))}
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_models_train_in_eager_as_they_do_here(kind: str) -> None:
+    of, batch = TINY.llama, on_host(TINY.llama)
+    module = (Llama(of.shape, torch.float32) if kind == "llama" else Opt(of.shape, torch.float32, of.length)).double()
+    step_fn, state = cf.train_step(cf.functional(copy.deepcopy(module)), cf.adapt(torch.optim.AdamW, lr=1e-4), loss=lambda loss: loss)
+    with cf.testing.float64():
+        theirs, mine = eager(module, batch), staged_run(cf.shard(step_fn, cf.Mesh(device="cpu")), state, batch)
+        found = [(float(theirs()), float(mine())) for _ in range(3)]
+    assert found[2][0] < found[0][0]
+    for a, b in found:
+        assert a == pytest.approx(b, rel=1e-6)  # fused updates sum in another order
+
+
+def test_attention_by_other_ways_gives_the_same() -> None:
+    x = {name: t.double() for name, t in attention.operands(Setup(TINY, {}), 32, "cpu").items()}
+    of = torch.arange(32) // 8
+    _, mine = cf.shard(partial(attention.with_backward, attention.causal), cf.Mesh(device="cpu"))(x)
+    for a, b in zip(attention.eager_backward(attention.causal, x), mine.values(), strict=True):
+        torch.testing.assert_close(a, b.full())
+    x = {name: t.float() for name, t in x.items()}
+    masked = attention.chain(partial(attention.masked, of), x)
+    torch.testing.assert_close(attention.chain(attention.flex(of, lambda fn: fn), x), masked)
+
+
+def test_experts_by_grouped_products_give_the_same() -> None:
+    x, up, down = (weight(*shape, dtype=torch.bfloat16).detach() * 30 for shape in ((16, 16), (2, 32, 16), (2, 16, 16)))
+    index, share, _ = cf.moe.route(torch.randn(16, 2), k=experts.K)
+    share = share.bfloat16()
+    mine = cf.moe.experts(x, index, share, up, down)
+    found = experts.by_groups({"x": x, "up": up, "down": down}, index, share)
+    assert mine.abs().max() > 0.1
+    torch.testing.assert_close(found, mine, rtol=0.05, atol=0.05)  # sums of products that bfloat16 rounds
+
+
+def test_seconds_are_read_as_they_are_written() -> None:
+    for seconds in (1.23456e-5, 0.0123, 1.75, 12345.6):
+        assert seconds_in([Row("x", Step(seconds, 10, 0.0).words(8192))]) == pytest.approx(seconds, rel=1e-3)
+    assert seconds_in([]) is None and seconds_in([Row("x", "not run: no room")]) is None
 
 
 # ---- resuming ----

@@ -38,11 +38,11 @@ def chain(attend: Attend, x: Operands) -> Tensor:
     return q
 
 
-def operands(setup: Setup, length: int) -> Operands:
+def operands(setup: Setup, length: int, device: str = "cuda") -> Operands:
     heads, key_heads, width = setup.sizes.heads
     rows = torch.Generator().manual_seed(0)
     shapes = {"q": heads, "k": key_heads, "v": key_heads, "g": heads}
-    return {name: torch.randn(1, n, length, width, generator=rows).to(setup.sizes.dtype).to("cuda") for name, n in shapes.items()}
+    return {name: torch.randn(1, n, length, width, generator=rows).to(setup.sizes.dtype).to(device) for name, n in shapes.items()}
 
 
 def with_backward(attend: Attend, x: Operands) -> Any:
@@ -101,26 +101,28 @@ def documents(setup: Setup) -> list[Row]:
     tokens = setup.sizes.lengths[-1]
     x = operands(setup, tokens)
     of = torch.arange(tokens, device="cuda") // (tokens // 4)
-
-    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = torch.arange(tokens, device=q.device)
-        mask = (of[:, None] == of[None, :]) & (at[:, None] >= at[None, :])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
     why = setup.without("eager", "inductor")
     flops = 3.5 * 2.0 * tokens * tokens / 4 * setup.sizes.heads[0] * setup.sizes.heads[2]
-    theirs = None if why else partial(eager_backward, flex(of, tokens), x)
-    return rows_of("documents, forward and backward", flops, staged(partial(with_backward, masked), x), theirs, why, "FlexAttention", setup)
+    theirs = None if why else partial(eager_backward, flex(of), x)
+    mine = staged(partial(with_backward, partial(masked, of)), x)
+    return rows_of("documents, forward and backward", flops, mine, theirs, why, "FlexAttention", setup)
 
 
-def flex(of: Tensor, tokens: int) -> Attend:
+def masked(of: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """of: (s,), the document of each token."""
+    at = torch.arange(len(of), device=q.device)
+    mask = (of[:, None] == of[None, :]) & (at[:, None] >= at[None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def flex(of: Tensor, compiler: Callable[..., Any] = torch.compile) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (of[q] == of[k]) & (q >= k)
 
-    block = create_block_mask(seen, None, None, tokens, tokens, device="cuda")
-    return partial(torch.compile(flex_attention), block_mask=block, enable_gqa=True)
+    block = create_block_mask(seen, None, None, len(of), len(of), device=of.device)
+    return partial(compiler(flex_attention), block_mask=block, enable_gqa=True)
 
 
 SLICE = Slice(5, "Attention beside flash, 32 query and 8 key heads of 128, bfloat16, causal", (

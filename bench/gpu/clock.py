@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 import colofunc as cf
 from bench import Row
 from bench.gpu.measuring import ids, staged_run, steps, training
 from bench.gpu.models import Llama
 from bench.gpu.parts import Part, Setup, Slice, not_run
 from bench.gpu.sizes import REAL
+from colofunc.mesh.found import found_topology
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Topology
 
@@ -28,20 +31,24 @@ def figures(topology: Topology) -> dict[str, float]:
     return found
 
 
+def preset() -> Topology:
+    """What a mesh that names no topology is planned by on this card."""
+    return found_topology(1, 1, torch.device("cuda", torch.cuda.current_device()))
+
+
 def profiled(setup: Setup) -> Topology:
     """The card as measured, once in a process."""
     if "topology" not in setup.notes:
-        setup.notes["topology"] = profile_mesh(cf.Mesh(device="cuda"), seconds=setup.sizes.profile_s)
+        setup.notes["topology"] = profile_mesh(cf.Mesh(device="cuda", topology=preset()), seconds=setup.sizes.profile_s)
     topology: Topology = setup.notes["topology"]
     return topology
 
 
 def profile(setup: Setup) -> list[Row]:
-    mesh = cf.Mesh(device="cuda")
-    preset, measured = figures(mesh.topology), figures(profiled(setup))
-    rows = [Row("topology that a mesh finds", mesh.topology.name)]
+    said, measured = figures(preset()), figures(profiled(setup))
+    rows = [Row("topology that a mesh finds", preset().name)]
     for name, found in measured.items():
-        beside = f", {preset[name]:.4g} preset ({found / preset[name]:.2f})" if preset.get(name) else ""
+        beside = f", {said[name]:.4g} preset ({found / said[name]:.2f})" if said.get(name) else ""
         rows.append(Row(name, f"{found:.4g} measured{beside}"))
     return rows
 
@@ -50,8 +57,7 @@ def planned(k: int, setup: Setup) -> list[Row]:
     """A step as the preset and as the profile plan it, against the clock."""
     if k >= len(setup.sizes.clock):
         return [not_run("a planned step", "these sizes have fewer models")]
-    of, mesh = setup.sizes.clock[k], cf.Mesh(device="cuda")
-    topologies = {"preset": mesh.topology, "profile": profiled(setup)}
+    of, topologies = setup.sizes.clock[k], {"preset": preset(), "profile": profiled(setup)}
     batch, rows = ids(of), []
     step_fn, state = training(lambda: Llama(of.shape, setup.sizes.dtype))
     expected = {}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ import attrs
 import torch
 
 import colofunc as cf
+from bench import Row
 from bench.gpu.sizes import Training
 
 Run = Callable[[], Any]
@@ -29,6 +31,12 @@ class Step:
 
     def words(self, tokens: int) -> str:
         return f"{tokens / self.seconds:,.0f} tokens/s ({1e3 * self.seconds:.4g} ms a step), peak {self.peak_bytes / 1e9:.2f} GB"
+
+
+def seconds_in(rows: Sequence[Row]) -> float | None:
+    """Seconds of a step as `Step.words` has written them in the first of some rows; None where they were not measured."""
+    found = re.search(r"\(([0-9.e+-]+) ms a step\)", rows[0].figure) if rows else None
+    return float(found.group(1)) / 1e3 if found else None
 
 
 def clear() -> int:

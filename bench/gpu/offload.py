@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 import colofunc as cf
 from bench import Row
-from bench.gpu.measuring import Run, eager, ids, staged_run, steps, training
+from bench.gpu.measuring import Run, eager, ids, seconds_in, staged_run, steps, training
 from bench.gpu.models import Opt
 from bench.gpu.parts import Part, Setup, Slice, at_least, not_run
 from bench.gpu.sizes import Training
+from colofunc.mesh.sizes import parse_bytes
 
 PUBLISHED, AIM = 0.84, 0.90
 WIDE_CARD_BYTES = 130 * 10**9
@@ -36,42 +37,40 @@ def parameters(of: Training) -> int:
     return of.shape.layers * (4 * d * d + 2 * d * ffn) + of.shape.vocabulary * d
 
 
-def state_bytes(of: Training) -> int:
+def state_bytes(of: Training, wide: bool) -> int:
     """Parameters and two moments."""
-    return parameters(of) * (12 if mixed() else 6)
+    return parameters(of) * (12 if wide else 6)
 
 
-def on_card(fn: Any) -> Any:
+def on_card(fn: Any, wide: bool) -> Any:
     step = cf.shard(fn, cf.Mesh(device="cuda"))
-    return cf.checkpoint(cf.precision(step, "bf16") if mixed() else step)
+    return cf.checkpoint(cf.precision(step, "bf16") if wide else step)
 
 
-def model(of: Training, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
-    return lambda: Opt(of.shape, torch.float32 if mixed() else dtype, of.length)
+def model(of: Training, setup: Setup, wide: bool) -> Callable[[], torch.nn.Module]:
+    return lambda: Opt(of.shape, torch.float32 if wide else setup.sizes.dtype, of.length)
 
 
-def run_of(of: Training, setup: Setup, wrap: Wrap) -> Run:
-    step_fn, state = training(model(of, setup.sizes.dtype))
-    return staged_run(wrap(step_fn), state, ids(of))
+def run_of(of: Training, setup: Setup, wide: bool, wrap: Wrap) -> Run:
+    step_fn, state = training(model(of, setup, wide))
+    return staged_run(wrap(on_card(step_fn, wide)), state, ids(of))
 
 
 def on_the_device(setup: Setup) -> list[Row]:
     of, there = setup.sizes.offload, torch.cuda.mem_get_info()[1]
-    least = state_bytes(of) * 4 // 3  # with gradients
+    least = state_bytes(of, mixed()) * 4 // 3  # with gradients
     if least > there:
         return [not_run("all on the device", f"at least {least / 1e9:.0f} GB of {there / 1e9:.0f} GB are wanted")]
-    found = steps(lambda: run_of(of, setup, on_card), setup.sizes.steps, warm=1)
-    setup.notes["on the device"] = found.seconds
+    found = steps(lambda: run_of(of, setup, mixed(), lambda step: step), setup.sizes.steps, warm=1)
     return [Row(f"all on the device ({'mixed precision' if mixed() else 'bfloat16'})", found.words(of.tokens))]
 
 
 def within_budget(setup: Setup) -> list[Row]:
     of, budget = setup.sizes.offload, setup.sizes.offload_budget
-    found = steps(lambda: run_of(of, setup, lambda fn: cf.offload(on_card(fn), budget=budget)), setup.sizes.steps, warm=1)
-    setup.notes["offloaded"] = found.seconds
-    rows, whole = [Row(f"in {budget}", found.words(of.tokens))], setup.notes.get("on the device")
+    found = steps(lambda: run_of(of, setup, mixed(), lambda step: cf.offload(step, budget=budget)), setup.sizes.steps, warm=1)
+    rows, whole = [Row(f"in {budget}", found.words(of.tokens))], seconds_in(setup.done.get("on the device", ()))
     if whole is None:
-        return [*rows, not_run("tokens/s, in the budget / all on the device", "that was not measured in this process")]
+        return [*rows, not_run("tokens/s, in the budget / all on the device", "all on the device was not measured")]
     share = whole / found.seconds
     text = f"{share:.3f} (published {PUBLISHED})"
     return [*rows, at_least("tokens/s, in the budget / all on the device", share, AIM, text)]
@@ -80,8 +79,8 @@ def within_budget(setup: Setup) -> list[Row]:
 def exposed(setup: Setup) -> list[Row]:
     """How long the card waits for copies, node by node."""
     of = setup.sizes.offload
-    step_fn, state = training(model(of, setup.sizes.dtype))
-    step, batch = cf.offload(on_card(step_fn), budget=setup.sizes.offload_budget), ids(of)
+    step_fn, state = training(model(of, setup, mixed()))
+    step, batch = cf.offload(on_card(step_fn, mixed()), budget=setup.sizes.offload_budget), ids(of)
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:
         profile = step.profile(trace.name, step.init(state, batch), batch)
     waited = sum(node.mean_s for node in profile.nodes if node.target in COPIES)
@@ -104,13 +103,15 @@ def group() -> Iterator[None]:
 
 def fsdp2(setup: Setup) -> list[Row]:
     """The same model as FSDP2's tutorial offloads it: parameters, gradients and the (fused) update on the host."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     of = setup.sizes.offload
 
     def make() -> Run:
-        module = model(of, setup.sizes.dtype)()
-        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+        mesh = init_device_mesh("cuda", (1,))
+        module = model(of, setup, mixed())()
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy()}
         if mixed():
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for block in module.blocks:
@@ -120,24 +121,25 @@ def fsdp2(setup: Setup) -> list[Row]:
 
     with group():
         found = steps(make, max(1, setup.sizes.steps // 2), warm=1)
-    rows, mine = [Row("FSDP2, CPUOffloadPolicy", found.words(of.tokens))], setup.notes.get("offloaded")
+    rows, mine = [Row("FSDP2, CPUOffloadPolicy", found.words(of.tokens))], seconds_in(setup.done.get("in 40 GB", ()))
     if mine is None:
-        return [*rows, not_run("tokens/s, ours / FSDP2", "ours was not measured in this process")]
+        return [*rows, not_run("tokens/s, ours / FSDP2", "ours was not measured")]
     return [*rows, at_least("tokens/s, ours / FSDP2", found.seconds / mine, 1.0, f"{found.seconds / mine:.2f}")]
 
 
 def disk(setup: Setup) -> list[Row]:
-    """A model whose state the card and the host are not to hold."""
+    """A model whose state the card and the host are not to hold, all in bfloat16, which a small disk holds."""
     of, budget, host = setup.sizes.disk, setup.sizes.disk_budget, setup.sizes.disk_host
     with tempfile.TemporaryDirectory() as folder:
         free = shutil.disk_usage(folder).free
-        if free < state_bytes(of):
-            return [not_run("13B with disk", f"{folder} has {free / 1e9:.0f} GB free, {state_bytes(of) / 1e9:.0f} GB may be wanted")]
+        wanted = state_bytes(of, wide=False) - parse_bytes(host, "disk_host")
+        if free < wanted:
+            return [not_run("13B with disk", f"{folder} has {free / 1e9:.0f} GB free, {wanted / 1e9:.0f} GB may be wanted")]
 
-        def wrap(fn: Any) -> Any:
-            return cf.offload(on_card(fn), budget=budget, host=host, disk=folder)
+        def wrap(step: Any) -> Any:
+            return cf.offload(step, budget=budget, host=host, disk=folder)
 
-        found = steps(lambda: run_of(of, setup, wrap), 1, warm=1)
+        found = steps(lambda: run_of(of, setup, False, wrap), 1, warm=1)
     return [Row(f"{parameters(of) / 1e9:.1f}B in {budget}, host {host}, the rest on disk", found.words(of.tokens))]
 
 

@@ -21,11 +21,13 @@ Need = Callable[[], str]
 class Setup:
     """Where parts run: how large, and what they must do without.
 
-    `lacks`: need -> why it is not here. `notes`: what parts behind compare with; a new process begins without any.
+    `lacks`: need -> why it is not here. `done`: parts of the slice that have rows. `notes`: what parts of one process
+    keep for those behind them.
     """
 
     sizes: Sizes
     lacks: Mapping[str, str]
+    done: Mapping[str, list[Row]] = attrs.field(factory=dict)
     notes: dict[str, Any] = attrs.field(factory=dict)
 
     def without(self, *needs: str) -> str:

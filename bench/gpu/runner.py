@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic as now
 
+import attrs
 import torch
 
 from bench import Row
@@ -49,7 +50,7 @@ def measure(of: Slice, setup: Setup, record: Record, say: Say, until: float = fl
             break
         say(f"{of.number}. {of.title}: {part.name}")
         began = now()
-        rows = rows_of(part, setup)
+        rows = rows_of(part, attrs.evolve(setup, done=record.parts(of.number)))
         record.add(of, part.name, rows, where)
         for row in rows:
             say(f"    {row.what}: {row.figure}" + (f" ({row.target})" if row.target else ""))

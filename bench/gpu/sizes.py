@@ -88,7 +88,7 @@ REAL = Sizes(
         Training(attrs.evolve(OPT_6_7B, layers=4), rows=8, length=2048),
     ),
     profile_s=20.0,
-    offload=Training(OPT_6_7B, rows=32, length=1024),
+    offload=Training(OPT_6_7B, rows=24, length=1024),
     offload_budget="40GB",
     disk=Training(OPT_13B, rows=16, length=1024),
     disk_budget="40GB",
