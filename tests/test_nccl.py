@@ -88,6 +88,8 @@ def host_state(nccl: Nccl, folder: str) -> dict[str, Any]:
     cf.save(f"{folder}/device", state)
     found["losses"], state = trained(cf.offload(cf.shard(problem()[1], mesh, agree_every=1), policy="host"))
     weight = state["params"]["0.weight"]
+    step, (_, _, start, batch) = cf.offload(cf.shard(problem()[1], mesh, zero(3, "dp")), policy="host"), problem()
+    found["compared"] = str(step.compare(start, batch)), str(step.lower(start, batch).check_finite(start, batch))
     found["lies"] = str(weight.spec), str(weight.local.device), str(weight.full().device)
     found["host params"] = whole(state["params"])
     moved = [weight.redistribute(spec) for spec in ("a b", "a b @host", "a (dp b)", "a (dp b) @host")]
@@ -127,6 +129,7 @@ def test_what_lies_on_the_host_travels_from_a_card(tmp_path: Path) -> None:
         for losses, got in (("plain", "params"), ("losses", "host params"), ("plain", "again")):
             same(found[losses], want)
             same(found[got], params)
+        assert found["compared"][0].startswith("equal: ") and found["compared"][1].startswith("finite: ")
         assert found["lies"] == ("(dp a) b @host", "cpu", "cpu")
         assert [(spec, device) for spec, device, _ in found["moved"]] == [
             ("a b", card), ("a b @host", "cpu"), ("a (dp b)", card), ("a (dp b) @host", "cpu")

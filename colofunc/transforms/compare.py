@@ -117,7 +117,7 @@ def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None =
     with torch.no_grad(), quiet():
         look.inputs(arguments)
         run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
-        run(arguments.copies(()))
+        run(arguments.computed())
         expected = [reference.value(o) for o in low.global_program.outputs]
         if not look.found:
             look.executed(arguments, inputs)

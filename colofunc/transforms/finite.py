@@ -99,7 +99,7 @@ def check_finite(low: Lowered, args: tuple[Any, ...]) -> Finite:
     with torch.no_grad(), quiet():
         for mine, shards in zip(ids, arguments.shards, strict=True):
             look.one(mine, shards)
-        arguments.backend.observe(plain.program, low.mesh, values_tap(look))(arguments.copies(()))
+        arguments.backend.observe(plain.program, low.mesh, values_tap(look))(arguments.computed())
     seen = look.seen if arguments.backend.watch is None else _everyones(look.seen)
     found = [_finding(low, plain, mine, kind, seen[mine, kind]) for mine, kind in _born(plain, seen)]
     return Finite(look.values, tuple(found))

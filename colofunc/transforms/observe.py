@@ -20,7 +20,9 @@ from colofunc.dtensor.lazy import make
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.distributed import broadcast_object, main_seed
+from colofunc.executors.pools import in_tier
 from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
@@ -74,6 +76,7 @@ class Arguments:
     backend: Backend
     leaves: Sequence[torch.Tensor]
     shards: list[Shards]  # per input of the program without its constants: the owned ranks' parts
+    device: torch.device  # where steps on the mesh run
     seed: torch.Tensor | None
     hidden: Sequence[torch.Tensor] = ()  # what the step captured
     hidden_dtypes: Sequence[torch.dtype] = ()  # in which it is read
@@ -85,6 +88,14 @@ class Arguments:
             own = {id(x): x.clone() for x in out[k]}
             out[k] = [own[id(x)] for x in out[k]]
         return out
+
+    def computed(self) -> list[Shards]:
+        """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor still do."""
+        if self.device.type == "cpu":
+            return self.copies(())
+        distinct = {id(x): x for shards in self.shards for x in shards}
+        there = {key: in_tier(in_memory(x), "device", self.device) for key, x in distinct.items()}
+        return [[there[id(x)] for x in shards] for shards in self.shards]
 
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
@@ -106,7 +117,7 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
         shards.append([drawn] * len(backend.ranks(low.mesh)))
         seed = drawn.cpu()
     shards += low.hidden_parts(backend)
-    return Arguments(backend, leaves, shards, seed, low.hidden, low.hidden_dtypes)
+    return Arguments(backend, leaves, shards, device_of(low.mesh), seed, low.hidden, low.hidden_dtypes)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
