@@ -313,10 +313,14 @@ def test_a_graph_is_made_for_the_device_of_its_operands():
     assert graph(torch.empty(4, dtype=torch.float64, device="meta"))[0].device.type == "meta"
 
 
-def test_updates_side_by_side_are_one_call():
-    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    step_fn, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: (out**2).mean())
-    segmented, bound = compile_segments(cf.shard(step_fn, Mesh()).lower(state, r(4, 8).float()).program, EAGER)
+def test_updates_side_by_side_are_one_call() -> None:
+    """And do not stand between the operators of the backward pass, which are one function with those of the forward pass."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))]
+    step_fn, state = cf.train_step(cf.functional(nn.Sequential(*layers)), cf.adapt(torch.optim.AdamW, lr=0.1), lambda out: (out**2).mean())
+    step, batch = cf.shard(step_fn, Mesh()).on("compiled"), torch.randn(64, 8)
+    program = step.lower(step.init(state, batch), batch).program
+    segmented, bound = compile_segments(program, EAGER)
+    assert len(bound) == 1 and set(targets(segmented)) == {*bound, "colofunc.adamw_"}
     run = SimulatedProgram(segmented, Mesh(), bound)
     inputs = ((0,),) * sum(i not in segmented.constants for i in segmented.inputs)
     source = run.write(inputs, torch.device("cpu")).function().source

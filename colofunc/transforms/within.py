@@ -173,9 +173,9 @@ class Ending:
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: its updates side by side, where that holds no more. An executor that compiles
-        orders them itself."""
-        return updates_in_one_call(done.program, self.count) if self.temporaries else done.program
+        """What runs of a program that was chosen: its updates side by side, where that holds no more. They are not compiled either,
+        and one between two operators would keep a compiler from fusing these."""
+        return updates_in_one_call(done.program, self.count)
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
