@@ -53,6 +53,12 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True)
+def built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch was built without CUDA."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
 # ---- what kernels are told where masks are bands ----
 
 
@@ -349,6 +355,12 @@ def test_backward_of_large_heads_needs_the_shared_memory_of_large_cards() -> Non
     assert chosen(call, (8, 9)) == "flash"
     assert chosen(call, (8, 9), backward=True) == "efficient_backward"
     assert chosen(call, (8, 0), backward=True) == "flash_backward"
+
+
+def test_a_torch_that_was_built_without_flash_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+        assert chosen(eight_billion()) in ("cudnn", "efficient")
 
 
 def test_switches_of_torch_decide_here_too() -> None:

@@ -24,6 +24,12 @@ from colofunc.program.positions import Positions
 H100 = cf.Mesh(topology="8xh100")
 
 
+@pytest.fixture(autouse=True)
+def built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch was built without CUDA."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
 def attend(params: list[Tensor], x: Tensor) -> Tensor:
     b, s, d = x.shape
     q, k, v = (F.linear(x, w).view(b, s, 4, 8).transpose(1, 2) for w in params)

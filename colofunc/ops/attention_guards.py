@@ -72,7 +72,8 @@ def _needs_dbias(call: KernelCall) -> bool:
 
 def _flash_takes(call: KernelCall) -> bool:
     """Ampere or newer, bands, heads that fit; flash takes a window that is wider than the columns for none at all."""
-    if not torch.backends.cuda.flash_sdp_enabled() or not _fused(call, HALVES) or call.capability < (8, 0):
+    there = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
+    if not there or not _fused(call, HALVES) or call.capability < (8, 0):
         return False
     wide, found = head_width(call["q"], call["v"]), _calls(call)
     large = call.target == FORWARD or wide <= MAX_HEAD_SMALL or call.capability in LARGE_SHARED
