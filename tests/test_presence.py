@@ -205,6 +205,13 @@ def test_a_rank_that_ended_before_it_joined_is_an_error(not_started):
         waiting(60, 0.05, lambda: [1], all_here=True)
 
 
+def test_a_rank_that_is_stopped_before_it_joined_is_named_behind_what_started_it(not_started, monkeypatch):
+    not_started[1] = [4711, 4712]  # `timeout` and what it runs
+    monkeypatch.setattr(joining, "process_state", {4711: "running", 4712: "stopped"}.get)
+    with pytest.raises(CollectiveError, match=r"has waited \d s for rank 1 \(its process 4712 is stopped\) to join"):
+        waiting(0.3, 0.02, lambda: [1])
+
+
 def test_a_rank_of_which_nothing_is_known_is_waited_for_until_the_limit(not_started):
     not_started[0].append(1)  # more than one process of rank 0: it may have started the others with its own variables
     text = r"rank 0 has waited \d s for rank 1 .* to join at host:1. Where .* start, try: cf.join\(mesh, limit_s=0.9\)"

@@ -69,3 +69,32 @@ def test_a_step_on_the_same_state_leaves_frozen_weights_where_they_lie() -> None
     placed, _ = staged(staged.init(state, rows()), rows())
     evaluate = cf.offload(cf.shard(lambda state, x: model.apply(state["params"], {}, x)[0].mean(), mesh), budget="1MiB")
     assert {tier for name, tier in tiers(evaluate, placed, rows()).items() if "frozen" in name} == {"host"}
+
+
+APART = ("plain", "microbatches")
+
+
+def trained(model: cf.Model, name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Where a chain keeps its state on two ranks, and its parameters after two steps."""
+    step, state = training(model)
+    staged = chains(None)[name](cf.shard(step, cf.Mesh(dp=2, topology="ideal"), {"*.weight": "(dp o) i"}))
+    where = tiers(staged, state, rows())
+    placed = staged.init(state, rows())
+    for _ in range(2):
+        placed, _ = staged(placed, rows())
+    return where, {name: x.full() for name, x in placed["params"].items()}
+
+
+def after_a_step_on_the_host(names: tuple[str, ...]) -> Any:
+    model = adapters()
+    return trained(model, "host"), [trained(model, name) for name in names]
+
+
+@pytest.mark.dist
+def test_the_same_holds_on_two_real_ranks() -> None:
+    alone = {name: trained(adapters(), name) for name in ("host", *APART)}  # a model of its own for each
+    assert "host" in alone["host"][0].values() and "host" not in alone["plain"][0].values()
+    for first, others in cf.launch(after_a_step_on_the_host, 2, APART, timeout_s=120):
+        for name, (where, params) in zip(("host", *APART), (first, *others), strict=True):
+            assert where == alone[name][0], name
+            torch.testing.assert_close(params, alone[name][1], rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")

@@ -120,7 +120,9 @@ class Arrivals:
         unclear = set(here.get(self.rank, ())) - {os.getpid(), os.getppid()}
         for rank in ranks:
             if rank in here:
-                self._seen[rank] = here[rank][0]
+                # A shell or `timeout` around it was started with the same variables: one that is stopped is the rank's own.
+                stopped = [process for process in here[rank] if process_state(process) == "stopped"]
+                self._seen[rank] = (stopped or here[rank])[0]
                 self._gone_s.pop(rank, None)
             elif rank in self._seen or (self.all_here and not unclear):
                 self._gone_s.setdefault(rank, now_s)
