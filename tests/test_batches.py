@@ -198,6 +198,33 @@ def test_masks_of_added_rows_are_zero_and_questions_have_no_answer():
 # ---- what cannot be ----
 
 
+@pytest.mark.parametrize(("axes", "plans"), [({"dp": 2}, ()), ({"dp": 3}, (zero(1, "dp"),)), ({"fsdp": 3}, (zero(3, "fsdp"),))], ids=str)
+def test_rows_that_microbatches_want_leave_the_mean_of_the_real_ones(axes, plans):
+    loader = DataLoader([{"x": torch.full((4,), k / 7.0), "labels": torch.tensor(k % 3)} for k in range(6)], 6)
+    mesh, model = cf.Mesh(**axes, topology="ideal"), cf.functional(torch.nn.Linear(4, 3))
+    def loss(out, batch):
+        return F.cross_entropy(out, batch["labels"])
+
+    step, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=loss, inputs=lambda batch: ((batch["x"],), {}))
+    staged = cf.accumulate(cf.shard(step, mesh, *plans), microbatches=4)
+    with pytest.raises(PlanError, match=r"cf.batches\(loader, mesh, rows="):
+        staged.lower(state, cf.batches(loader, mesh).peek())
+    data = cf.batches(loader, mesh, rows=4 * mesh.size)
+    placed = staged.init(state, data.peek())
+    for batch in data:
+        assert batch["labels"].shape == (4 * mesh.size * -(-6 // (4 * mesh.size)),)
+        placed, metrics = staged(placed, batch)
+    _, want = step(state, next(iter(loader)))
+    assert float(metrics["loss"]) == pytest.approx(float(want["loss"]), rel=1e-6)
+
+
+def test_how_many_rows_is_a_number():
+    with pytest.raises(InputError, match=r"cf.batches: rows=0; give 1 or more, such as 8 for 4 microbatches on 2 ranks"):
+        cf.batches([torch.ones(2)], cf.Mesh(), rows=0)
+    with pytest.raises(InputError, match=r"one that 4 does not divide\), and none of .* tells a loss to leave them out"):
+        cf.batches([(torch.ones(6, 2), torch.ones(6))], cf.Mesh(dp=2), rows=4).peek()
+
+
 def test_rows_of_a_rank():
     sampler = RowSampler(BatchSampler(range(10), 4, False), lambda n: ([2, 3], 4))
     assert list(sampler) == [[2, 3], [6, 7], [8, 9]] and [t.dead for t in sampler.told] == [(False, False)] * 2 + [(True, True)]

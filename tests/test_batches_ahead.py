@@ -95,6 +95,10 @@ def attempt(fn):
     return ""
 
 
+def as_labels(items):
+    return {"labels": torch.stack(items)}
+
+
 def read_on_ranks():
     mesh = cf.Mesh(dp=2)
     torch.manual_seed(7 + mesh.rank)  # rank 0 decides
@@ -129,6 +133,10 @@ def read_on_ranks():
 
     given = DataLoader(torch.arange(8.0), 2, sampler=DistributedSampler(range(8), 2, mesh.rank, shuffle=False))
     own = [b.full() for b in cf.batches(given, mesh, read="local")]
+    labels = DataLoader(torch.arange(4), 2, sampler=DistributedSampler(range(4), 2, mesh.rank, shuffle=False), collate_fn=as_labels)
+    own += [b["labels"].full() for b in cf.batches(labels, mesh, read="local", rows=3)]
+    own += [b["labels"].full() for b in cf.batches(DataLoader(torch.arange(4), 4, collate_fn=as_labels), mesh, rows=3)]
+
     def plain():
         cf.shard(lambda x: x * 2, mesh)(torch.full((2,), float(mesh.rank)))
 
@@ -159,7 +167,8 @@ def test_two_ranks_read_rows_of_their_own():
     assert "DistributedSampler gives each rank rows of its own already" in errors0[3]
     assert "let cf.batches(loader, mesh, spec) read each rank's rows, or enter them with cf.from_local" in errors0[4]
     assert "of batch 1 of epoch 0 must be equal on all ranks" in errors0[5] == errors1[5]
-    equal(own, [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])
+    equal(own[:2], [torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([4.0, 6.0, 5.0, 7.0])])
+    equal(own[2:], [torch.tensor([0, 2, -100, 1, 3, -100]), torch.tensor([0, 1, 2, 3, -100, -100])])
     assert losses == pytest.approx(script(cf.Mesh()), rel=1e-10)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import attrs
 import torch
 
 from colofunc.dtensor.spec import Spec
@@ -53,6 +54,7 @@ def batches(
     fill: Fill | None = None,
     read: str | None = None,
     prefetch: int | None = None,
+    rows: int = 1,
 ) -> Batches:
     """The loader's batches as trees of DTensors on `mesh`; iterate once per epoch.
 
@@ -61,6 +63,7 @@ def batches(
     `short`: a batch with fewer rows than the first is filled with rows without weight ("pad"), keeps its size, which is
     another trace ("keep"), or is left out ("drop"). Rows never fail to divide: where they would, some are added.
     `weights`: name of a leaf to add, 1 for real rows and 0 for added ones; needed where nothing named labels tells.
+    `rows`: every batch gets a multiple of so many rows, as `cf.accumulate(step, microbatches=4)` on 2 ranks wants 8.
     `multiple`: lengthen sequences as `cf.pad` does. `fill`: what added positions and rows hold, by name or glob.
     `read`: "own" reads only this rank's rows (a DataLoader over a map-style data set can), "all" reads every row on every
     rank, "local" takes what the loader yields as this rank's rows; by default "own" where it can be, else "all".
@@ -74,7 +77,9 @@ def batches(
     for name, value, known in (("short", short, SHORT), ("read", read or "own", READ)):
         if value not in known:
             raise InputError(f"cf.batches: {name}={value!r}{near(str(value), known, 'ways')}")
-    return Batches(loader, mesh, spec, short, weights, multiple, fill, read, prefetch)
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise InputError(f"cf.batches: rows={rows!r}; give 1 or more, such as 8 for 4 microbatches on 2 ranks")
+    return Batches(loader, mesh, spec, short, weights, multiple, fill, read, prefetch, rows)
 
 
 class Batches:
@@ -82,13 +87,13 @@ class Batches:
 
     def __init__(
         self, loader: Any, mesh: Mesh, spec: Specs | None, short: str, weights: str | None, multiple: int | None, fill: Fill | None,
-        read: str | None, prefetch: int | None,
+        read: str | None, prefetch: int | None, rows: int = 1,
     ) -> None:  # fmt: skip
         backend = backend_for(mesh)
         self.loader = loader
         self.mesh = mesh
         specs = usual_rows(mesh) if spec is None else spec
-        self._rows: RowSpec = row_spec(specs, mesh)
+        self._rows: RowSpec = attrs.evolve(row_spec(specs, mesh), rows=rows)
         self._together = Together(backend.watch)
         self._read = self._how(read)
         self._regular = reading.regular_rows(loader)

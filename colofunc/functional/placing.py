@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 import attrs
@@ -55,6 +56,12 @@ class RowSpec:
     mesh: Mesh
     multiple: int  # row counts must be a multiple of this
     one: bool
+    rows: int = 1  # and of this, as microbatches of every rank's rows want
+
+    @property
+    def whole_multiple(self) -> int:
+        """What the rows of every batch are a multiple of."""
+        return lcm(self.multiple, self.rows)
 
     def of_rank(self, rows: int, rank: int) -> list[int]:
         """The positions of a rank's rows among `rows`."""
@@ -179,7 +186,7 @@ class Placer:
         if self.short == "drop" and n < regular:
             return None
         n = max(n, regular) if self.short == "pad" else n
-        return -(-n // self.rows.multiple) * self.rows.multiple
+        return -(-n // self.rows.whole_multiple) * self.rows.whole_multiple
 
     def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> Held | None:
         """The batch made ready as far as this process can alone; None: it is left out.
@@ -225,6 +232,8 @@ class Placer:
             if self.short == "drop" and min(counts) < regular:
                 return None
             rows = max(counts) if self.short != "pad" else max(*counts, regular)
+            while self.rows.whole(rows) % self.rows.rows:
+                rows += 1
             if min(counts) < rows:
                 self._check_weightless(held.tree, held.leaves)
             self._grow(held, rows)
@@ -276,7 +285,7 @@ class Placer:
         whole = [name for name, x in zip(tree.names(), leaves, strict=True) if not x.dtype.is_floating_point]
         labels = [*tree.names(), *whole][-1]
         raise InputError(
-            f"a batch of this loader needs added rows (a short one, or one that {self.rows.multiple} does not divide), and none of "
+            f"a batch of this loader needs added rows (a short one, or one that {self.rows.whole_multiple} does not divide), and none of "
             f"{', '.join(tree.names())} tells a loss to leave them out; write weights=\"weight\" and weigh the loss with that leaf, "
             f'fill={{{labels!r}: -100}} if these are labels, short="drop", or a batch size that divides (short="keep")'
         )

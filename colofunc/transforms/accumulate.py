@@ -261,7 +261,8 @@ def _check_divides(value: Value, microbatches: int) -> None:
 def _padded(multiple: str) -> str:
     """What to write for a batch whose rows do not divide. Not done unasked: the loss has to leave such rows out."""
     ranks = ", ranks: those that split the batch" if "ranks" in multiple else ""
-    return f"cf.pad(batch, multiple=1, rows={multiple}) adds rows that labels or a mask leave out{ranks}"
+    calls = f"cf.pad(batch, multiple=1, rows={multiple}) or cf.batches(loader, mesh, rows={multiple})"
+    return f"{calls} adds rows that labels or a mask leave out{ranks}"
 
 
 __all__ = ["accumulate"]
