@@ -22,7 +22,7 @@ from pretended.nccl import Nccl
 import colofunc as cf
 from bench import Row
 from bench.gpu import __main__ as command
-from bench.gpu import attention, experts, nccl, runner
+from bench.gpu import attention, experts, nccl, one, runner
 from bench.gpu.measuring import Step, eager, seconds_in, staged_run
 from bench.gpu.models import Llama, Opt, weight
 from bench.gpu.parts import Part, Setup, Slice, lacks_here
@@ -257,6 +257,34 @@ def test_a_process_that_ends_on_the_way(
 def test_a_process_is_stopped_at_the_limit_with_all_that_it_started(tmp_path: Path) -> None:
     sleeps = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
     assert runner._child(sleeps, three({}), Record(tmp_path / "GPU.md"), time.monotonic() + 0.2) is None
+
+
+def test_a_process_measures_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one, "REAL", TINY)
+    monkeypatch.setattr(sys, "argv", ["one", "8", str(tmp_path / "GPU.md"), "100"])
+    with Machine():
+        assert one.main() == 0
+    rows = Record(tmp_path / "GPU.md").parts(8)
+    assert list(rows) == ["a product", "a layer"] and rows["a product"][0].figure.endswith("TFLOP/s")
+
+
+def test_the_command_begins_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    begun: list[int] = []
+
+    def all_of(of: Slice, record: Record, where: str, say: Any, limit_s: float) -> bool:
+        begun.append(of.number)
+        for part in open_parts(of, record, where):
+            record.add(of, part.name, [Row("x", "1", "at most 2", of.number != 9)], where)
+        return True
+
+    monkeypatch.setattr(command, "run", all_of)
+    path = ["--record", str(tmp_path / "GPU.md")]
+    with Machine():
+        assert command.main([*path, "--slice", "4", "--slice", "2"]) == 0 and begun == [2, 4]
+        assert command.main([*path, "--minutes", "1"]) == 1 and begun == [2, 4]  # no time for another one
+        assert command.main(path) == 1 and begun == [2, 4, 1, 3, *range(5, 13)]  # an aim of the ninth is missed
+        assert "open none, with an aim that is missed [9]" in capsys.readouterr().out
+        assert command.main([*path, "--slice", "4", "--again"]) == 0 and begun[-1] == 4 and len(begun) == 13
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
