@@ -10,7 +10,7 @@ import pytest
 import torch
 from pretended import Machine, OnCard, on_card
 
-from colofunc.executors.pools import pages
+from colofunc.executors.pages import pages
 
 SEEDS = range(12)
 

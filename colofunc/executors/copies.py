@@ -8,7 +8,8 @@ piece of it (`Flights`) remembers the event behind the last copy into it and tho
 next waits for what stands in its way: a stream for events, the host in `settle`. Memory of the device needs none of it: it is
 allocated, and after the wait given back, in the order of the stream that computes. `finish` ends all of it with the step.
 
-On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of its store.
+On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of its store, into and
+from pinned memory where there is a card; it is they that wait for copies of that memory.
 """
 
 from __future__ import annotations
@@ -94,12 +95,15 @@ class Copier:
     ) -> Copying | Moving:
         """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`. `pool`: where a copy on the host is to lie."""
         if kind == "to_disk":
-            self.settle(operands)
             scratch = SCRATCH.get()
-            return Copying(duplicate(operands[0])) if scratch is None else scratch.write(operands[0])
+            if scratch is not None:
+                return scratch.write(operands[0], self._before(operands[0], writes=False))
+            self.settle(operands)
+            return Copying(duplicate(operands[0]))
         if isinstance(operands[0], OnDisk):
-            self.settle(operands[1:])
-            return writing(operands[0], operands[1]) if kind == "put" else reading(operands[0])
+            if kind == "put":
+                return writing(operands[0], operands[1], self._before(operands[1], writes=False))
+            return reading(operands[0], device.type != "cpu", partial(self._before, writes=True))
         if device.type != "cpu":
             return self._fly(kind, operands, device, pool)
         if kind == "put" or (pool is not None and kind == "to_host"):
@@ -124,6 +128,12 @@ class Copier:
         flights.note(done, writes)
         return Copying(target, partial(current.wait_event, done), source)
 
+    def _before(self, x: torch.Tensor, writes: bool) -> Callable[[], None] | None:
+        """What a thread calls before it reads or writes this memory of the host, so that the host itself need not wait."""
+        flights = None if not self._flights or isinstance(x, OnDisk) else self._flights.get(x.untyped_storage().data_ptr())
+        events = () if flights is None else tuple(flights.before(writes))
+        return partial(_passed, events) if events else None
+
     def settle(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
         """The host waits until it may read and write these tensors of its own."""
         for x, changed in (*((x, False) for x in reads), *((x, True) for x in writes)):
@@ -146,6 +156,11 @@ class Copier:
         if (device, way) not in self._streams:
             self._streams[device, way] = self._engines.stream(device)
         return self._streams[device, way]
+
+
+def _passed(events: Iterable[Any]) -> None:
+    for event in events:
+        event.synchronize()
 
 
 COPIER = Copier()

@@ -15,17 +15,16 @@ On a machine with CUDA the memory is pinned; elsewhere it is pages like any othe
 
 from __future__ import annotations
 
-import mmap
 import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from colofunc.errors import CapacityError
 from colofunc.executors.disk.tensors import OnDisk
+from colofunc.executors.pages import pages
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
@@ -33,8 +32,6 @@ from colofunc.program.passing import Passing, passing, rounded
 
 LET_GO_S = 1.0
 """A thread that has written a buffer to disk may have it a moment longer than whoever waited for that."""
-PORTABLE = 1
-"""Pinned for all devices of the process: cudaHostRegisterPortable."""
 
 
 class Pool:
@@ -132,21 +129,6 @@ def pool_of(program: Program, ranks: int, whole: Program | None = None) -> Pool 
 def moves(program: Program) -> bool:
     """Whether a program copies between tiers, in loops too."""
     return any(is_copy(node) or (node.loop is not None and moves(node.loop.body)) for node in program.nodes)
-
-
-def pages(nbytes: int, pinned: bool = False) -> np.ndarray:
-    """Bytes that begin at a page, of any content. They go when nobody has a slice of the array."""
-    memory = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
-    if pinned:
-        address = memory.ctypes.data
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, PORTABLE)))
-        weakref.finalize(memory, _unpin, address).atexit = False
-    return memory
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy from or to it may still run
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 def pinned_like(x: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,8 @@ class SimulatedWires:
         """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
         disk = any(writer.program.values[i].tier == "disk" for i in (*node.refs, *(o for o in node.outs if o is not None)))
         if disk or writer.device.type != "cpu":
-            self._moved(writer, node, kind, asynchronous, spoil=disk)
+            # On a card what has not come is whatever was there; a buffer of NaN would be one more copy, from memory that is not pinned.
+            self._moved(writer, node, kind, asynchronous, spoil=writer.device.type == "cpu")
         elif kind == "put":
             into, x = node.refs
             writer.sharing.separate(node, (into,), list(zip(writer.where[into], writer.where[x], strict=True)))

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +39,8 @@ from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
-from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, snapshot
+from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign
+from colofunc.functional.checkpoint.staging import Slab, ahead, snapshot, stage
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
 from colofunc.ops.seeds import random_state
@@ -117,7 +118,7 @@ def save(
     saver = _saver()
     failed = saver.settle()
     where = given(path, "cf.save", CheckpointError)
-    job = _prepared(where, lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format))
+    job = _prepared(where, lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format, saver.slab))
     job.overwrite = overwrite
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
@@ -136,6 +137,10 @@ def save(
     saving = saver.start(job.path, lambda: _attempt(job, writing, run))
     job.beside.taken.wait()  # set at the latest when the save has ended, however it ends
     return saving
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _what(path: Path) -> str:
@@ -200,7 +205,7 @@ class _Job:
         """Whether part of the state lies on disk, because memory has no room for it."""
         return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
 
-    def copied(self, format: str | None) -> _Job:
+    def copied(self, format: str | None, slab: Slab | None = None) -> _Job:
         """With copies of everything, so that the next step may write in place; None: as it is. With state on disk: `Beside`."""
         if format is None or (self.large and format == "dcp"):
             return self
@@ -209,12 +214,18 @@ class _Job:
             self.items = self.beside.items(self.leaves, self.ranks.rank, reader)
             return self
         self.beside.taken.set()
+        slab = slab or Slab()
         if format == "dcp" and self.ranks.size == 1:
-            plain = {leaf.name: leaf.tensor.full() if isinstance(leaf.tensor, DTensor) else leaf.tensor.clone() for leaf in self.leaves}
-            self.leaves = assign(plain, self.ranks)
+            self.leaves = assign(self._whole(slab), self.ranks)
         else:
-            self.items = snapshot(self.items)
+            self.items = snapshot(self.items, slab)
         return self
+
+    def _whole(self, slab: Slab) -> dict[str, torch.Tensor]:
+        """Copies of all leaves on the host, each whole."""
+        values = [leaf.tensor.full if isinstance(leaf.tensor, DTensor) else partial(_itself, leaf.tensor) for leaf in self.leaves]
+        staged = stage(values, [leaf.tensor.nbytes for leaf in self.leaves], slab, duplicate=True)
+        return {leaf.name: value() for leaf, value in zip(self.leaves, staged, strict=True)}
 
     # ---- safetensors ----
 
@@ -248,7 +259,9 @@ class _Job:
     def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
         files: list[list[Item]] = []
         held = FILE_BYTES
-        for item in self.items:
+        # To read what lies on disk says that steps may go on: not before its turn.
+        items = self.items if self.large else ahead(self.items)
+        for item in items:
             if held >= FILE_BYTES:
                 files.append([])
                 held = 0
@@ -381,6 +394,7 @@ class _Saver:
         # One thread: saves end in the order in which they began. The interpreter waits for it before it ends.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colofunc-save")
         self._last: Saving | None = None
+        self.slab = Slab()  # of the save beside the steps, of which there is one at a time
         atexit.register(self._report)
         before_end(self._finish)
 

@@ -26,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
 from colofunc.dtensor import plain
-from colofunc.executors import pools
 from colofunc.executors.copies import COPIER
+from colofunc.executors.disk import tensors as disk_tensors
+from colofunc.executors.pages import unpin
 from colofunc.ops import random_kernels
 from pretended import random_numbers
 from pretended.memory import SPOILED, Allocator
@@ -259,6 +260,7 @@ class Machine:
         around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))
         around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
         around.enter_context(mock.patch.dict(COPIER._flights, clear=True))
+        around.enter_context(mock.patch.object(disk_tensors, "STAGING", disk_tensors.Staging()))  # what it has pinned goes with it
         self.set_card(self.first_card)
         around.callback(_factories(self)._destroy)
         return self
@@ -274,7 +276,7 @@ def _unpin_all() -> None:
     """Pages that outlive the machine are let go with it: afterwards there is no runtime to ask."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         about = finalizer.peek()
-        if about is not None and about[1] is pools._unpin:
+        if about is not None and about[1] is unpin:
             finalizer()
 
 

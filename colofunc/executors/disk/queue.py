@@ -22,6 +22,7 @@ import numpy as np
 from colofunc.errors import DiskError
 from colofunc.executors.disk.layout import PAGE_BYTES, Buffer
 
+Before = Callable[[], None]  # returns when host memory may be read or written: what copies of a card are waited for by
 Move = Callable[[int, Buffer], None]  # (block of the chunk, a buffer of the thread)
 
 

@@ -37,7 +37,7 @@ from colofunc.errors import DiskError
 from colofunc.executors.disk.files import Files, create, disk_error, reopen
 from colofunc.executors.disk.held import Held, Holds, Reader
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
-from colofunc.executors.disk.queue import Move, Ticket, Work, Workers, aligned, whole_pages
+from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers, aligned, whole_pages
 from colofunc.mesh.sizes import size_text
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -219,10 +219,11 @@ class DiskStore:
 
     # -- moving bytes --
 
-    def write(self, chunk: int, tensor: Tensor) -> Ticket:
+    def write(self, chunk: int, tensor: Tensor, before: Before | None = None) -> Ticket:
         """Begin to write a contiguous CPU tensor of the chunk's bytes, of any dtype and shape, and return at once.
 
-        The tensor is borrowed: nothing may change it until the ticket is done. Where its memory begins at a page
+        The tensor is borrowed: nothing may change it until the ticket is done; `before()` is called by whoever reads it, before each
+        block, and returns when its bytes are there. Where its memory begins at a page
         (`aligned_empty`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
         Where it would replace what is held (`hold`), it waits until that is released. Raises DiskError where that takes too long.
         """
@@ -235,14 +236,17 @@ class DiskStore:
         records.newest[chunk] = version
 
         def move(block: int, buffer: Buffer) -> None:
+            if before is not None:
+                before()
             records.put(chunk, version, source, block, buffer)
 
         return self._submit(chunk, f"writing chunk {chunk} to {records.path(version)!r}", move, writes=True)
 
-    def read(self, chunk: int, into: Tensor) -> Ticket:
+    def read(self, chunk: int, into: Tensor, before: Before | None = None) -> Ticket:
         """Begin to read a chunk as it was written last, whether committed or not, and return at once.
 
-        `into` has the last write's bytes once the ticket is done; until then, and after an error, nothing certain.
+        `into` has the last write's bytes once the ticket is done; until then, and after an error, nothing certain. `before()`
+        returns when nobody else reads `into` any more.
         """
         target = self._bytes_of(chunk, into, "read")
         records, version = self._records, int(self._records.newest[chunk])
@@ -250,6 +254,8 @@ class DiskStore:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before read({chunk}, into)")
 
         def move(block: int, buffer: Buffer) -> None:
+            if before is not None:
+                before()
             records.whole(chunk)
             records.get(chunk, version, target, block, buffer)
 

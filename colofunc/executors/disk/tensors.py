@@ -15,7 +15,6 @@ never hold more at once than was in use at the busiest moment.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +29,9 @@ from torch.utils import _pytree as pytree
 from colofunc import compat
 from colofunc.errors import DiskError
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, padded
-from colofunc.executors.disk.queue import Ticket
+from colofunc.executors.disk.queue import Before, Ticket
 from colofunc.executors.disk.store import DiskStore
+from colofunc.executors.pages import pages
 
 aten = torch.ops.aten
 _LIKE = frozenset({aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})
@@ -127,23 +127,29 @@ class Moving:
         return self.result
 
 
-def reading(x: OnDisk) -> Moving:
-    """Begin to read `x` into a buffer, which is the result. Raises DiskError where a write has not been waited for."""
+def reading(x: OnDisk, pinned: bool = False, before: Callable[[torch.Tensor], Before | None] | None = None) -> Moving:
+    """Begin to read `x` into a buffer, which is the result. Raises DiskError where a write has not been waited for.
+
+    pinned: a card will copy it. before(buffer): what the thread waits for; the buffer may be one that a card still reads.
+    """
     if x.writing is not None:
         raise DiskError(f"{x!r} is read while it is being written. Try: wait for the write first")
     if x.store is None:
         return Moving(x.read(), None)
-    flat = STAGING.empty(x.numel() * x.itemsize)
-    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), x.store.read(x.number, flat))
+    flat = STAGING.empty(x.numel() * x.itemsize, pinned)
+    ticket = x.store.read(x.number, flat, None if before is None else before(flat))
+    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), ticket)
 
 
-def writing(x: OnDisk, source: torch.Tensor) -> Moving:
-    """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result."""
+def writing(x: OnDisk, source: torch.Tensor, before: Before | None = None) -> Moving:
+    """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result. before: what comes first."""
     if x.store is None:
         raise DiskError(f"{x!r} is not to be written. Try: cf.offload(step, disk=...), which gives it room, or x.clone()")
     if source.stride() != x.stride() or source.device.type != "cpu":
-        source = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source)
-    x.writing = x.store.write(x.number, source.as_strided((x.numel(),), (1,)))
+        if before is not None:
+            before()
+        source, before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source), None
+    x.writing = x.store.write(x.number, source.as_strided((x.numel(),), (1,)), before)
 
     def ended() -> None:
         x.writing = None
@@ -151,26 +157,33 @@ def writing(x: OnDisk, source: torch.Tensor) -> Moving:
     return Moving(x, x.writing, ended)
 
 
+PINNED_SHARE = 2
+"""Pinned buffers, in use and free, are at most so many times as many bytes as were in use at the busiest moment."""
+
+
 class Staging:
-    """Buffers for what is read: page-aligned, given again by size, never more than were in use at the busiest moment."""
+    """Buffers for what is read: page-aligned, given again by size, never more than were in use at the busiest moment.
+
+    Those for a card are pinned, and kept apart from others. To let go of one is to wait for the card, so there may be twice as many.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[tuple[int, bool], list[np.ndarray]] = {}
         self._free_bytes = self._used_bytes = self.peak_bytes = 0
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int, pinned: bool = False) -> torch.Tensor:
         """A tensor of so many bytes, of any content; its memory comes back when nobody has it."""
-        free = self._free.get(nbytes)
+        free = self._free.get((nbytes, pinned))
         if free:
             memory = free.pop()
             self._free_bytes -= nbytes
         else:
-            self._make_room(nbytes)
-            memory = mmap.mmap(-1, max(nbytes, 1))
+            self._make_room(nbytes, PINNED_SHARE if pinned else 1)
+            memory = pages(nbytes, pinned)
         self._used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         array = np.frombuffer(memory, np.uint8, nbytes)
-        weakref.finalize(array, self._back, memory, nbytes).atexit = False
+        weakref.finalize(array, self._back, memory, nbytes, pinned).atexit = False
         return torch.from_numpy(array)
 
     @property
@@ -178,18 +191,18 @@ class Staging:
         """Of buffers in use and of those that wait."""
         return self._used_bytes + self._free_bytes
 
-    def _back(self, memory: mmap.mmap, nbytes: int) -> None:
+    def _back(self, memory: np.ndarray, nbytes: int, pinned: bool) -> None:
         self._used_bytes -= nbytes
         self._free_bytes += nbytes
-        self._free.setdefault(nbytes, []).append(memory)
+        self._free.setdefault((nbytes, pinned), []).append(memory)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Let go of buffers of other sizes, so that those in use and those that wait are no more than were ever in use."""
-        most = max(self.peak_bytes, self._used_bytes + nbytes)
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self._used_bytes + nbytes + self._free_bytes > most:
-                self._free[size].pop()
-                self._free_bytes -= size
+    def _make_room(self, nbytes: int, share: int) -> None:
+        """Let go of buffers of other sizes: those in use and those that wait are at most `share` times what was ever in use."""
+        most = share * max(self.peak_bytes, self._used_bytes + nbytes)
+        for key in sorted(self._free, reverse=True):
+            while self._free[key] and self._used_bytes + nbytes + self._free_bytes > most:
+                self._free[key].pop()
+                self._free_bytes -= key[0]
 
 
 STAGING = Staging()
@@ -246,14 +259,14 @@ class Scratch:
         for number, nbytes in enumerate(sizes):
             self._free.setdefault(nbytes, []).append(number)
 
-    def write(self, x: torch.Tensor) -> Moving:
+    def write(self, x: torch.Tensor, before: Before | None = None) -> Moving:
         free = self._free.get(x.nbytes)
         if not free:
             raise DiskError(f"there is no room for another {x.nbytes} bytes in {self._store.path!r}. Try: step.init, or the step by itself")
         number = free.pop()
         found = OnDisk(torch.empty_like(x, device="meta", memory_format=torch.preserve_format), self._store, number)
         weakref.finalize(found, free.append, number).atexit = False
-        return writing(found, x)
+        return writing(found, x, before)
 
     @contextmanager
     def used(self) -> Iterator[None]:

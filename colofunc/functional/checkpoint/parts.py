@@ -6,7 +6,7 @@ same order and gives each distinct part to that holder which has the fewest byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
-from colofunc.functional.checkpoint.pages import copy
 from colofunc.functional.checkpoint.regions import Region, owners, unpadded
 from colofunc.mesh import Mesh
 
@@ -127,13 +126,3 @@ def check(name: str, x: torch.Tensor) -> None:
         raise InputError(f"{name} is {x.layout}, which safetensors cannot hold; save x.to_dense()")
     if x.is_meta or isinstance(x, compat.FakeTensor):
         raise InputError(f"{name} {tuple(x.shape)} has no data yet; save what step.init or step returned")
-
-
-def snapshot(items: list[Item]) -> list[Item]:
-    """The items with copies of their values in host memory."""
-
-    def held(item: Item) -> Callable[[], torch.Tensor]:
-        value = copy(item.value().detach())
-        return lambda: value
-
-    return [attrs.evolve(item, value=held(item)) for item in items]

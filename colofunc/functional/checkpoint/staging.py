@@ -1,0 +1,150 @@
+"""From a card to the host for a save: everything at once or a window ahead, waited for by an event.
+
+Problem: `x.cpu()` makes the host wait for all that the card has been given, once for each tensor, and copies at half the speed of
+the link. Idea: copies go to pinned memory one behind another, on the stream that computes, so that steps that come later write
+behind them; one event stands behind all, and whoever writes the file waits for it.
+
+    slab = Slab()
+    items = snapshot(items, slab)        # the host goes on, the next step may begin
+    items[0].value()                     # waits, once
+
+A save that its caller waits for stages `WINDOW_BYTES` while those before are written: pinned memory is two windows, or two of the
+largest tensor. One beside the steps needs room for all that it copies, which it keeps for the next save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.executors.pages import pages
+from colofunc.functional.checkpoint.files import Item
+from colofunc.functional.checkpoint.pages import copy
+
+WINDOW_BYTES = 256 << 20
+ALIGNED_BYTES = 64
+
+Value = Callable[[], torch.Tensor]
+
+
+class Slab:
+    """Pinned memory that one save uses at a time; it grows to what is asked for."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So many bytes of any content; what was taken before is given back."""
+        if self._memory is None or self._memory.numel() < nbytes or not self._memory.is_pinned():
+            self._memory = None  # it goes before there is more
+            self._memory = torch.from_numpy(pages(nbytes, pinned=True))
+        return self._memory[:nbytes]
+
+
+class Staged:
+    """Copies on their way; `value(k)` waits for all of them the first time."""
+
+    def __init__(self, tensors: list[torch.Tensor], events: list[Any]) -> None:
+        self._tensors = tensors
+        self._events = events
+
+    def value(self, k: int) -> torch.Tensor:
+        for event in self._events:
+            event.synchronize()
+        return self._tensors[k]
+
+
+def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> list[Value]:
+    """The same values in memory of the host; `nbytes`: of each. Those on a card are copied as the current stream gets there.
+
+    duplicate: what lies on the host is copied too, at once, because it will be written to.
+    """
+    tensors: list[torch.Tensor] = []
+    streams: dict[torch.device, Any] = {}
+    memory, at = None, 0
+    for value, size in zip(values, nbytes, strict=True):
+        x = value().detach()
+        if not x.numel():
+            x = torch.empty(x.shape, dtype=x.dtype)
+        elif x.is_cuda:
+            if memory is None:
+                memory = slab.take(sum(map(_rounded, nbytes)))
+            room = memory[at : at + size].view(x.dtype).reshape(x.shape)
+            x = _sent(room, x, streams)
+            at += _rounded(size)
+        elif duplicate:
+            x = copy(x)
+        tensors.append(x)
+    events = []
+    for stream in streams.values():
+        events.append(torch.cuda.Event(blocking=True))
+        events[-1].record(stream)
+    staged = Staged(tensors, events)
+    return [partial(staged.value, k) for k in range(len(tensors))]
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _sent(room: torch.Tensor, x: torch.Tensor, streams: dict[torch.device, Any]) -> torch.Tensor:
+    """`room`, which will hold `x` when the stream has got there."""
+    stream = streams.setdefault(x.device, torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        room.copy_(x.resolve_conj().resolve_neg(), non_blocking=True)
+    return room
+
+
+def snapshot(items: Sequence[Item], slab: Slab) -> list[Item]:
+    """The items with copies of their values, begun when this returns: steps may write to what they are of."""
+    values = stage([item.value for item in items], [item.nbytes for item in items], slab, duplicate=True)
+    return [attrs.evolve(item, value=value) for item, value in zip(items, values, strict=True)]
+
+
+@attrs.define(eq=False)
+class Window:
+    """Items that are staged together."""
+
+    items: list[Item]
+    values: list[Value] = attrs.field(factory=list)
+
+    def begin(self, slab: Slab) -> None:
+        self.values = stage([item.value for item in self.items], [item.nbytes for item in self.items], slab, duplicate=False)
+
+
+def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]:
+    """The items, whose values are asked for one after another, with those of the next window on their way to the host meanwhile."""
+    windows = list(_windows(items, window_bytes))
+    slabs = Slab(), Slab()
+    begun = 0
+
+    def value(at: int, k: int) -> torch.Tensor:
+        nonlocal begun
+        while begun <= min(at + 1, len(windows) - 1):  # the slab of window n is free when n + 1 is asked for
+            windows[begun].begin(slabs[begun % 2])
+            begun += 1
+        return windows[at].values[k]()
+
+    return [
+        attrs.evolve(item, value=partial(value, at, k)) for at, window in enumerate(windows) for k, item in enumerate(window.items)
+    ]
+
+
+def _windows(items: Sequence[Item], window_bytes: int) -> Iterator[Window]:
+    held, size = list[Item](), 0
+    for item in items:
+        if held and size + item.nbytes > window_bytes:
+            yield Window(held)
+            held, size = [], 0
+        held.append(item)
+        size += item.nbytes
+    if held:
+        yield Window(held)
