@@ -178,6 +178,15 @@ def test_how_many_rows_travel_is_told_by_a_copy_that_is_waited_for_once() -> Non
             assert later.cpu().tolist() == [0, 2, 4, 6]
 
 
+def test_the_host_learns_one_number_a_round_of_a_layer() -> None:
+    """However many exchanges a round has, forward and backward."""
+    step, params, x = moe_step()
+    program = cf.shard(step, cf.Mesh(ep=2), expert_parallel("ep")).lower(params, x).program
+    limits = [node.args[3].id for node in program.nodes if node.target.startswith("colofunc.all_to_all") and len(node.args) > 3]
+    rounds = next((*node.args, 1)[3] for node in program.nodes if node.target == "moe.slots")
+    assert len(limits) >= 8 and len(set(limits)) <= 2 * rounds
+
+
 @pytest.mark.parametrize("rows", [0, 2, 5])
 def test_rows_that_did_not_travel_are_zeros_without_a_look_at_their_number(rows: int) -> None:
     x = torch.randn(3, 5, 2)

@@ -143,9 +143,11 @@ class Dispatch:
     def send(self, x: torch.Tensor, slot: torch.Tensor, rows: torch.Tensor, number: int, blank: float = 0.0) -> torch.Tensor:
         return self.exchange(to_slots(x, slot, self.ranks, self.rounds, number, blank), rows, number)
 
-    def queues(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def queues(self, index: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Slots, and for each round how many rows it moves: one value each, at once, since the host has to learn it."""
         slot, rows = slots(index, self.call.ins[self.x + 3].shape[0] // self.ranks, self.ranks, self.rounds)
-        return slot, collectives.all_reduce(rows, self.axes, self.mesh, "max")
+        rows = collectives.all_reduce(rows, self.axes, self.mesh, "max")
+        return slot, [rows[t] for t in range(self.rounds)]
 
     def here(self, index: torch.Tensor) -> torch.Tensor:
         """Indices among the experts of this rank; those of others fall outside."""
