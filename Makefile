@@ -4,6 +4,8 @@
 
 SHELL := /bin/bash
 VENV := .venv
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.11
 JOBS ?= 2
 ARGS ?=
 
@@ -21,7 +23,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check sweep bench gpu docs wheel clean
+.PHONY: help setup demo test oldest check sweep bench gpu docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -42,6 +44,14 @@ demo: $(READY)   ## train a small GPT on a simulated 2x2 mesh
 
 test: $(READY)   ## the default tests (ARGS="-k name" to choose)
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+oldest: $(OLDEST)/.ready  ## the same with the oldest torch that is supported, in .venv-oldest
+	@$(MAKE) test PY=$(CURDIR)/$(OLDEST)/bin/python
+
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	@$(or $(PYTHON),python3) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(OLDEST_TORCH).*" -e ".[dev,models]" -c constraints.txt
+	@touch $@
 
 check: $(READY)  ## lint, strict types, import order
 	@status=0; $(PY) -m ruff check . || status=1; $(PY) -m mypy || status=1; \
@@ -66,4 +76,4 @@ wheel: $(READY)  ## a wheel of both packages in dist/
 	@ls dist/*.whl
 
 clean:           ## remove .venv and everything built
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -292,7 +292,7 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 # ---- for compilers ----
-# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes thirty times as long as ours.
+# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes several times as long as ours.
 
 
 def _expression(seed: Tensor, site: int | Tensor, shape: Sequence[int], place: Place, draw: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
