@@ -168,7 +168,7 @@ def test_devices_do_not_mix() -> None:
         x = torch.ones(3, device="cuda")
         assert x.is_cuda and str(x.device) == "cuda:0" and (x + torch.tensor(1.0)).cpu().tolist() == [2.0] * 3
         for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
-            with pytest.raises(RuntimeError, match="same device|different devices"):
+            with pytest.raises(RuntimeError, match=r"same device|different devices"):
                 x + other
         with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
             torch.ones(3, device="cuda:2")
