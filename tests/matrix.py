@@ -223,8 +223,15 @@ def step_of(kind: str, extra: str = "", precision: str = "float64", layers: int 
     return step, state, {"input_ids": ids, "labels": labels}
 
 
+@functools.cache
+def machine() -> cf.Topology:
+    """As quick as A100s, with as much memory, and no cards: their attention kernels have workspaces, which simulated ranks do not."""
+    topology = cf.topology("16xa100-80g")
+    return attrs.evolve(topology, device=attrs.evolve(topology.device, name="cpu"))
+
+
 def mesh_of(cell: Cell) -> cf.Mesh:
-    return cf.Mesh(**(cell.sizes or {}), topology="16xa100-80g")
+    return cf.Mesh(**(cell.sizes or {}), topology=machine())
 
 
 def staged(cell: Cell, step: Any) -> Any:

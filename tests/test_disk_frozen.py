@@ -114,11 +114,11 @@ def test_where_the_disk_fails_before_all_lie_there_the_next_call_begins_again(tm
     staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
     write, count = DiskStore.write, []
 
-    def full(store: DiskStore, chunk: int, tensor: torch.Tensor) -> Any:
+    def full(store: DiskStore, chunk: int, *of: Any) -> Any:
         count.append(chunk)
         if len(count) == 3:
             raise DiskError("no space")
-        return write(store, chunk, tensor)
+        return write(store, chunk, *of)
 
     monkeypatch.setattr(DiskStore, "write", full)
     with pytest.raises(DiskError, match="no space"):

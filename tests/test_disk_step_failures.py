@@ -63,11 +63,11 @@ def test_a_step_that_is_interrupted_leaves_the_state_of_before(tmp_path: Path, m
     staged, state, args = trained_once(tmp_path)
     before, write, written = fulls(state), DiskStore.write, []
 
-    def interrupted(store: DiskStore, chunk: int, source: torch.Tensor) -> Any:
+    def interrupted(store: DiskStore, chunk: int, *of: Any) -> Any:
         written.append(chunk)
         if len(written) == 4:
             raise KeyboardInterrupt
-        return write(store, chunk, source)
+        return write(store, chunk, *of)
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "write", interrupted)
