@@ -50,17 +50,17 @@ def test_the_error_says_what_no_sharding_goes_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chain", "says"),
+    ("ranks", "chain", "says"),
     [
-        (lambda step: cf.offload(step, budget=10_000, policy="device"), "policy='auto' in cf.offload"),
-        (lambda step: cf.offload(cf.checkpoint(step, policy="dots"), budget=10_000), "policy='auto' in cf.checkpoint"),
-        (lambda step: cf.offload(step, budget=10_000, policy="bytes"), None),
-        (lambda step: cf.checkpoint(cf.offload(step, budget=10_000)), None),
+        (2, lambda step: cf.offload(step, budget=10_000, policy="device"), "policy='auto' in cf.offload"),
+        (2, lambda step: cf.offload(cf.checkpoint(step, policy="dots"), budget=10_000), "policy='auto' in cf.checkpoint"),
+        (1, lambda step: cf.offload(step, budget=10_000, policy="bytes"), None),
+        (1, lambda step: cf.checkpoint(cf.offload(step, budget=10_000)), None),
     ],
     ids=["offload", "checkpoint", "bytes", "free"],
 )
-def test_the_error_names_a_policy_that_forbids_what_needs_less(chain: Callable[[Any], Any], says: str | None) -> None:
-    base, *args = perceptron(cf.Mesh(dp=2, topology="8xa100-40g"))
+def test_the_error_names_a_policy_that_forbids_what_needs_less(ranks: int, chain: Callable[[Any], Any], says: str | None) -> None:
+    base, *args = perceptron(cf.Mesh(dp=ranks, topology="8xa100-40g"))
     with pytest.raises(cf.PlanError, match="the least found has a peak of") as refused:
         chain(base).lower(*args)
     assert says in str(refused.value) if says else "policy=" not in str(refused.value)

@@ -112,7 +112,7 @@ def test_the_memory_of_a_machine_counts_as_it_is_counted() -> None:
     assert least <= peak(cf.shard(step, cf.Mesh(dp=2)), *args)
 
 
-@pytest.mark.parametrize("seed, chain", [(2, "one device"), (1, "two ranks")])
+@pytest.mark.parametrize("seed, chain", [(2, "one device")])
 def test_the_least_that_is_named_can_be_given_and_no_policy_needs_less(seed: int, chain: str) -> None:
     check_least(seed, chain)
 

@@ -219,9 +219,8 @@ def test_modes_of_models(name: str, axis: str, plan: Any) -> None:
         return step(step.init(state, batch), batch)[1]
 
     want = ran("cpu")
-    for seed in SEEDS:
-        with Machine(seed=seed):
-            assert_same(ran("cuda"), want)
+    with Machine(seed=1):
+        assert_same(ran("cuda"), want)
 
 
 # ---- the host runs ahead, and memory is what was counted ----
