@@ -28,7 +28,7 @@ def state_of(n: int = 6) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
 def test_a_save_waits_for_the_card_by_events_only_and_holds_what_was_then(wait: bool, format: str, tmp_path: Path) -> None:
     want = state_of()
-    for seed in range(2 if format == "dcp" else 5):
+    for seed in range(2):
         with Machine(seed=seed) as machine:
             state = on_card(machine, {name: x / 2 for name, x in want.items() if x.dtype != torch.int64}) | {"count": want["count"]}
             state = {name: x * 2 if name != "count" else x for name, x in state.items()}  # still to be computed
@@ -46,7 +46,7 @@ def test_a_save_waits_for_the_card_by_events_only_and_holds_what_was_then(wait: 
 
 
 def test_a_state_on_a_mesh_is_saved_while_it_is_written_to(tmp_path: Path) -> None:
-    for seed in range(5):
+    for seed in range(2):
         with Machine(seed=seed) as machine:
             mesh = cf.Mesh(dp=2, device="cuda")
             x = cf.distribute(torch.arange(8.0, dtype=D), "(dp _)", mesh)
@@ -69,7 +69,7 @@ def items_of(tensors: list[torch.Tensor]) -> list[Item]:
 def test_a_save_that_is_waited_for_stages_a_window_ahead_in_bounded_memory() -> None:
     torch.manual_seed(0)
     plain = [torch.randn(n, dtype=D) for n in (30, 20, 10, 70, 5, 60, 1)]
-    for seed in range(5):
+    for seed in range(2):
         with Machine(seed=seed) as machine:
             there = [machine.to_card(x) for x in plain]
             held, copies = [], []
@@ -117,7 +117,7 @@ def test_the_host_does_not_wait_for_copies_between_the_card_the_host_and_the_dis
 
 def test_a_buffer_that_a_card_still_reads_is_not_read_into(tmp_path: Path) -> None:
     """The thread of the disk waits for the copy out of it; the host does not."""
-    for seed in range(5):
+    for seed in range(2):
         with Machine(seed=seed) as machine:
             device = torch.device("cuda", 0)
             room = Room(tmp_path, [800] * 6)

@@ -28,7 +28,7 @@ QUICK = (
     "clip", "kind_uneven", "layer_lstm", "layer_parametrized", "distilbert", "mobilenetv3", "albert",
 )  # fmt: skip
 Wrap = Callable[[Any], Any]
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 
 def values(tree: Any) -> list[Tensor]:
