@@ -170,11 +170,16 @@ def assert_triton(name: str) -> None:
         assert all(runs_on_a_card(overload(target)) for target in others)
 
 
+OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+
+
+@pytest.mark.skipif(OLD, reason="fake CUDA tensors of an older torch (tried: 2.11) ask for a real device")
 def test_inductor_writes_triton() -> None:
     assert_triton("")
 
 
 @pytest.mark.sweep
+@pytest.mark.skipif(OLD, reason="fake CUDA tensors of an older torch (tried: 2.11) ask for a real device")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "layer_lstm", "resnet", "mamba", "layer_losses", "t5", "mixtral_dense"])
 def test_inductor_writes_triton_for_models(name: str) -> None:
     assert_triton(name)

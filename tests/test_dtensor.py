@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[Callable[[cf.DTensor], Any], type[Exception], str]] = {
     "out=": (lambda x: torch.add(x, x, out=X.clone()), cf.InputError, r"torch.add writes a DTensor into a plain tensor of shape \(8, 4\)"),
     "memory": (lambda x: x.data_ptr(), cf.InputError, r"data_ptr wants the memory of one tensor, .* use x.local"),
     "a function per element": (lambda x: x.clone().apply_(abs), cf.InputError, "apply_ wants the memory of one tensor"),
-    "no keyed form": (lambda x: torch._standard_gamma(x.abs()), cf.RuleError, "_standard_gamma.default draws random numbers and has no"),
+    "no keyed form": (lambda x: torch.poisson(x.abs()), cf.RuleError, "poisson.default draws random numbers and has no"),
     "a generator": (lambda x: torch.rand_like(x, generator=torch.Generator()), cf.TraceError, "own torch.Generator"),
 }
 

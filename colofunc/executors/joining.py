@@ -94,7 +94,7 @@ class Arrivals:
                 looked_s = now_s
                 self._look(ranks, now_s)
             ended = [rank for rank in ranks if self._ended(rank, now_s)]
-            if self.pulse is not None and self.pulse.is_completed() and self.pulse.exception() is not None:
+            if self.pulse is not None and self.pulse.is_completed() and not self.pulse.is_success():
                 ended = list(ranks)  # which of them the transport does not tell
             if ended:
                 raise CollectiveError(f"{self._text(ended)} will not join{self.where}; its own output says why")
