@@ -66,7 +66,7 @@ def bench() -> Section:
         torch.manual_seed(0)
         a, b = GPT2LMHeadModel(config(p)), GPT2LMHeadModel(config(p))
         b.load_state_dict(a.state_dict())
-        times = pairs(mesh_of_one.eager(a.train()), mesh_of_one.ours(b.train()), count=4, warm=1)
+        times = pairs(mesh_of_one.eager(a.train()), mesh_of_one.on_one(b.train()), count=4, warm=1)
         middle, text = ratio(times, 1, 0)
         what = f"a training step with dropout {p}"
         rows += [Row(f"{what}: CPU seconds eager, ours", f"{seconds(times, 0)}, {seconds(times, 1)}")]
