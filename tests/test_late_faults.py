@@ -25,8 +25,10 @@ from torch.distributed import TCPStore
 
 import colofunc as cf
 from colofunc.errors import CheckpointError
-from colofunc.executors import watch
+from colofunc.executors import lookout, watch
 from colofunc.executors.backend import backend_for
+from colofunc.executors.lookout import Activity
+from colofunc.executors.presence import Limits
 from colofunc.functional.checkpoint import disk, waiting
 from colofunc.functional.checkpoint.folder import Writing
 from colofunc.functional.checkpoint.parts import Ranks
@@ -59,7 +61,7 @@ def leaves(mesh: cf.Mesh, at_fault: bool, path: str) -> None:
 
 def is_stopped(mesh: cf.Mesh, at_fault: bool, path: str) -> None:
     group = torch.distributed.new_group(timeout=timedelta(seconds=2))
-    watch.LOST_AFTER_S = 1.0
+    lookout.LOST_AFTER_S = watch.TELL_S = 1.0
     if at_fault:
         os.kill(os.getpid(), signal.SIGSTOP)
     step_of(mesh, group)
@@ -154,10 +156,10 @@ class Interrupted:
 
 def test_an_error_of_a_signal_handler_is_not_taken_for_a_late_rank() -> None:
     tie = object.__new__(watch.Watch)
-    tie._store, tie._rounds, tie.rank, tie.size, tie._waiting = Interrupted(), 0, 0, 2, None
+    tie._store, tie._rounds, tie.rank, tie.size, tie._activity = Interrupted(), 0, 0, 2, Activity(0, 2, Limits())
     with pytest.raises(Killed):
         tie.exchange("the next batch", "", 60.0)
-    assert tie._waiting is None
+    assert tie._activity.waiting is None
 
 
 class Peers:

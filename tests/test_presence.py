@@ -17,7 +17,7 @@ import torch
 import colofunc as cf
 from colofunc.env import Launch
 from colofunc.errors import CollectiveError, InputError
-from colofunc.executors import joining, presence, watch
+from colofunc.executors import joining, lookout, presence, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.groups import Groups
 from colofunc.executors.joining import Arrivals, Meeting
@@ -39,7 +39,7 @@ def wait_for_one_another():
         if stopped:
             os.kill(int(stopped[1]), signal.SIGCONT)
 
-    watch.say = say_and_wake
+    lookout.say = say_and_wake
     for at_fault, what in ((1, "late"), (1, "stopped"), (0, "stopped")):
         if backend.rank == at_fault:
             time.sleep(1.5)
@@ -98,11 +98,11 @@ def wait_for_another_machine():
     mesh = cf.Mesh(dp=2)
     cf.join(mesh, limit_s=60, notice_s=0.4)
     tie = backend_for(mesh).watch
-    presence.SILENT_S, watch.LOST_AFTER_S = 0.8, 0.5
+    presence.SILENT_S, lookout.LOST_AFTER_S, watch.TELL_S = 0.8, 0.5, 0.5
     pid = int(tie.exchange("processes", str(os.getpid()), 60)[1])
     lines, ends = [], []
-    watch.say = lambda rank, text: (lines.append(text), "not heard" in text and os.kill(pid, signal.SIGCONT))
-    tie._end = ends.append
+    lookout.say = lambda rank, text: (lines.append(text), "not heard" in text and os.kill(pid, signal.SIGCONT))
+    tie._lookout._end = ends.append
     with tie.step("train"), tie:
         if mesh.rank == 1:
             os.kill(pid, signal.SIGSTOP)

@@ -1,9 +1,11 @@
-"""Places: where each rank is, as it has written it down in the store.
+"""Places: what ranks write down in the store, where each of them is and what it says where all meet.
 
     in step 7 (train) at train.py:20; its GPU is in all_gather of 0.weight over dp, in step 6 (train) at train.py:20
 
 A rank writes when it begins and leaves a step. Where it has a GPU, its thread writes which steps have passed there, and what the GPU is
 at where that takes long: the host is ahead of it.
+
+Where all ranks come to one point, each writes an `Answer` there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import attrs
 NOWHERE = "not in a step yet"
 AT = "colofunc/at"  # where each rank is
 ON_GPU = "colofunc/on_gpu"  # which steps have passed on its GPU, and what that is at
+
+# States of an answer: the rank itself was there, or failed before it, or another one has written that it has ended.
+CAME, FAILED_BEFORE, GONE = "", "failed", "gone"
 
 
 @attrs.frozen
@@ -48,3 +53,20 @@ def place_of(store: Any, rank: int) -> Place:
     done, where, begun = json.loads(store.get(key))
     done, on_gpu = json.loads(store.get(gpu)) if store.check([gpu]) else (done, "")
     return Place(done, where, begun, on_gpu)
+
+
+@attrs.frozen
+class Answer:
+    """What one rank says where all ranks come to one point. `what`: the point that it has come to. `line`: of the user's script."""
+
+    state: str
+    what: str
+    text: str
+    line: str
+
+    def packed(self) -> str:
+        return json.dumps(attrs.astuple(self))
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Answer:
+        return Answer(*json.loads(packed))
