@@ -61,7 +61,7 @@ def test_experts_on_a_card_are_those_of_the_host(route: str, gated: bool, transp
     grad = torch.randn(40, 16, dtype=D)
     on_both("colofunc.experts", *args)
     on_both("colofunc.experts_backward", grad, *args, False)
-    with mock.patch.object(experts_device, "_at_once", lambda w: 50):  # of 80 choices
+    with mock.patch.object(experts_device, "at_once", lambda *sizes: 50):  # of 80 choices
         on_both("colofunc.experts_backward", grad, *args, True)
 
 

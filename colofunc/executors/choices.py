@@ -17,13 +17,13 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.ops import attention, random
+from colofunc.ops.built_in import CUDA_KERNELS
 from colofunc.ops.kernels import Kernel, bound, capability_at, choose, signature, table_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.kernels import call_of_node
 from colofunc.program.positions import Positions
 
-BUILT_IN = table_of((*attention.CUDA_KERNELS, *random.CUDA_KERNELS))
+BUILT_IN = table_of(CUDA_KERNELS)
 
 
 @attrs.frozen(eq=False)

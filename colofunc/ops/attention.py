@@ -24,7 +24,7 @@ Gimelshein, Online normalizer calculation for softmax (2018).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ from colofunc.ops.attention_parts import (
     with_keep,
 )
 from colofunc.ops.define import define
-from colofunc.ops.kernels import Kernel, bound, capability_at, choose, describe, table_of
+from colofunc.ops.kernels import Kernel, for_tensors, table_of
 
 aten = torch.ops.aten
 FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,24 +67,13 @@ FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FUSED = table_of(FUSED)
 
 
-def fused(target: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Kernel, tuple[Any, ...]] | None:
-    """The kernel of torch that takes a call with real tensors, and all its arguments by position. None: none does."""
-    device = args[0].device
-    candidates = _FUSED.get((target, device.type))
-    if candidates is None:
-        return None
-    every = bound(target, args, options)
-    kernel = choose(candidates, describe(target, every, capability_at(device)))
-    return None if kernel is None else (kernel, every)
-
-
 def _attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    found = fused(FORWARD, args, options)
+    found = for_tensors(_FUSED, FORWARD, args, options)
     return blockwise(*args, **options) if found is None else found[0].fn(*found[1])
 
 
 def _attention_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = fused(BACKWARD, args, options)
+    found = for_tensors(_FUSED, BACKWARD, args, options)
     return blockwise_backward(*args, **options) if found is None else found[0].fn(*found[1])
 
 

@@ -14,7 +14,8 @@ holds some experts runs the same operator on shifted indices, and what ranks giv
 zero gradients.
 
 The kernels of the CPU go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and
-results they need memory for that many rows only; a card has its own (`experts_device`), for which the host does not wait.
+results they need memory for that many rows only; a card has its own (`experts_device`, chosen by `experts_guards`),
+for which the host does not wait.
 Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
 Sums over choices are taken in the order of experts, in float32 at least.
 
@@ -35,11 +36,12 @@ from torch import Tensor
 
 from colofunc.errors import InputError, RuleError
 from colofunc.ops.define import define
-from colofunc.ops.experts_device import experts_backward_on_device, experts_on_device
+from colofunc.ops.experts_guards import EXPERTS_KERNELS
 from colofunc.ops.experts_parts import ACTS as ACTS
 from colofunc.ops.experts_parts import INTERLEAVED as INTERLEAVED
 from colofunc.ops.experts_parts import Interleaved as Interleaved
 from colofunc.ops.experts_parts import Weights, wide
+from colofunc.ops.kernels import for_tensors, table_of
 
 ROWS = 1 << 12  # rows of one expert that a kernel of the CPU works on at a time
 
@@ -58,13 +60,11 @@ def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         start += count
 
 
-def _experts(
+def _one_by_one(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
-    if x.is_cuda:
-        return experts_on_device(x, index, weight, w)
     out = torch.promote_types(gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -76,13 +76,11 @@ def _experts(
     return total.to(out).reshape(x.shape)
 
 
-def _experts_backward(
+def _one_by_one_backward(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
-    if x.is_cuda:
-        return experts_backward_on_device(g, x, index, weight, w, need_weights)
     dtype, sums_dtype = gate_up.dtype, wide(gate_up.dtype)
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
@@ -112,6 +110,18 @@ def _add_weights(sums: list[Tensor], i: int, dh: Tensor, xs: Tensor, dy: Tensor,
 
 
 # ---- the operators ----
+
+_KERNELS = table_of(EXPERTS_KERNELS)
+
+
+def _experts(*args: Any, **options: Any) -> Tensor:
+    found = for_tensors(_KERNELS, "colofunc.experts", args, options)
+    return _one_by_one(*args, **options) if found is None else found[0].fn(*found[1])
+
+
+def _experts_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    found = for_tensors(_KERNELS, "colofunc.experts_backward", args, options)
+    return _one_by_one_backward(*args, **options) if found is None else found[0].fn(*found[1])
 
 
 def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: str, gated: bool, transposed: bool) -> None:

@@ -2,7 +2,7 @@
 
     order       choices, sorted by expert; those of no expert come last
     ends        where each expert's choices end in it
-    products    `grouped_device.product` and `product_of_groups`
+    products    of torch or by tiles, `grouped_device`
 
 Shapes do not depend on the choices, so all choices are computed, those of no expert too; what they give is left out. As many
 choices are worked on at a time as take the memory of the experts' weights, and at least `LEAST_CHOICES`: mostly all. Where they are
@@ -14,13 +14,14 @@ Sums over choices are taken in the order of experts, in float32 at least, and al
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from colofunc.ops.experts_parts import Weights, wide
-from colofunc.ops.grouped_device import product, product_of_groups
+from colofunc.ops.grouped_device import GROUPED, TILED, Products
 
 LEAST_CHOICES = 1 << 12
 
@@ -45,7 +46,7 @@ def runs(index: Tensor, w: Weights) -> Iterator[Run]:
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     sorted_key, order = torch.sort(key, stable=True)
     ends = torch.searchsorted(sorted_key, torch.arange(experts, device=key.device, dtype=key.dtype), right=True)
-    k, length = max(index.shape[-1], 1), _at_once(w)
+    k, length = max(index.shape[-1], 1), at_once(w.gate_up.numel() + w.down.numel(), w.width, w.hidden_width)
     for first in range(0, flat.shape[0], length):
         choices, key = order[first : first + length], sorted_key[first : first + length]
         tokens = torch.div(choices, k, rounding_mode="floor")
@@ -53,21 +54,21 @@ def runs(index: Tensor, w: Weights) -> Iterator[Run]:
         yield Run(choices, tokens, key.clamp(max=experts - 1), nobodys, (ends - first).clamp(0, choices.shape[0]))
 
 
-def _at_once(w: Weights) -> int:
-    """Choices whose rows, hidden units and their gradients take the memory of the weights."""
-    d, hidden = w.width, w.hidden_width
-    return max(LEAST_CHOICES, (w.gate_up.numel() + w.down.numel()) // (4 * d + 3 * hidden))
+def at_once(weights: int, d: int, hidden: int) -> int:
+    """Choices whose rows, hidden units and their gradients take the memory of so many elements of weights."""
+    return max(LEAST_CHOICES, weights // (4 * d + 3 * hidden))
 
 
-def _hidden(w: Weights, xs: Tensor, run: Run) -> Tensor:
+def _hidden(w: Weights, xs: Tensor, run: Run, by: Products) -> Tensor:
     """What goes into the activations, (rows, 2f) or (rows, f)."""
     up = w.gate_up if w.transposed else w.gate_up.transpose(1, 2)
-    h = product(xs, up, run.ends)
+    h = by.product(xs, up, run.ends)
     return h if w.gate_up_bias is None else h + w.gate_up_bias[run.expert]
 
 
-def experts_on_device(x: Tensor, index: Tensor, weight: Tensor, w: Weights) -> Tensor:
+def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any) -> Tensor:
     """What `experts` computes."""
+    w = Weights(*given)
     out = torch.promote_types(w.gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -75,47 +76,62 @@ def experts_on_device(x: Tensor, index: Tensor, weight: Tensor, w: Weights) -> T
         return total.to(out).reshape(x.shape)
     down = w.down if w.transposed else w.down.transpose(1, 2)
     for run in runs(index, w):
-        h = _hidden(w, rows[run.tokens].to(w.gate_up.dtype), run)
-        y = product(w.activated(h), down, run.ends)
-        if w.down_bias is not None:
-            y = y + w.down_bias[run.expert]
-        term = (y.to(total.dtype) * scale[run.choices, None].to(total.dtype)).masked_fill_(run.nobodys, 0)
-        total.index_put_((run.tokens,), term, accumulate=True)
+        _add_run(by, w, run, rows, scale, down, total)
     return total.to(out).reshape(x.shape)
 
 
-def experts_backward_on_device(
-    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, w: Weights, need_weights: bool
+def _add_run(by: Products, w: Weights, run: Run, rows: Tensor, scale: Tensor, down: Tensor, total: Tensor) -> None:
+    """What one run adds; all that it makes goes with it."""
+    y = by.product(w.activated(_hidden(w, rows[run.tokens].to(w.gate_up.dtype), run, by)), down, run.ends)
+    if w.down_bias is not None:
+        y = y + w.down_bias[run.expert]
+    term = (y.to(total.dtype) * scale[run.choices, None].to(total.dtype)).masked_fill_(run.nobodys, 0)
+    total.index_put_((run.tokens,), term, accumulate=True)
+
+
+def _experts_backward(
+    by: Products, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `experts_backward` computes."""
+    *parts, need_weights = given
+    w = Weights(*parts)
     dtype = w.gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=wide(dtype), device=x.device)
     dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums = Sums(w, need_weights)
-    up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
+    sums = Sums(w, need_weights, by)
     for run in runs(index, w) if w.gate_up.shape[0] else ():
         xs, gs, s = rows[run.tokens].to(dtype), grads[run.tokens].to(dtype), scale[run.choices, None].to(dtype)
-        h = _hidden(w, xs, run)
-        a = w.activated(h)
-        da = product(gs, down_back, run.ends)  # of the expert's result with weight 1
-        dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
-        if w.down_bias is not None:
-            dot = dot + (gs.to(dot.dtype) * w.down_bias[run.expert].to(dot.dtype)).sum(-1)
-        dweight.index_put_((run.choices,), dot.masked_fill_(run.nobodys.squeeze(1), 0))
-        dh = w.activated_backward(da * s, h)
-        term = product(dh, up_back, run.ends).to(dx.dtype)
-        dx.index_put_((run.tokens,), term, accumulate=True)
-        if need_weights:
-            sums.add(run, dh, xs, gs * s, a)
+        _add_gradients(by, w, run, (xs, gs, s), (dx, dweight, sums if need_weights else None))
     return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), *sums.results(x))
+
+
+def _add_gradients(
+    by: Products, w: Weights, run: Run, operands: tuple[Tensor, Tensor, Tensor], sums: tuple[Tensor, Tensor, Sums | None]
+) -> None:
+    """What one run adds to gradients of x, of choices' weights and of experts' weights; all that it makes goes with it."""
+    (xs, gs, s), (dx, dweight, of_weights) = operands, sums
+    up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
+    h = _hidden(w, xs, run, by)
+    a = w.activated(h)
+    da = by.product(gs, down_back, run.ends)  # of the expert's result with weight 1
+    dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
+    if w.down_bias is not None:
+        dot = dot + (gs.to(dot.dtype) * w.down_bias[run.expert].to(dot.dtype)).sum(-1)
+    dweight.index_put_((run.choices,), dot.masked_fill_(run.nobodys.squeeze(1), 0))
+    dh = w.activated_backward(da * s, h)
+    term = by.product(dh, up_back, run.ends).to(dx.dtype)
+    dx.index_put_((run.tokens,), term, accumulate=True)
+    if of_weights is not None:
+        of_weights.add(run, dh, xs, gs * s, a)
 
 
 class Sums:
     """Gradients of gate_up, down and their biases, over runs."""
 
-    def __init__(self, w: Weights, needed: bool) -> None:
+    def __init__(self, w: Weights, needed: bool, by: Products) -> None:
         self._w = w
+        self._by = by
         self._needed = needed
         self._products: list[Tensor] = []
         biases = [w.gate_up_bias, w.down_bias]
@@ -124,7 +140,8 @@ class Sums:
     def add(self, run: Run, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor) -> None:
         """One run's terms: gradients of hidden units and results, and what they were made of."""
         pairs = [(dh, xs), (dy, a)]
-        made = [product_of_groups(i, o, run.ends) if self._w.transposed else product_of_groups(o, i, run.ends) for o, i in pairs]
+        of_groups = self._by.of_groups
+        made = [of_groups(i, o, run.ends) if self._w.transposed else of_groups(o, i, run.ends) for o, i in pairs]
         self._products = [total.add_(term) for total, term in zip(self._products, made, strict=True)] if self._products else made
         for total, (grad, _) in zip(self._biases, pairs, strict=True):
             if total is not None:
@@ -138,3 +155,22 @@ class Sums:
         given = (w.gate_up_bias, w.down_bias)
         first, second = (like.new_empty(0) if t is None or b is None else t.to(b.dtype) for t, b in zip(self._biases, given, strict=True))
         return made[0], made[1], first, second
+
+
+# ---- the kernels, with the arguments of the operators ----
+
+
+def grouped_experts(*args: Any) -> Tensor:
+    return _experts(GROUPED, *args)
+
+
+def grouped_experts_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _experts_backward(GROUPED, *args)
+
+
+def tiled_experts(*args: Any) -> Tensor:
+    return _experts(TILED, *args)
+
+
+def tiled_experts_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _experts_backward(TILED, *args)

@@ -1,7 +1,7 @@
 """Grouped products, for every floating dtype: rows (s, i), sorted by group, times matrices (e, i, o) -> (s, o).
 
 Rows offs[g - 1] .. offs[g] - 1 belong to group g; rows behind the last offset give zeros. On a card the
-host does not read the offsets (`grouped_device`); elsewhere there is one product per group.
+host does not read the offsets (`grouped_device`, chosen by `experts_guards`); elsewhere there is one product per group.
 
     grouped_mm(x, w, offs)        [s] i, [e] i o, [e] -> [s] o
     grouped_mm_dw(x, g, offs)     [s] i, [s] o, [e]   -> [e] i o
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
-from colofunc.ops.grouped_device import product, product_of_groups
+from colofunc.ops.experts_guards import GROUPED_KERNELS
+from colofunc.ops.kernels import for_tensors, table_of
+
+_KERNELS = table_of(GROUPED_KERNELS)
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -30,8 +33,9 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    if x.is_cuda:
-        return product(x, w, offs)
+    found = for_tensors(_KERNELS, "colofunc.grouped_mm", (x, w, offs), {})
+    if found is not None:
+        return found[0].fn(*found[1])
     out = x.new_zeros((x.shape[0], w.shape[2]))
     for group, start, end in _groups(offs):
         torch.mm(x[start:end], w[group], out=out[start:end])
@@ -48,8 +52,9 @@ def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def _grouped_mm_dw(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
-    if x.is_cuda:
-        return product_of_groups(x, g, offs)
+    found = for_tensors(_KERNELS, "colofunc.grouped_mm_dw", (x, g, offs), {})
+    if found is not None:
+        return found[0].fn(*found[1])
     out = x.new_zeros((offs.shape[0], x.shape[1], g.shape[1]))
     for group, start, end in _groups(offs):
         torch.mm(x[start:end].t(), g[start:end], out=out[group])

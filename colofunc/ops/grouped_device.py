@@ -5,8 +5,11 @@ grouped product wherever it has no kernel: for all but bfloat16, and on cards be
 tiles of one group each. A group fills its last tile up, so that s rows of e groups are at most s / T + e tiles, however they
 are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered by it.
 
-    product(x, w, offs)                [s] i, [e] i o, [e] -> [s] o       rows behind the last offset give zeros
-    product_of_groups(x, g, offs)      [s] i, [s] o, [e]   -> [e] i o     groups without rows give zeros
+    GROUPED, TILED                     by torch's kernel, which takes some calls (`torch_takes`); by tiles, which take all
+    .product(x, w, offs)               [s] i, [e] i o, [e] -> [s] o       rows behind the last offset give zeros
+    .of_groups(x, g, offs)             [s] i, [s] o, [e]   -> [e] i o     groups without rows give zeros
+
+Which of them a call gets is said by records, `experts_guards`.
 
 Cost of tiles beside one product a group: at most e (T - 1) rows of zeros, and one more matrix read and written for each T rows,
 with T = 256 about half as long again where products take as long as memory allows them to. `e` tiles are worked on at a time, so
@@ -17,13 +20,13 @@ Sums are taken in the order of rows, in float32 at least, and always in the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
-
-from colofunc.ops.kernels import capability_at
 
 # Rows of a tile: as many as a group has if all have equally many, within these.
 LEAST_ROWS, MOST_ROWS = 16, 256
@@ -31,47 +34,76 @@ LEAST_ROWS, MOST_ROWS = 16, 256
 ALIGNED = 8
 
 
-def product(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """x: (s, i), w: (e, i, o), offs: (e,) ends of groups -> (s, o)."""
+@attrs.frozen(eq=False)
+class Products:
+    """One way to multiply. product: x (s, i), w (e, i, o), offs (e,) -> (s, o). of_groups: x (s, i), g (s, o), offs (e,) -> (e, i, o)."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    of_groups: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_takes(dtype: torch.dtype, capability: tuple[int, int], *sizes: int) -> bool:
+    """Whether torch's grouped product takes matrices of such sizes without a look at the offsets."""
+    if dtype != torch.bfloat16 or any(size % ALIGNED for size in sizes) or torch.version.hip is not None:
+        return False
+    major, _ = capability
+    return major == 9 or (major == 10 and TorchVersion(torch.__version__) >= "2.13")
+
+
+def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """By torch's kernel. x: (s, i), w: (e, i, o), offs: (e,) ends of groups -> (s, o)."""
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not w.numel():
         return x.new_zeros((x.shape[0], w.shape[2]))
-    if has_kernel(x, *w.shape[1:]):
-        out = F.grouped_mm(_rows(x), _matrices(w), offs=ends)
-        # Rows of no group are not written, and hold what was in that memory before.
-        nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
-        return out.masked_fill_(nobodys.unsqueeze(1), 0)
+    out = F.grouped_mm(_rows(x), _matrices(w), offs=ends)
+    # Rows of no group are not written, and hold what was in that memory before.
+    nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
+    return out.masked_fill_(nobodys.unsqueeze(1), 0)
+
+
+def grouped_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    """By torch's kernel. x: (s, i), g: (s, o), offs: (e,) ends of groups -> (e, i, o)."""
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not g.numel() or not ends.numel():
+        return x.new_zeros((offs.shape[0], x.shape[1], g.shape[1]))
+    out = F.grouped_mm(_rows(x).t(), _rows(g), offs=ends)
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return out.masked_fill_(empty[:, None, None], 0)
+
+
+def tiled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """By tiles. x: (s, i), w: (e, i, o), offs: (e,) ends of groups -> (s, o)."""
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not w.numel():
+        return x.new_zeros((x.shape[0], w.shape[2]))
     tiles = Tiles.of(ends, x.shape[0])
-    parts = [torch.bmm(tiles.rows_of(x, part), w[tiles.group[part]]) for part in tiles.parts()]
-    return torch.cat(parts).flatten(0, 1)[tiles.place].masked_fill_(~tiles.owned.unsqueeze(1), 0)
+    made = x.new_empty((*tiles.rows.shape, w.shape[2]))
+    for part in tiles.parts():
+        torch.bmm(tiles.rows_of(x, part), w[tiles.group[part]], out=made[part])
+    return made.flatten(0, 1)[tiles.place].masked_fill_(~tiles.owned.unsqueeze(1), 0)
 
 
-def product_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
-    """x: (s, i), g: (s, o), offs: (e,) ends of groups -> (e, i, o)."""
+def tiled_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    """By tiles. x: (s, i), g: (s, o), offs: (e,) ends of groups -> (e, i, o)."""
     e, i, o = offs.shape[0], x.shape[1], g.shape[1]
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not g.numel() or not e:
         return x.new_zeros((e, i, o))
-    if has_kernel(x, i, o):
-        out = F.grouped_mm(_rows(x).t(), _rows(g), offs=ends)
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return out.masked_fill_(empty[:, None, None], 0)
     tiles = Tiles.of(ends, x.shape[0])
     total = torch.zeros((e, i, o), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for part in tiles.parts():
-        unused = ~tiles.used[part].unsqueeze(2)
-        rows, grads = (tiles.rows_of(t, part).masked_fill_(unused, 0) for t in (x, g))
-        made = torch.bmm(rows.transpose(1, 2), grads)
-        total.index_put_((tiles.group[part],), made.to(total.dtype), accumulate=True)
+        total.index_put_((tiles.group[part],), _of_tiles(tiles, part, x, g).to(total.dtype), accumulate=True)
     return total.to(x.dtype)
 
 
-def has_kernel(x: Tensor, *sizes: int) -> bool:
-    """Whether torch's grouped product takes these without a look at the offsets: matrices of such sizes, of the dtype of `x`."""
-    if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in sizes) or torch.version.hip is not None:
-        return False
-    major, _ = capability_at(x.device)
-    return major == 9 or (major == 10 and TorchVersion(torch.__version__) >= "2.13")
+def _of_tiles(tiles: Tiles, part: slice, x: Tensor, g: Tensor) -> Tensor:
+    """(tiles, i, o): the products of some tiles."""
+    unused = ~tiles.used[part].unsqueeze(2)
+    rows, grads = (tiles.rows_of(t, part).masked_fill_(unused, 0) for t in (x, g))
+    return torch.bmm(rows.transpose(1, 2), grads)
+
+
+GROUPED, TILED = Products(grouped, grouped_of_groups), Products(tiled, tiled_of_groups)
 
 
 def _ends(offs: Tensor, rows: int) -> Tensor:
@@ -93,6 +125,12 @@ def _matrices(w: Tensor) -> Tensor:
     return w if lies and aligned else w.clone(memory_format=torch.contiguous_format)
 
 
+def sizes_of_tiles(s: int, e: int) -> tuple[int, int]:
+    """(number, rows) of tiles for s rows of e groups, however they are dealt."""
+    height = min(MOST_ROWS, max(LEAST_ROWS, 1 << (-(-s // e) - 1).bit_length()))
+    return s // height + e, height
+
+
 @attrs.frozen(eq=False)
 class Tiles:
     """Rows sorted by group, cut into n tiles of one group and T rows each; tensors of the device.
@@ -111,12 +149,12 @@ class Tiles:
     @classmethod
     def of(cls, ends: Tensor, s: int) -> Tiles:
         e, device = ends.shape[0], ends.device
-        height = min(MOST_ROWS, max(LEAST_ROWS, 1 << (-(-s // e) - 1).bit_length()))
+        count, height = sizes_of_tiles(s, e)
         ends = ends.to(torch.int64)
         starts = ends - ends.diff(prepend=ends.new_zeros(1))
         tiles = (ends - starts + height - 1) // height
         tiles_end = tiles.cumsum(0)
-        tile = torch.arange(s // height + e, device=device)
+        tile = torch.arange(count, device=device)
         found = torch.searchsorted(tiles_end, tile, right=True)
         group = found.clamp(max=e - 1)
         first = starts[group] + (tile - (tiles_end - tiles)[group]) * height

@@ -117,6 +117,17 @@ def choose(candidates: Sequence[Kernel], call: KernelCall, rates: Rates | None =
     return min(able, key=lambda kernel: kernel.cost_s(call, given), default=None)
 
 
+def for_tensors(table: Table, target: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Kernel, tuple[Any, ...]] | None:
+    """The kernel of a call with real tensors, and all its arguments by position. None: there is none for where they lie."""
+    device = args[0].device
+    candidates = table.get((target, device.type))
+    if candidates is None:
+        return None
+    every = bound(target, args, options)
+    kernel = choose(candidates, describe(target, every, capability_at(device)))
+    return None if kernel is None else (kernel, every)
+
+
 @cache
 def signature(target: str) -> tuple[tuple[str, Any], ...]:
     """The arguments of an operator: (name, default)."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from colofunc.ops import attention, random
+from colofunc.ops.built_in import CUDA_KERNELS
 from colofunc.ops.kernels import Kernel
 from colofunc.plugins.hookspecs import hookimpl
 
 
 @hookimpl
 def colofunc_kernels() -> tuple[Kernel, ...]:
-    return (*attention.CUDA_KERNELS, *random.CUDA_KERNELS)
+    return CUDA_KERNELS

@@ -1,0 +1,8 @@
+"""All kernels of this project, of every operator that has some."""
+
+from __future__ import annotations
+
+from colofunc.ops import attention, experts_guards, random
+from colofunc.ops.kernels import Kernel
+
+CUDA_KERNELS: tuple[Kernel, ...] = (*attention.CUDA_KERNELS, *random.CUDA_KERNELS, *experts_guards.CUDA_KERNELS)
