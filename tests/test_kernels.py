@@ -197,3 +197,34 @@ def test_compiled_segments_and_loops_do_not_hide_where_a_rank_stands(microbatche
         written = compiled.write(((0, 1),) * count, torch.device("cuda", 0))
     called = [line.split(" = ")[1].split("(")[0] for line in written.lines if "flash" in line or "biased" in line]
     assert sorted(set(called)) == ["flash", "flash_backward"]
+
+
+# ---- the search ----
+
+
+def seconds_of(low: Any) -> dict[str, float]:
+    """What the search has counted for one call of attention and its backward."""
+    return {d.target: d.compute_s for d in low.plan.decisions if "attention" in d.target}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_search_counts_the_kernel_that_the_clock_counts(size: int) -> None:
+    """Dropout has only the block-wise kernel, many times slower than what the roofline says."""
+    q = cf.abstract((2, 4, 2048, 64), torch.bfloat16)
+
+    def dropped(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.1).float().pow(2).mean()
+
+    low = cf.shard(lambda q: cf.value_and_grad(dropped)(q), cf.Mesh(dp=size, topology="8xh100")).lower(q)
+    counted = {node.target: node.kernel.seconds for node in nodes_of(low.program)}
+    assert len(counted) == 2
+    assert seconds_of(low) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("plan", [ring, ulysses, gather_kv])
+def test_the_search_counts_kernels_of_patterns(plan: Any) -> None:
+    """Of one rank: within a third of what the clock counts, which shows kernels where the first rank stands."""
+    params, x = arguments(rows=65536)
+    low = cf.shard(step, cf.Mesh(cp=4, topology="8xh100"), plan("cp"), auto=False).lower(params, x)
+    counted = sum(node.kernel.seconds for node in nodes_of(low.program))
+    assert sum(seconds_of(low).values()) == pytest.approx(counted, rel=0.34)

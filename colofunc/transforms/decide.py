@@ -20,6 +20,7 @@ from colofunc.planner.plan import Plan
 from colofunc.planner.sharding.assign import Assignment, Memo, assign_by_axes
 from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
 from colofunc.planner.sharding.explain import make_plan
+from colofunc.planner.sharding.kernel_seconds import KernelSeconds
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
@@ -243,9 +244,10 @@ def decide(
     """Plan the program: over all open axes at once where at most two are open, axis by axis beyond. found: what to take instead."""
     if found is None:
         candidates.follow_wishes(constraints)
+        kernel_s = KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
         found = assign_by_axes(
             program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
-            price_s=price_s,
+            price_s=price_s, kernel_s=kernel_s,
         )  # fmt: skip
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):

@@ -33,7 +33,7 @@ from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.lean import lean
 from colofunc.planner.sharding.memory import Liveness, liveness
-from colofunc.planner.sharding.model import Model, build_model
+from colofunc.planner.sharding.model import KernelS, Model, build_model
 from colofunc.planner.sharding.pending import reachable
 from colofunc.planner.sharding.problem import NORMAL, Effort
 from colofunc.planner.sharding.search import search
@@ -119,6 +119,7 @@ def assign(
     few: bool = False,
     near: Callable[[Node | Value, Strategy], bool] | None = None,
     price_s: float = 0.0,
+    kernel_s: KernelS | None = None,
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where every
     byte at its peak costs so many seconds.
@@ -134,7 +135,7 @@ def assign(
     peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
     if memo.fastest is None:
-        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near)
+        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near, kernel_s)
     found = memo.fastest
     if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
         return found
@@ -146,7 +147,7 @@ def assign(
         if regather not in memo.models:
             again = build_model(
                 program, mesh, found.ties, found.model.options, convert, dict(constraints.outputs), regather, found.model.conversions,
-                constraints.sums,
+                constraints.sums, kernel_s,
             )  # fmt: skip
             memo.models[regather] = again, liveness(program, again, found.ties)
         again, alive = memo.models[regather]
@@ -183,6 +184,7 @@ def _fastest(
     fresh: bool,
     few: bool,
     near: Callable[[Node | Value, Strategy], bool] | None,
+    kernel_s: KernelS | None,
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
@@ -190,7 +192,7 @@ def _fastest(
     options = reachable(program, ties, options)
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
-    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums)
+    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
     choice = search(model, begin, seed, effort, fresh)
     if model.true_cost(choice) >= BIG:
@@ -215,6 +217,7 @@ def assign_by_axes(
     slack: float = 0.0,
     memo: Memo | None = None,
     price_s: float = 0.0,
+    kernel_s: KernelS | None = None,
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
@@ -242,7 +245,8 @@ def assign_by_axes(
         few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
         near = lambda item, s: agrees(s, None if fixed is None else fixed[at[id(item)]], loose)  # noqa: E731
         return assign(
-            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s
+            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s,
+            kernel_s,
         )  # fmt: skip
 
     together = _together(constraints, open_axes)

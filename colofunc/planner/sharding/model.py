@@ -12,7 +12,7 @@ every option of one class, all else as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -26,6 +26,7 @@ from colofunc.planner.sharding.flows import Coded, Conversions, ConvertS, Flow, 
 from colofunc.program.ir import Node, Program
 
 Choice = Sequence[int]  # option index per class
+KernelS = Callable[[Node, Strategy], float | None]
 
 TIE_S_PER_BYTE = 1e-18
 """Between equal costs the smaller local results win; far below any real second."""
@@ -156,16 +157,18 @@ def build_model(
     regather: frozenset[int] = frozenset(),
     conversions: Conversions | None = None,
     sums: Mapping[int, int] | None = None,
+    kernel_s: KernelS | None = None,
 ) -> Model:
     """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase.
 
-    `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`.
+    `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`. `kernel_s`: seconds of an
+    operator under a strategy where its kernel is known.
     """
     seconds = []
     for c, strategies in enumerate(options):
         item = ties.members[c][0]
         node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
-        seconds.append(np.array([own_s(program, node, s, mesh) for s in strategies], dtype=float))
+        seconds.append(np.array([own_s(program, node, s, mesh, kernel_s) for s in strategies], dtype=float))
     flows = flows_of(program, ties, options, outputs, regather, sums or {})
     touched: list[dict[int, None]] = [{} for _ in options]
     for f, flow in enumerate(flows):
@@ -184,13 +187,16 @@ def build_model(
     )
 
 
-def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh) -> float:
-    """Seconds of one operator under a strategy: roofline of its local work, plus communication inside it."""
+def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh, kernel_s: KernelS | None = None) -> float:
+    """Seconds of one operator under a strategy: its kernel's or the roofline of its local work, plus communication inside it."""
     local = sum(lay.local_numel for lay in strategy.outs if lay is not None)
     tie_s = TIE_S_PER_BYTE * local
     cost = strategy.cost
     if node is None or not (cost.flops or cost.nbytes):
         return cost.extra_s + tie_s
+    seconds = None if kernel_s is None else kernel_s(node, strategy)
+    if seconds is not None:
+        return seconds + cost.extra_s + tie_s
     dtype = next((program.values[o].dtype for o in node.outs if o is not None), None)
     name = "float32" if dtype is None or not dtype.is_floating_point else str(dtype).removeprefix("torch.")
     return mesh.compute_s(cost.flops, cost.nbytes, name) + cost.extra_s + tie_s

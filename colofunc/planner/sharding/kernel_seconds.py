@@ -1,0 +1,105 @@
+"""Seconds of attention in the search: those of the kernel that a rank's part of the call would get.
+
+Problem: the clock counts the kernel that a call gets, which is several times slower than the roofline where dropout, a bias or a window
+in float32 leaves only slow ones; a search that counts the roofline shares out the wrong work. Idea: a strategy says how operands
+lie, so its part of the call can be shown to the kernels as the clock shows them the lowered one.
+
+    own = partial(own_s, kernel_s=KernelSeconds(program, mesh, registry.kernels, rule_of))
+
+A rank's rows stand last: under a causal mask the last rank has most to do, and the others wait for it. A pattern with local code of its
+own (a ring) runs the kernel on blocks, as many as its operations are: it is counted by the rate that the kernel has on a block of a
+rank's rows and columns. Everything is memoised by the call and how its operands lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Call, Rule, Strategy
+from colofunc.mesh import Mesh
+from colofunc.ops.kernels import Kernel, KernelCall, Like, Table, bound, choose, signature
+from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.lower import call_of
+from colofunc.program.passes.kernels import capability_on, rates_of
+
+TARGETS = ("colofunc.attention", "colofunc.attention_backward")
+# Products of backward, a share of those of forward.
+BACKWARD = 2.5
+
+
+@attrs.define(eq=False)
+class KernelSeconds:
+    """Asked with a node and a strategy; None where the roofline is all that is known."""
+
+    program: Program
+    mesh: Mesh
+    table: Table
+    rule_of: Callable[[Node], Rule | None]
+    _known: dict[Any, float | None] = attrs.field(factory=dict, init=False)
+
+    def __call__(self, node: Node, strategy: Strategy) -> float | None:
+        candidates = self.table.get((node.target, "cuda")) if node.target in TARGETS else None
+        capability = capability_on(self.mesh.topology)
+        if not candidates or capability is None:
+            return None
+        call, _ = call_of(node, self.program.values)
+        key = (call, strategy.ins, strategy.axes, strategy.cost)
+        if key not in self._known:
+            self._known[key] = self._seconds(call, self.rule_of(node), strategy, candidates, capability)
+        return self._known[key]
+
+    def _seconds(
+        self, call: Call, rule: Rule | None, strategy: Strategy, candidates: Sequence[Kernel], capability: tuple[int, int]
+    ) -> float | None:
+        if rule is None:
+            return None
+        arguments = _arguments(call, strategy.ins)
+        if arguments["q_offset"] is not None or arguments["k_offset"] is not None or not _has_elements(arguments):
+            return None
+        pattern = any(word not in rule.sizes for _, word in strategy.axes)
+        arguments.update({"causal": False, "window": 0} if pattern else _last_rows(call, strategy.ins, arguments))
+        rates, shown = rates_of(self.mesh.topology), KernelCall(call.target, tuple(arguments.items()), capability)
+        kernel = choose(candidates, shown, rates)
+        if kernel is None:
+            return None
+        seconds = kernel.cost_s(shown, rates)
+        return seconds * strategy.cost.flops / _flops(shown) if pattern else seconds
+
+
+def _arguments(call: Call, ins: Sequence[Layout]) -> dict[str, Any]:
+    """All arguments by name, tensors as a rank has them."""
+
+    def like(arg: Any) -> Any:
+        return Like(ins[arg.id].local_shape, call.ins[arg.id].dtype) if type(arg) is Ref else arg
+
+    names = (name for name, _ in signature(call.target))
+    return {name: like(arg) for name, arg in zip(names, bound(call.target, call.args, dict(call.kwargs)), strict=True)}
+
+
+def _has_elements(arguments: Mapping[str, Any]) -> bool:
+    return all(min(arguments[name].shape) > 0 for name in ("q", "k", "v"))
+
+
+def _last_rows(call: Call, ins: Sequence[Layout], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the rows of the last rank stand, if rows are split and positions count."""
+    at = 0 if call.target == TARGETS[0] else 1
+    atoms, s = ins[at].dims[2], ins[at].shape[2]
+    split = [k for k, (_, axis) in enumerate(atoms) if axis is not None]
+    if not split or not (arguments["causal"] or arguments["window"]):
+        return {}
+    rows = arguments["q"].shape[2]
+    if split == list(range(len(split))):  # one run of rows
+        return {"q_offset": Like((), torch.int64, (s - rows, 0))}
+    step = s // rows
+    return {"q_offset": Like((rows,), torch.int64, (step - 1, step))}
+
+
+def _flops(call: KernelCall) -> float:
+    """Of a call without a mask, as rules count them."""
+    (b, h, s, e), (t, f) = call["q"].shape, call["v"].shape[2:]
+    return 2.0 * b * h * s * t * (e + f) * (1.0 if call.target == TARGETS[0] else BACKWARD)
