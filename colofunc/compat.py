@@ -218,9 +218,16 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], c
     Not by `torch.compile` itself, which would read Python code that was written from the graph, and ask about it at every call.
     """
     backend: Any = torch._dynamo.lookup_backend(compiler)
+    on_cpu = all(x.device.type == "cpu" for x in inputs)
+    options = {"config_patches": dict(_ON_CPU)} if compiler == "inductor" and on_cpu else {}
     with torch.no_grad():
-        compiled: Callable[..., Any] = backend(graph, list(inputs))
+        compiled: Callable[..., Any] = backend(graph, list(inputs), **options)
     return compiled
+
+
+# Settings of inductor for graphs on a CPU. On its own account it turns all convolutions there to channels-last. They gain a fifth by
+# it, but what it writes for a group norm then reads memory with strides and takes several times as long (bench/compiled.py).
+_ON_CPU = {"layout_optimization": False}
 
 
 def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

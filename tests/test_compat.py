@@ -8,10 +8,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
@@ -537,3 +540,35 @@ def test_compile_graph() -> None:
     assert torch.equal(got, 2 * x) and not got.requires_grad
     with pytest.raises(Exception, match="no_such_compiler"):
         compat.compile_graph(graph, [x], "no_such_compiler")
+
+
+@pytest.mark.parametrize(("device", "options"), [("cpu", {"config_patches": {"layout_optimization": False}}), ("meta", {})])
+def test_compile_graph_keeps_the_layout_of_convolutions_on_a_cpu(device: str, options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {}
+    compiler = lambda graph, inputs, **more: given.update(more) or graph  # noqa: E731
+    with mock.patch("torch._dynamo.lookup_backend", return_value=compiler):
+        compat.compile_graph(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.empty(1, device=device)], "inductor")
+    assert given == options
+
+
+@pytest.mark.sweep
+def test_inductor_convolves_in_the_layout_of_its_operands() -> None:
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    strides = []
+
+    class Look(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution.default:
+                strides.extend(operand.stride() for operand in args[:2])
+            return func(*args, **(kwargs or {}))
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.ops.aten.convolution.default(x.cos(), weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).sin(),)
+
+    graph = make_fx(fn)(x, weight)
+    with torch.no_grad():
+        compiled = compat.compile_graph(graph, [x, weight], "inductor")
+        with Look():
+            (got,) = compiled(x, weight)
+    assert strides == [x.stride(), weight.stride()]
+    torch.testing.assert_close(got, graph(x, weight)[0])
