@@ -18,7 +18,7 @@ SCRIPT = """
 import torch
 import colofunc as cf
 
-net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
 model, opt = cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3)
 step, _ = cf.train_step(model, opt, loss=lambda out, b: (out**2).mean(), inputs=lambda b: ((b,), {}))
 staged = cf.shard(step, cf.Mesh(dp=2), {"*.weight": "(dp o) i"})
@@ -29,6 +29,10 @@ def example():
 
 def plan_me():
     return step, *example()
+
+def small():
+    net = torch.nn.Linear(8, 8)
+    return *cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.sum()), cf.abstract((16, 8))
 
 def wrong():
     return step
@@ -82,7 +86,7 @@ def test_a_budget_is_met_and_drawn(script, tmp_path):
 
 def test_a_disk_that_is_not_here_is_planned_drawn_and_taken_over_by_the_step_that_has_one(script, tmp_path):
     picture, trace, save = tmp_path / "plan.png", tmp_path / "trace.json", tmp_path / "plan.json"
-    words = [f"{script}:step", "--device", "a100-40g", "--budget", "300KiB", "--host", "200KiB", "--within", "offload"]
+    words = [f"{script}:step", "--device", "a100-40g", "--budget", "250KiB", "--host", "100KiB", "--within", "offload"]
     code, said = run(*words, "--disk", "1GB,7GB/s,5GB/s", "--picture", picture, "--trace", trace, "--save", save)
     assert code == 0 and "disk 953.7 MiB a rank" in said and "on disk: " in said and "disk: peak" in said
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -93,7 +97,7 @@ def test_a_disk_that_is_not_here_is_planned_drawn_and_taken_over_by_the_step_tha
 
     module = importlib.import_module("my_training")  # the command has loaded it
     state, batch = module.example()
-    staged = cf.offload(cf.shard(module.step, cf.Mesh(topology="a100-40g")), budget="300KiB", host="200KiB", disk=tmp_path)
+    staged = cf.offload(cf.shard(module.step, cf.Mesh(topology="a100-40g")), budget="250KiB", host="100KiB", disk=tmp_path)
     low = staged.with_plan(cf.Plan.load(save)).lower(state, batch)
     assert {layout.tier for layout in low.input_layouts} >= {"disk"}
     both = list(zip(cf.Plan.load(save).inputs, low.input_layouts, strict=True))
@@ -166,7 +170,7 @@ def test_a_mesh_has_as_many_devices(script):
         (["{}:step", "--disk", "2TB,fast,slow"], "--disk: 'fast' is no size"),
         (["{}:step", "--disk", "2TB", "--within", "checkpoint"], "--disk is of use to offload only"),
         (["{}:step", "--device", "h100", "--within", "prayer"], "--within 'prayer'; transforms: 'checkpoint', 'offload'"),
-        (["{}:step", "--device", "h100", "--budget", "1KiB"], "no plan found within 1,024 B a rank"),
+        (["{}:small", "--device", "h100", "--budget", "100B"], "no plan found within 100 B a rank"),
     ],
 )
 def test_what_is_missing_is_said(script, words, says):

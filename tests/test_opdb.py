@@ -20,6 +20,7 @@ import attrs
 import pytest
 import torch
 from rule_oracle import RuleBroken, check_call, make_call, mesh_of, tried_strategies
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +34,9 @@ _SKIPPED = (
 )
 SKIP_PREFIX = tuple(_SKIPPED.split())
 MAX_NUMEL = 20_000
+# Operators that the default run really splits: 332 with torch 2.14. The database of torch 2.11 calls other ones first, or in shapes
+# that no axis divides (leaky_relu, gather, stack): 326.
+AT_LEAST = 325 if TorchVersion(torch.__version__) < "2.12" else 330
 
 
 class Record(TorchDispatchMode):
@@ -188,7 +192,7 @@ def check(samples: int, per_op: int, at_least: int) -> None:
 
 @pytest.mark.usefixtures("no_test_looked_for")
 def test_rules_hold_on_the_operator_database() -> None:
-    check(samples=2, per_op=1, at_least=330)
+    check(samples=2, per_op=1, at_least=AT_LEAST)
 
 
 @pytest.mark.sweep

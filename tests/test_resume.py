@@ -1,12 +1,12 @@
 """A run that is killed at any moment and started again ends with the bits of one that was not."""
 
 import hashlib
+import multiprocessing
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,13 @@ import colofunc as cf
 from colofunc.functional.checkpoint import index
 
 STEPS = 14
-SCRIPT = """
-import sys
-import test_resume
-print(test_resume.train(sys.argv[1], sys.argv[2], float(sys.argv[3])))
-"""
 
 
-def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS) -> str:
-    """Train to `steps` from wherever the folder stands, saving every step in the background; a hash of the end."""
+def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS, say: Callable[[object], None] = print) -> str:
+    """Train to `steps` from wherever the folder stands, saving every step in the background; a hash of the end.
+
+    say: is told the step from which it goes on, as soon as that is known.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     mesh = cf.Mesh(**{axes: 2}, topology="ideal")
@@ -43,7 +41,7 @@ def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS) -> str
     state = {"train": step.init(state, [torch.zeros(4, 6), torch.zeros(4, 3)]), "steps": 0}
     if any("." not in found.name for found in Path(path).glob("step-*")):  # not only what a killed save left
         state = cf.load(Path(path) / "step-*", mesh=mesh, like=state, batches=batches)
-    print(f"from {state['steps']}", flush=True)
+    say(state["steps"])
     savings = []  # none, where the last step was saved before the kill
     while state["steps"] < steps:
         for batch in batches:
@@ -97,25 +95,32 @@ def test_the_hash_sees_random_numbers_and_data(tmp_path) -> None:
         assert train(str(found), "dp") != whole
 
 
+def in_a_process(pipe: Connection, path: str) -> None:
+    pipe.send(train(path, "dp", pause_s=0.05, say=pipe.send))
+
+
 @pytest.mark.dist
-def test_killed_at_any_moment_it_resumes_bit_for_bit(tmp_path, subprocess_env) -> None:
+def test_killed_at_any_moment_it_resumes_bit_for_bit(tmp_path) -> None:
     """SIGKILL after a while that is drawn anew each time, until a run gets through."""
     want = train(str(tmp_path / "whole"), "dp")
-    env = {**subprocess_env, "PYTHONPATH": f"{Path(__file__).parent}:{subprocess_env['PYTHONPATH']}"}
+    processes = multiprocessing.get_context("forkserver")  # the server has torch already, as for real ranks
     draw = random.Random(0)
     kills, starts = 0, []
     for _ in range(12):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), "dp", "0.05"]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            starts.append(child.stdout.readline().strip())
-            time.sleep(draw.uniform(0.1, 0.7))
-            if child.poll() is None and kills < 4:
-                child.send_signal(signal.SIGKILL)
-                kills += 1
-                continue
-            said = child.stdout.read()
-            assert child.wait(120) == 0
-            break
+        mine, theirs = processes.Pipe(duplex=False)
+        child = processes.Process(target=in_a_process, args=(theirs, str(tmp_path / "run")))
+        child.start()
+        theirs.close()
+        starts.append(mine.recv())
+        time.sleep(draw.uniform(0.1, 0.7))
+        if child.is_alive() and kills < 4:
+            child.kill()
+            child.join()
+            kills += 1
+            continue
+        got = mine.recv()
+        child.join(120)
+        assert child.exitcode == 0
+        break
     assert kills >= 2 and len(set(starts)) >= 2, starts
-    assert said.split()[-1] == want
+    assert got == want
