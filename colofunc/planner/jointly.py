@@ -29,17 +29,17 @@ from colofunc.planner.fitted import Fitted
 P = TypeVar("P")
 
 DEARER = 4.0
-"""What a plan tells is an average; the next byte may cost so much more."""
+"""The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost more."""
 SEARCHES = 6
-"""At most so many searches with a price."""
+"""At most this many searches with a price of memory."""
 LESS = 0.9
-"""Where a plan fits only with help, sharding alone is asked for so much less."""
+"""Where a plan fits only with help, the next budget for sharding alone is at most this part of the last."""
 FINE = 1e-3
-"""What may be gained beyond such a part is not looked for."""
+"""A plan within this relative distance of the fastest sharding is not improved further."""
 FAR, FEW = 2, 2
-"""Where what any sharding needs is so many times the budget nothing is searched; where the leanest is, only at so many prices."""
+"""Where every sharding needs more than FAR times the budget, nothing is searched; where the leanest plan does, at most FEW prices are."""
 LOOK, LITTLE = 256, 0.01
-"""Of a small step so many shardings are looked at beside those, and those that may gain more than such a part."""
+"""At most LOOK shardings to which no price leads are looked at, and only those whose relative gain may exceed LITTLE."""
 
 
 @attrs.frozen(eq=False)

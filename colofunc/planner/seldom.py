@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from threading import Lock
 
 EVERY = 100_000
-"""So many more records than went away, before the youngest are looked at."""
+"""Generation-0 threshold of the garbage collector while a plan is made."""
 LOCK = Lock()
 SET: list[tuple[int, int, int]] = []
-"""What was set before, once for each thread that is planning."""
+"""The thresholds from before, once for each thread that is planning."""
 
 
 @contextmanager

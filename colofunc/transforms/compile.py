@@ -45,7 +45,7 @@ from colofunc.transforms.surroundings import Surroundings, ambient, look_around
 
 Leaf = torch.Tensor
 LEAST = 0.01
-"""A plan from measurements that is faster by a smaller part is not worth moving state."""
+"""Relative gain below which a plan from measurements is not worth moving state."""
 RECENT = 4
 """Prepared steps whose guards are asked before a call is looked up: lengths of batches that take turns."""
 

@@ -28,7 +28,7 @@ from colofunc.program.ir import Program
 from colofunc.transforms.lowered import Lowered
 
 LIKE = 2.0
-"""Batches of at most so many times more elements, or fewer, are of a like size."""
+"""Batches whose numbers of elements differ by at most this factor are of a like size."""
 
 T = TypeVar("T")
 

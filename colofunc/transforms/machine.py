@@ -43,7 +43,7 @@ METHOD = 3
 """Figures that were measured in another way are not read."""
 
 CAUTION = 1.25
-"""To start a collective counts as so many times what was measured. Starts vary most of all that is measured, and add up: where two
+"""The measured time to start a collective is multiplied by this. Starts vary most of all that is measured, and add up: where two
 plans take the same time within the clock's error, the one of fewer collectives wins."""
 
 _FOUND: dict[tuple[Mesh, str], Topology] = {}

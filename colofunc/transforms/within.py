@@ -44,9 +44,9 @@ from colofunc.transforms.decide import Candidates, Decided, decide
 from colofunc.transforms.least_budget import Tried, least_budget, said
 
 SHARE = 32
-"""Where a budget is to be kept to, a bucket of small collectives is at most its 32nd part."""
+"""Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
 SMALL, WORK = 100, 400
-"""Of programs of at most so many nodes all shardings are looked at, where they are few; so many nodes are finished in all of them."""
+"""Programs of at most SMALL nodes: all shardings are looked at, where they are few. At most WORK nodes are finished in all of them."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 # (program of one rank, seconds of a node, how to complete and count it, budget) -> (what fits or None, the leanest tried)

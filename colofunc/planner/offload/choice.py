@@ -18,9 +18,9 @@ from colofunc.planner.offload.trace import Ground, trace_of
 from colofunc.planner.offload.updates import splits
 
 CLOSER = 3
-"""So often shares of the updates half way to the neighbours of the best are tried."""
+"""At most this many rounds of trying shares of the updates half way between the best and its neighbours."""
 FULL = 2
-"""Of a large program so many splits are searched in full, those that look best in a sketch."""
+"""At most this many splits of a large program are searched in full, those that look best in a sketch."""
 
 
 @attrs.frozen

@@ -30,7 +30,7 @@ WHOLE = 1e-6
 NEVER, ALWAYS = -1, -2
 """Gaps that have no variable: the host writes in between, so that nothing can be kept; nothing lies between, so that all is."""
 ITERATIONS = 20_000
-"""Of the simplex method, at most: counted, not timed, so that every rank stops where the others do."""
+"""Limit of the simplex method: counted, not timed, so that every rank stops where the others do."""
 
 
 def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:

@@ -90,8 +90,8 @@ MANY = tuple(
     for filled in (1.0, 0.8, 0.5, 0.0)
 )
 SLACK = 0.03
-"""Of a large trace's plans so much counts as equally fast: seconds are a model, and what is copied takes of the bandwidth of
-the host's memory that updates there live on, which the model does not know."""
+"""Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it does not know that
+copies take from the bandwidth of the host's memory, which updates there need."""
 MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
 FEWEST = Point(0, 1.0, 1.0, fewest=True)
 SKETCH = (STARTS[1], FEWEST, STARTS[7])  # where little may be tried

@@ -24,9 +24,9 @@ from colofunc.program.ir import Node
 from colofunc.program.passes.tiered import is_view
 
 SPLITS = (0.0, 1.0, 0.5, 0.75)
-"""Shares that are tried first."""
+"""Shares of the updates on the host that are tried first."""
 EVERY = 8
-"""Of up to so many updates every share is."""
+"""Where there are at most this many updates, every share is tried."""
 WRITE = "colofunc.write_"
 CAST = "aten._to_copy.default"
 LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.add.Tensor"})

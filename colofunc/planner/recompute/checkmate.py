@@ -24,7 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 EXACT = 11
-"""Graphs of up to so many nodes are solved exactly."""
+"""Graphs of at most this many nodes are solved exactly."""
 
 
 @attrs.frozen

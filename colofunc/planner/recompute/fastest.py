@@ -33,15 +33,15 @@ from colofunc.program.passes.loop import within
 from colofunc.program.passes.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
-"""Memory is divided in so many slots: the fewer stages, the finer."""
+"""Memory is divided into WORK / stages slots, at least SLOTS and at most MOST_SLOTS: the fewer stages, the finer."""
 CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
-"""Policies that are counted beside what is searched for."""
+"""Policies that are counted beside those that are searched for."""
 LEVELS, SHORT = 6, 5
-"""Chains of at most so many stages are also solved exactly, for so many amounts of memory."""
+"""Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 FEW = 64
-"""Up to so many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+"""Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 COUNTED, MIDDLE = 600, 4000
-"""The same for what linear programs propose, and up to how many nodes they are asked."""
+"""Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
 
 
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:

@@ -18,9 +18,9 @@ from colofunc.program.passes.recompute import Replay
 from colofunc.program.passes.schedule import Memory
 
 FEW = 4
-"""Steps in which backward reads no more pieces of memory that forward made."""
+"""Searched are steps in which backward reads at most this many pieces of memory that forward made."""
 SMALL = 1 << 10
-"""Of fewer bytes a value is kept."""
+"""Values of fewer bytes are always kept."""
 
 
 def late(program: Program) -> Iterator[Callable[[], Program]]:

@@ -20,9 +20,9 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.program.ir import Program
 
 FULL, MOST = 2, 4
-"""So many are searched in full, if a sketch promises to be faster then; so many at most where some turn out not to fit."""
+"""At most FULL orders that fit are searched in full, where a sketch promises to be faster; MOST with those that turn out not to fit."""
 FINE = 6e-3
-"""Orders that differ by a smaller part of the step's work are not told apart."""
+"""Orders whose time differs by a smaller part of the step's work are not told apart."""
 
 Orders = Sequence[Callable[[], Program]]
 

@@ -34,9 +34,9 @@ from colofunc.program.passes.recompute import Replay
 from colofunc.program.passes.schedule import Memory
 
 PIECES = 128
-"""So many pieces of memory, the largest that backward reads; smaller ones are kept."""
+"""At most this many pieces of memory are variables, the largest that backward reads; smaller ones are kept."""
 ROUNDS = 20
-"""Of forward, and of backward."""
+"""Forward and backward are cut into this many rounds each, of equal bytes that are made and last read there."""
 LEVELS = 16
 """Amounts of memory between what is held if all is kept and the least."""
 THRESHOLDS = (0.5, 0.3, 0.15, 0.05, 0.7, 0.9)
@@ -44,7 +44,7 @@ SKIPS = 2
 """Of a chain everything is some stage's but what the last one makes."""
 SMALL = 1 << 10
 ITERATIONS = 20_000
-"""Of the simplex method for one amount of memory, at most; what would take more is not proposed."""
+"""Limit of the simplex method for one amount of memory; what would take more is not proposed."""
 
 Rounded = NDArray[np.bool_]
 

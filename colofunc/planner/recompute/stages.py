@@ -25,11 +25,11 @@ from colofunc.program.passes.recompute import Replay
 from colofunc.program.passes.schedule import Memory
 
 SMALL = 1 << 10
-"""Values of so few bytes are kept whatever happens."""
+"""Values of at most this many bytes are always kept."""
 RISE = 1.25
-"""Two cuts have at least so much more alive between them."""
+"""Live bytes between two cuts must exceed those at the cuts by this factor."""
 FEW = 3
-"""A chain that is equally narrow everywhere is cut behind so many values."""
+"""Where a chain is equally narrow everywhere, it is cut each time this many of its values have been made."""
 WAYS = 12
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]

@@ -40,7 +40,7 @@ from colofunc.planner.sharding.search import search
 from colofunc.program.ir import Node, Program, Value
 
 ENOUGH = 1e-3
-"""A turn of one axis that gains a smaller share of the cost has changed nothing."""
+"""Relative gain below which the turn of one axis counts as no change."""
 
 Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
 

@@ -100,7 +100,7 @@ def fit(
 
 
 TURNS = 3
-"""What is alive at the peak changes with the choice, so it is charged anew so often."""
+"""At most this many rounds of charging for what is alive at the peak, which changes with the choice."""
 
 
 def at_price(

@@ -32,11 +32,11 @@ from colofunc.planner.sharding.search import search
 from colofunc.program.ir import Program
 
 FACTOR, ELEMENTS = 1 << 16, 1 << 20
-"""Of steps with larger tables than that (as they are given, as variables go) not all shardings are looked at."""
+"""Largest tables, in elements, for which all shardings are looked at: of a factor as it is given, and as variables are eliminated."""
 STEPS = 4000
-"""So many choices are opened at most."""
+"""At most this many choices are opened."""
 FINE = 100
-"""What weighs less than this part of the budget is not told apart."""
+"""Memory that differs by less than 1/FINE of the budget is not told apart."""
 ROOMS, PARTS = (0.9, 0.8, 0.7, 0.6), (1.0, 0.25)
 MOVABLE = ("frozen", "param", "state", "buffer")
 LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)

@@ -20,7 +20,7 @@ from colofunc.planner.sharding.classes import Ties
 from colofunc.program.ir import Node, Program
 
 FEW = 16
-"""A class with no more options keeps them all, and layouts spread from them."""
+"""A class with at most this many options keeps them all, and layouts spread from them."""
 
 ROUNDS = 3
 

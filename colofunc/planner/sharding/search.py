@@ -19,9 +19,9 @@ from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
 STARTS = 3
-"""Of many assignments to begin from, so many of the cheapest are improved."""
+"""At most this many of the assignments to begin from are improved, the cheapest."""
 TRIES = 3
-"""The best of them is polished so many times, around other cuts: where that ends depends on them."""
+"""The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
 
 
 def search(
