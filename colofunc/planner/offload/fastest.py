@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from operator import itemgetter
 
 import attrs
 
@@ -34,23 +33,26 @@ from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory
 
-FINE = 1e-3
-"""Where a disk adds less than such a part of the work, nothing else is looked for."""
-NEAR = 0.05
-"""So near to what a program takes is what its search says, which does not see all that is in the program."""
-LARGE = 4000
+HIDDEN_DISK = 1e-3
+"""A disk that adds less than this part of the work counts as hidden: nothing else is looked for."""
+ESTIMATE_ERROR = 0.05
+"""Relative error of the search's time estimate; candidates closer than this are played in full."""
+LARGE_NODES = 4000
 """In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
 
 
 @attrs.frozen(eq=False)
 class Offloaded:
-    """A program with copies in it. `exposed_s`: by how much it takes longer than without them, both played as they run (less than
-    nothing where the host takes work off the device). `over`: bytes by which its peak exceeds the budget."""
+    """A program with copies in it.
+
+    `exposed_s`: by how much it takes longer than without them, both played as they run (negative where the host takes work off the
+    device). `short`: what the host lacks. `over`: bytes by which its peak exceeds the budget.
+    """
 
     program: Program
     exposed_s: float
     words: tuple[str, ...] = ()
-    short: str = ""  # what the host lacks
+    short: str = ""
     over: int = 0
     hint: Hint = NO_HINT
 
@@ -77,87 +79,129 @@ def offload(
     check_where(policy.where, program)
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
     ground = ground_of(program, mesh, node_s, given)
-    one = _Offloading(ground, mesh, node_s, budget_bytes, policy, given or {}, min(rooms, default=None), disk, captured or {})
-    return one.fastest() if like is None else one.estimate(like)
+    offloading = _Offloading(ground, mesh, node_s, budget_bytes, policy, given or {}, min(rooms, default=None), disk, captured or {})
+    return offloading.fastest() if like is None else offloading.estimate(like)
 
 
-_Ranked = tuple[tuple[int, bool, float], Offloaded]  # (bytes over, is the host short, seconds), least first
+@attrs.frozen(eq=False)
+class _Written:
+    """A candidate with its copies written down. `rank`: (bytes over, is the host short, seconds), least first.
+
+    host_bytes, plain_s: what it holds on the host and the seconds beyond those without copies, both before the disk.
+    """
+
+    host_bytes: int
+    plain_s: float
+    rank: tuple[int, bool, float]
+    offloaded: Offloaded
 
 
 class _Offloading:
-    """`most`: bytes of host memory that a rank may take, where that is known. `below`: input -> host or disk, where that is said."""
+    """`host_limit_bytes`: host memory that a rank may take, where that is known. `below`: input -> host or disk, where that is said."""
 
     def __init__(
         self, ground: Ground, mesh: Mesh, node_s: NodeS, budget: int | None, policy: MemoryPolicy, given: Mapping[int, str],
-        most: int | None, disk: bool, captured: Mapping[int, bool],
+        host_limit_bytes: int | None, disk: bool, captured: Mapping[int, bool],
     ) -> None:  # fmt: skip
-        self.ground, self.program, self.mesh, self.node_s = ground, ground.program, mesh, node_s
-        self.budget, self.policy, self.most, self.disk, self.captured = budget, policy, most, disk, captured
+        self.ground = ground
+        self.program = ground.program
+        self.mesh = mesh
+        self.node_s = node_s
+        self.budget = budget
+        self.policy = policy
+        self.host_limit_bytes = host_limit_bytes
+        self.disk = disk
+        self.captured = captured
         self.limit = budget if budget is not None else max(ground.held, default=0)
         inside = opened(ground, mesh, node_s, _placed(ground, policy, budget, mesh), self.limit, policy)
-        self.grounds = [g for g in (ground, inside) if g is not None]
-        if inside is not None and "host" in policy.where.values():
+        if inside is None:
+            self.grounds = [ground]
+        elif "host" in policy.where.values():
             self.grounds = [inside]
+        else:
+            self.grounds = [ground, inside]
         self.below = _below(ground, policy, budget, mesh, given, captured)
-        self.said = sum(self.program.values[self.program.inputs[k]].nbytes for k, tier in self.below.items() if tier == "disk")
+        lying_there = [self.program.inputs[position] for position, tier in self.below.items() if tier == "disk"]
+        self.disk_bytes = sum(self.program.values[i].nbytes for i in lying_there)
 
     def estimate(self, like: Hint) -> Offloaded:
         """What was best for another order of the same work, and nothing is written."""
         best = self.best_of(like, like.below)
-        host = _on_host(best)
-        short = "" if self.disk else _host_short(host, self.most, self.disk, self.mesh.node_ranks)
-        least_s = least_disk_s(self.mesh, max(self.above(host), self.said)) if self.disk else 0.0
+        host_bytes = _on_host(best)
+        short = "" if self.disk else _host_short(host_bytes, self.host_limit_bytes, self.disk, self.mesh.node_ranks)
+        least_s = least_disk_s(self.mesh, max(self.above(host_bytes), self.disk_bytes)) if self.disk else 0.0
         return Offloaded(self.program, _longer_s(self.ground, best, least_s), (), short, best.over, best.hint)
 
     def fastest(self) -> Offloaded:
         """Without the disk in mind; and with it, where it shows."""
         best, alone_s = self.best_of(None), _alone_s(self.ground)
         self.before_s = played(self.program, self.mesh, self.node_s).end_s
-        host, plain_s, found = self.whole(best)
-        above = max(self.above(max(host, _on_host(best)) if self.disk else _on_host(best)), self.said)
-        deep = above > 0 and (self.disk or "disk" in self.below.values())
-        if deep and found[0] > (best.over, False, plain_s + FINE * alone_s):  # else the disk is hidden
-            like = None if len(self.program.nodes) <= LARGE else best.hint
-            part = min(1.0, above / max(1, host))
-            for one in (self.best_of(like, part) for part in sorted({part, 1.0 if like is None else part})):
-                if found[0] > (one.over, False, _longer_s(self.ground, one) - NEAR * alone_s):  # else it is no faster with its disk
-                    found = min(found, self.whole(one)[2], key=itemgetter(0))
-        return found[1]
+        fastest = self.written(best)
+        host_bytes = fastest.host_bytes
+        needed_bytes = max(host_bytes, _on_host(best)) if self.disk else _on_host(best)
+        above_bytes = max(self.above(needed_bytes), self.disk_bytes)
+        uses_disk = above_bytes > 0 and (self.disk or "disk" in self.below.values())
+        if not uses_disk or fastest.rank <= (best.over, False, fastest.plain_s + HIDDEN_DISK * alone_s):
+            return fastest.offloaded
+        # The disk shows: candidates are looked for as if copies took as long as it makes them.
+        like = None if len(self.program.nodes) <= LARGE_NODES else best.hint
+        part = min(1.0, above_bytes / max(1, host_bytes))
+        for from_disk in sorted({part, 1.0 if like is None else part}):
+            candidate = self.best_of(like, from_disk)
+            # One that is slower even before its disk is counted is not written down.
+            if fastest.rank > (candidate.over, False, _longer_s(self.ground, candidate) - ESTIMATE_ERROR * alone_s):
+                fastest = min(fastest, self.written(candidate), key=_rank)
+        return fastest.offloaded
 
-    def above(self, host: int) -> int:
+    def above(self, host_bytes: int) -> int:
         """Bytes that the host has no room for."""
-        return 0 if self.most is None else max(0, host - self.most)
+        return 0 if self.host_limit_bytes is None else max(0, host_bytes - self.host_limit_bytes)
 
-    def best_of(self, like: Hint | None, part: float = 0.0) -> Found:
-        """With and without loops opened. part: of what is copied so much comes from disk."""
+    def best_of(self, like: Hint | None, from_disk: float = 0.0) -> Found:
+        """With and without loops opened. from_disk: the part of what is copied that comes from disk."""
         best: Found | None = None
-        for each in self.grounds:
-            if best is None or best.over or best.found.moves:
-                far = attrs.evolve(each, links=as_disk(each.links, self.mesh, part)) if part else each
-                found = search(far, self.policy, _placed(each, self.policy, self.budget, self.mesh), self.limit, like)
-                found = attrs.evolve(found, ground=each, found=timed(found.trace, found.found, each.links), below=part) if part else found
-                best = found if best is None else min(best, found, key=lambda f: f.rank)
+        for ground in self.grounds:
+            if best is not None and not best.over and not best.found.moves:
+                break  # nothing has to move
+            placed = _placed(ground, self.policy, self.budget, self.mesh)
+            if from_disk:
+                slower = attrs.evolve(ground, links=as_disk(ground.links, self.mesh, from_disk))
+                candidate = search(slower, self.policy, placed, self.limit, like)
+                moves = timed(candidate.trace, candidate.found, ground.links)
+                candidate = attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
+            else:
+                candidate = search(ground, self.policy, placed, self.limit, like)
+            if best is None or candidate.rank < best.rank:
+                best = candidate
         assert best is not None, "the program as it is was tried"
         return best
 
-    def whole(self, one: Found) -> tuple[int, float, _Ranked]:
-        """(bytes on the host, seconds beyond those without copies, both before the disk; the plan and its rank)"""
-        host, plain_s, found = self.written(one, True)
-        if self.above(host) and (found[0][1] or len(self.program.nodes) <= LARGE):
-            found = min(found, self.written(one, False)[2], key=itemgetter(0))
-        return host, plain_s, found
+    def written(self, candidate: Found) -> _Written:
+        """The program of a candidate: with what the host does coming late, or at once where that takes less memory of the host."""
+        late = self.written_as(candidate, True)
+        host_is_short = late.rank[1]
+        if not self.above(late.host_bytes) or not (host_is_short or len(self.program.nodes) <= LARGE_NODES):
+            return late
+        at_once = self.written_as(candidate, False)
+        return attrs.evolve(min(late, at_once, key=_rank), host_bytes=late.host_bytes, plain_s=late.plain_s)
 
-    def written(self, one: Found, late: bool) -> tuple[int, float, _Ranked]:
-        done = write(one.ground, one.on_host, one.items, one.trace, one.found, late=late)
-        host = held = memory(done).peak_bytes.get("host", 0)
-        plain_s = exposed_s = played(done, self.mesh, self.node_s).end_s - self.before_s
-        words, lacks = tuple(_words(one, exposed_s)), ""
-        if "disk" in self.below.values() or (self.disk and self.above(host)):
-            lower = on_disk(done, self.mesh, self.node_s, self.most, self.below, self.captured)
-            done, words, lacks = lower.program, (*words, *lower.words), lower.short
-            held, exposed_s = memory(done).peak_bytes.get("host", 0), lower.end_s - self.before_s
-        short = _host_short(held, self.most, self.disk, self.mesh.node_ranks) or lacks
-        return host, plain_s, ((one.over, bool(short), exposed_s), Offloaded(done, exposed_s, words, short, one.over, one.hint))
+    def written_as(self, candidate: Found, late: bool) -> _Written:
+        program = write(candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late)
+        host_bytes = held_bytes = memory(program).peak_bytes.get("host", 0)
+        plain_s = exposed_s = played(program, self.mesh, self.node_s).end_s - self.before_s
+        words, lacks = tuple(_words(candidate, exposed_s)), ""
+        if "disk" in self.below.values() or (self.disk and self.above(host_bytes)):
+            lower = on_disk(program, self.mesh, self.node_s, self.host_limit_bytes, self.below, self.captured)
+            program, words, lacks = lower.program, (*words, *lower.words), lower.short
+            held_bytes = memory(program).peak_bytes.get("host", 0)
+            exposed_s = lower.end_s - self.before_s
+        short = _host_short(held_bytes, self.host_limit_bytes, self.disk, self.mesh.node_ranks) or lacks
+        offloaded = Offloaded(program, exposed_s, words, short, candidate.over, candidate.hint)
+        return _Written(host_bytes, plain_s, (candidate.over, bool(short), exposed_s), offloaded)
+
+
+def _rank(written: _Written) -> tuple[int, bool, float]:
+    return written.rank
 
 
 def _longer_s(ground: Ground, best: Found, least_s: float = 0.0) -> float:
@@ -175,24 +219,32 @@ def _alone_s(ground: Ground) -> float:
 
 
 def _on_host(best: Found) -> int:
-    """About the bytes that the host holds: state that does not stay, and what is stored of the rest, or made there, until its last use."""
-    trace, found = best.trace, best.found
+    """About the bytes that the host holds: state that does not stay, and the rest from where it is made there or stored to its last use."""
+    trace, residency = best.trace, best.found
+    begins: list[tuple[int, int]] = []  # (item, position from which the host holds it)
+    state_bytes = 0
+    for k, item in enumerate(trace.items):
+        if item.home:
+            state_bytes += 0 if k in residency.residents else item.nbytes
+        elif item.uses and item.uses[0] in item.host_uses:
+            begins.append((k, item.uses[0]))
+    for move in residency.moves:
+        if move.kind == "store" and not trace.items[move.item].home:
+            begins.append((move.item, move.start))
     change = [0] * (len(trace.seconds) + 2)
-    made = [(k, item.uses[0]) for k, item in enumerate(trace.items) if not item.home and item.uses[:1] and item.uses[0] in item.host_uses]
-    stored = [(move.item, move.start) for move in found.moves if move.kind == "store" and not trace.items[move.item].home]
-    for k, begin in (*made, *stored):
+    for k, begin in begins:
         item = trace.items[k]
         change[begin] += item.nbytes
         change[max(item.uses[-1], begin) + 1] -= item.nbytes
-    home = sum(item.nbytes for k, item in enumerate(trace.items) if item.home and k not in found.residents)
-    return home + max(accumulate(change))
+    return state_bytes + max(accumulate(change))
 
 
 def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
     """Storage of each state -> the tier that the policy or the caller says, seen from the device; None: open."""
     states = _states(ground)
-    said = {**dict(zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True)), **ground.given}
-    return {s: "host" if tier == "disk" else tier for s, tier in said.items()}
+    tiers = dict(zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True))
+    tiers.update(ground.given)
+    return {storage: "host" if tier == "disk" else tier for storage, tier in tiers.items()}
 
 
 def _said(ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> Sequence[str | None]:
@@ -205,9 +257,16 @@ def _below(
 ) -> dict[int, str]:
     """Position of an input -> host or disk, where it lies there already or the policy says disk. Above, both are the host."""
     states = _states(ground)
-    disk = {s for s, tier in zip(states, _said(ground, states, policy, budget_bytes, mesh), strict=True) if tier == "disk"}
-    said = {k: "disk" for k, i in enumerate(ground.program.inputs) if ground.lies.home[i] in disk and not captured.get(k)}
-    return {**said, **{k: tier for k, tier in given.items() if tier != "device"}}
+    tiers = _said(ground, states, policy, budget_bytes, mesh)
+    of_disk = {storage for storage, tier in zip(states, tiers, strict=True) if tier == "disk"}
+    below: dict[int, str] = {}
+    for position, i in enumerate(ground.program.inputs):
+        if ground.lies.home[i] in of_disk and not captured.get(position):
+            below[position] = "disk"
+    for position, tier in given.items():
+        if tier != "device":
+            below[position] = tier
+    return below
 
 
 def _other_bytes(ground: Ground, states: Sequence[int]) -> int:
