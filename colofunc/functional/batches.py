@@ -303,8 +303,11 @@ class Batches:
                     self._position = item.position
             if item is not None and held is None:
                 continue
-            mine = Said(True) if held is None else held.said(self._read == "all", self._batch == 0, self._together.watch is not None)
-            said = self._together.meet(mine, self._epoch, self._batch)
+            if held is None:
+                own = Said(True)
+            else:
+                own = held.said(whole=self._read == "all", first=self._batch == 0, compared=self._together.watch is not None)
+            said = self._together.meet(own, self._epoch, self._batch)
             if held is None:
                 return None
             self._regular = self._regular or held.samples

@@ -94,11 +94,11 @@ class Model:
             placed = _everywhere(self.module, held)
             out = _called(self.module, placed, args, kwargs)
         # A forward may also have put another tensor in a buffer's place.
-        made = {name: placed[name].detach() for name in copies}
+        after = {name: placed[name].detach() for name in copies}
         if DOUBLED.get():
             # Copied, because a dtype that is named would be doubled as well. A tensor in a buffer's place may have another shape.
-            made = {name: buffers[name].new_empty(b.shape).copy_(b) for name, b in made.items()}
-        return out, made
+            after = {name: buffers[name].new_empty(buffer.shape).copy_(buffer) for name, buffer in after.items()}
+        return out, after
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         for what, value in (("parameters", params), ("buffers", buffers)):

@@ -155,13 +155,15 @@ class Held:
 
         `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a card.
         """
-        sums = (
-            checksum(x) + 1 if compared and (first or x.nbytes <= COMPARED_BYTES if by_row and whole else not by_row) else 0
-            for x, by_row in zip(self.leaves, self.by_row)
-        )
-        names = self.tree.names()
-        leaves = [(n, str(x.dtype), tuple(x.shape), c) for n, x, c in zip(names, self.leaves, sums, strict=True)]
-        return Said(False, self.ids, tuple(leaves))
+        described = []
+        for name, leaf, by_row in zip(self.tree.names(), self.leaves, self.by_row, strict=True):
+            if by_row and whole:
+                of_interest = first or leaf.nbytes <= COMPARED_BYTES
+            else:
+                of_interest = not by_row
+            number = checksum(leaf) + 1 if compared and of_interest else 0  # 0: not compared
+            described.append((name, str(leaf.dtype), tuple(leaf.shape), number))
+        return Said(False, self.ids, tuple(described))
 
 
 @attrs.define(eq=False)

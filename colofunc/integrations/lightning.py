@@ -38,8 +38,9 @@ from colofunc.mesh import Mesh
 
 def _import_lightning() -> Any:
     """`lightning.pytorch`, or `pytorch_lightning` where that is what the program uses (they are different classes)."""
-    both = ["lightning.pytorch", "pytorch_lightning"]
-    names = both[::-1] if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules else both
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        names.reverse()
     for name in names:
         try:
             return importlib.import_module(name)
@@ -58,9 +59,9 @@ HOOKS = (
 # Callbacks that read or write weights between steps.
 CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning", "BaseFinetuning")
 # Hooks in which a user's code may read weights while a validation runs.
-READING = tuple(f"on_{stage}_{when}" for stage in ("validation", "test") for when in (
-    "start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train"
-))  # fmt: skip
+READING_WHEN = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
+READING = (*(f"on_validation_{when}" for when in READING_WHEN), *(f"on_test_{when}" for when in READING_WHEN))
+PACKAGES = ("lightning", "pytorch_lightning")
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 EVALUATE = ("auto", "traced", "plain")
 # What of a trainer differs from call to call, and what it gives instead while a step is traced.
@@ -186,11 +187,11 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         trainer = module.trainer
         numbers = {"args": rest, **self._counters(trainer)}
         update = not trainer.fit_loop._should_accumulate()
-        found = self.loop.step(batch, numbers, divisor=trainer.accumulate_grad_batches, update=update)
-        for name, value, options in found["seen"]["logs"]:
+        result = self.loop.step(batch, numbers, divisor=trainer.accumulate_grad_batches, update=update)
+        for name, value, options in result["seen"]["logs"]:
             module.log(name, value, **options)
-        out = found["seen"]["out"]
-        return {**out, "loss": found["loss"]} if isinstance(out, Mapping) else found["loss"]
+        out = result["seen"]["out"]
+        return {**out, "loss": result["loss"]} if isinstance(out, Mapping) else result["loss"]
 
     # ---- evaluation ----
 
@@ -205,39 +206,48 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
 
     def _evaluated(self, stage: str, on_module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One batch of an evaluation: the traced step on the state, or the plain one on the module."""
-        if self._evaluate != "plain" and not kwargs and self._evaluations.get(stage, ()) is not None:
-            if stage not in self._evaluations:
-                self._evaluations[stage] = Evaluation(self.lightning_module, self.mesh, partial(self._run_evaluation, stage), self._loop)
-            before = Snapshot(self.lightning_module)
-            try:
-                return self._traced_evaluation(self._evaluations[stage], args, before)
-            except (TraceError, InputError) as error:
-                if self._evaluate == "traced":
-                    raise
-                before.restore()
-                self._evaluations[stage] = None
-                warnings.warn(
-                    f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: {error}. Try: return "
-                    f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not try",
-                    stacklevel=2,
-                )
+        evaluation = None
+        if self._evaluate != "plain" and not kwargs:
+            evaluation = self._evaluation_of(stage)
+        if evaluation is None:
+            self.sync()
+            return on_module(*args, **kwargs)
+        before = Snapshot(self.lightning_module)
+        try:
+            return self._traced_evaluation(evaluation, args, before)
+        except (TraceError, InputError) as error:
+            if self._evaluate == "traced":
+                raise
+            before.restore()
+            self._evaluations[stage] = None
+            warnings.warn(
+                f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: {error}. Try: return "
+                f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not try",
+                stacklevel=2,
+            )
         self.sync()
         return on_module(*args, **kwargs)
+
+    def _evaluation_of(self, stage: str) -> Evaluation | None:
+        """The traced step of a stage; None where it could not be traced before."""
+        if stage not in self._evaluations:
+            self._evaluations[stage] = Evaluation(self.lightning_module, self.mesh, partial(self._run_evaluation, stage), self._loop)
+        return self._evaluations[stage]
 
     def _traced_evaluation(self, evaluation: Any, args: Any, before: Snapshot) -> Any:
         module = self.lightning_module
         # The index of the batch is a tensor, as in training; that of the loader, of which there are few, a number.
         numbers = {"args": [float(args[1]), *args[2:]] if len(args) > 1 else [], **self._counters(module.trainer)}
-        found = evaluation(args[0], numbers)
+        result = evaluation(args[0], numbers)
         changed = before.changed()
         if changed is not None:
             raise TraceError(f"it changes {changed}, and Python of a traced step runs only once")
-        for name, value, options in found["logs"]:
+        for name, value, options in result["logs"]:
             module.log(name, value, **options)
-        return found["out"]
+        return result["out"]
 
     def _run_evaluation(self, stage: str, module: nn.Module, batch: Any, numbers: Mapping[str, Any]) -> Any:
-        context = {"validation": "val_step_context"}.get(stage, f"{stage}_step_context")
+        context = "val_step_context" if stage == "validation" else f"{stage}_step_context"
         with _traced(module, numbers) as logs, getattr(self.precision_plugin, context)():
             out = getattr(module, f"{stage}_step")(batch, *numbers["args"])
         return {"out": out, "logs": logs}
@@ -281,14 +291,14 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.sync()
-        found: dict[str, Any] = super().lightning_module_state_dict()
-        return found
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._loop is not None:
             self._loop.write_optimizer()
-        found: dict[str, Any] = super().optimizer_state(optimizer)
-        return found
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
@@ -308,9 +318,15 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
 
 def _reads_weights(module: Any) -> bool:
     """Whether hooks of the user run during a validation, in which the module should hold the current values."""
-    mine = [module, *(c for c in module.trainer.callbacks if type(c).__module__.split(".")[0] not in ("lightning", "pytorch_lightning"))]
-    bases = (pl.LightningModule, pl.Callback)
-    return any(getattr(type(one), hook, None) not in [getattr(base, hook, None) for base in bases] for one in mine for hook in READING)
+    owners = [module]
+    for callback in module.trainer.callbacks:
+        if type(callback).__module__.split(".")[0] not in PACKAGES:
+            owners.append(callback)
+    for hook in READING:
+        defaults = [getattr(base, hook, None) for base in (pl.LightningModule, pl.Callback)]
+        if any(getattr(type(owner), hook, None) not in defaults for owner in owners):
+            return True
+    return False
 
 
 def _clip(trainer: Any) -> Clip:
@@ -326,29 +342,40 @@ def _refuse(module: Any, trainer: Any) -> None:
         raise InputError(f"{name} sets automatic_optimization=False; its step cannot be traced as a whole. Try: automatic optimization")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise InputError(f"{name}.training_step takes dataloader_iter; a traced step takes its batch. Try: training_step(self, batch)")
-    owners = [(name, module, pl.LightningModule)]
-    owners += [(type(c).__name__, c, pl.Callback) for c in trainer.callbacks if not isinstance(c, pl.callbacks.LambdaCallback)]
-    for who, owner, base in owners:
-        for hook in HOOKS:
-            default = getattr(base, hook, None)
-            if default is not None and getattr(type(owner), hook) is not default:
-                raise InputError(
-                    f"{who} overrides {hook}, which runs between the gradients and the update; here both are one program. "
-                    "Try: on_train_batch_end, or a step function of your own with cf.shard"
-                )
-        if {cls.__name__ for cls in type(owner).__mro__} & set(CALLBACKS):
+    _refuse_overrides(name, module, pl.LightningModule)
+    for callback in trainer.callbacks:
+        if not isinstance(callback, pl.callbacks.LambdaCallback):
+            _refuse_overrides(type(callback).__name__, callback, pl.Callback)
+    _refuse_precision(trainer.precision_plugin.precision)
+
+
+def _refuse_overrides(name: str, owner: Any, base: Any) -> None:
+    """base: Lightning's class of the module or callback, whose own hooks do nothing."""
+    for hook in HOOKS:
+        default = getattr(base, hook, None)
+        if default is not None and getattr(type(owner), hook) is not default:
             raise InputError(
-                f"callback {who} reads or writes weights between steps, where a sharded state is not in the module. Try: drop it, "
-                "or a step function of your own with cf.shard"
+                f"{name} overrides {hook}, which runs between the gradients and the update; here both are one program. "
+                "Try: on_train_batch_end, or a step function of your own with cf.shard"
             )
-    precision = trainer.precision_plugin.precision
-    if precision not in PRECISIONS:
-        why = {"16-mixed": "scales gradients outside of the step", "16-true": "keeps weights and moments in float16, which has no "
-               "digits for their updates"}.get(str(precision), "replaces layers by others while the module is set up")  # fmt: skip
+    if {cls.__name__ for cls in type(owner).__mro__} & set(CALLBACKS):
         raise InputError(
-            f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy, "
-            "which keeps float32 masters and the loss scale in the state"
+            f"callback {name} reads or writes weights between steps, where a sharded state is not in the module. Try: drop it, "
+            "or a step function of your own with cf.shard"
         )
+
+
+def _refuse_precision(precision: Any) -> None:
+    if precision in PRECISIONS:
+        return
+    why = {
+        "16-mixed": "scales gradients outside of the step",
+        "16-true": "keeps weights and moments in float16, which has no digits for their updates",
+    }.get(str(precision), "replaces layers by others while the module is set up")
+    raise InputError(
+        f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy, "
+        "which keeps float32 masters and the loss scale in the state"
+    )
 
 
 @contextmanager
@@ -364,7 +391,9 @@ def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
                 "metric in on_train_batch_end from what training_step returns"
             )
         options = dict(parameters.bind(module, name, value, *args, **kwargs).arguments)
-        logs.append((name, value, {k: v for k, v in options.items() if k not in ("self", "name", "value")}))
+        for own in ("self", "name", "value"):
+            options.pop(own, None)
+        logs.append((name, value, options))
 
     inner = [m for m in module.modules() if isinstance(m, pl.LightningModule)]
     trainer = module.trainer

@@ -1,8 +1,8 @@
 """What programs attain of a data sheet's figures.
 
-Problem: a data sheet is a promise: no product reaches the rate of its tensor cores, no collective that of its links, and a plan that
-believes it is late everywhere, though not by the same factor. Idea: rates are multiplied by shares that were published of programs;
-where nothing is published of a device, the middle of what is stands in.
+Problem: no product reaches the rate that a data sheet gives for tensor cores, and no collective that of the links. A plan that believes
+the sheet is too fast everywhere, and not by the same factor. Idea: multiply each rate by the share that published programs attain; a
+device of which nothing is published gets the middle of the others.
 
     attainable(PRESETS["8xh100"])      # also Mesh(dp=8, topology="8xh100:attainable")
 
@@ -17,16 +17,17 @@ import attrs
 from colofunc.mesh.topology import Rate, Topology
 
 MEMORY_PART = 0.9
-"""Of the bandwidth of a device's memory, what a large copy attains. Typical: nobody whose figures are at hand has published it."""
+"""Share of a device's memory bandwidth that a large copy attains. A typical value: no published figure is at hand."""
 PCIE_PART = 0.88
-"""Of PCI Express: 55.4 and 55.1 GB/s between host and H200, whose link has 63 (stas00/ml-engineering)."""
+"""Share of PCI Express that a copy attains: 55.4 and 55.1 GB/s between host and H200, whose link has 63 (stas00/ml-engineering)."""
 NETWORK_PART = 0.95
-"""Of network cards: 382 of 400 GB/s for 32 B200 (stas00/ml-engineering), 96 of 100 for 24 A100 (NVIDIA/nccl-tests#119)."""
+"""Share of network cards that a collective attains: 382 of 400 GB/s for 32 B200 (stas00/ml-engineering), 96 of 100 for 24 A100
+(NVIDIA/nccl-tests#119)."""
 
 
 @attrs.frozen
 class Attained:
-    """Shares of a data sheet's figures. `half`, `float8`: of products in 16 and 8 bits. `links`: of those in a box (all-gather)."""
+    """Shares of a data sheet's figures. `half`, `float8`: products in 16 and 8 bits. `links`: an all-gather over links in a box."""
 
     half: float = 0.8
     float8: float = 0.73
@@ -50,16 +51,19 @@ def attainable(topology: Topology) -> Topology:
     rates = tuple(Rate(rate.dtype, rate.flops_per_s * _share(rate.dtype, shares)) for rate in device.rates)
     levels = []
     for level in topology.levels:
-        part = NETWORK_PART if level.name in ("infiniband", "ethernet") else PCIE_PART if level.name == "pcie" else shares.links
+        if level.name in ("infiniband", "ethernet"):
+            part = NETWORK_PART
+        elif level.name == "pcie":
+            part = PCIE_PART
+        else:
+            part = shares.links
         levels.append(attrs.evolve(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * part))
     links = []
     for link in topology.links:
         part = PCIE_PART if {link.src, link.dst} == {"device", "host"} else 1.0  # a drive's figures are of its vendor's programs
         links.append(attrs.evolve(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * part))
-    memory = device.memory_bytes_per_s * MEMORY_PART
-    return attrs.evolve(
-        topology, device=attrs.evolve(device, rates=rates, memory_bytes_per_s=memory), levels=tuple(levels), links=tuple(links)
-    )
+    device = attrs.evolve(device, rates=rates, memory_bytes_per_s=device.memory_bytes_per_s * MEMORY_PART)
+    return attrs.evolve(topology, device=device, levels=tuple(levels), links=tuple(links))
 
 
 def _share(dtype: str, shares: Attained) -> float:

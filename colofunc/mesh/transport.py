@@ -24,7 +24,11 @@ def carriers() -> dict[str, str]:
     if name == "undefined":
         name = str(dist.get_backend_config())
     if ":" in name:
-        return {device: backend for device, _, backend in (pair.partition(":") for pair in name.split(","))}
+        backends = {}
+        for pair in name.split(","):
+            device, _, backend = pair.partition(":")
+            backends[device] = backend
+        return backends
     return {"cuda": name} if "nccl" in name else {"cpu": name, "cuda": name}
 
 

@@ -129,8 +129,8 @@ def _place(args: Any, kwargs: Any) -> torch.device:
     """Where a call computes: as it says, where its first tensor lies, or where factories make theirs."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
-    found = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-    return torch.get_default_device() if found is None else found.device
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    return torch.get_default_device() if first is None else first.device
 
 
 class _Overrides:

@@ -171,7 +171,7 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
 
 def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
     """Of all plugins, the project's own first: of kernels that cost the same the first is taken."""
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     impls = manager.hook.colofunc_kernels.get_hookimpls()
     for impl in sorted(impls, key=lambda i: (i.plugin is not own_kernels, _name(manager, i.plugin))):
         who = _name(manager, impl.plugin)
@@ -183,8 +183,8 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
         for kernel in given:
             if not isinstance(kernel, Kernel):
                 raise PluginError(f"colofunc_kernels of plugin {who!r} gave {kernel!r}; give cf.Kernel records")
-        found += given
-    return found
+        kernels += given
+    return kernels
 
 
 _CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_schedules", "colofunc_passes"})

@@ -1,8 +1,8 @@
 """Positions that the host knows: integers that follow from constants and from where a rank stands.
 
-Problem: attention on a part of a sequence is told where its rows stand, by a tensor on the device; to look at it would hold the host up
-until the device has come there. Idea: such a tensor is made by a few operators from `axis_index` and constants, and the host can make it
-too, when the program is written.
+Problem: attention on a part of a sequence reads where its rows stand from a tensor on the device. A host that looked at it would wait
+until the device has come there. Idea: a few operators make such a tensor from `axis_index` and constants, so the host can compute it too,
+when the program is written.
 
     known = Positions(program, lambda axes: mesh.index(rank, axes))
     known.run(id)            # (first, step) of an offset, or of the positions of a stripe; None: only the device knows
@@ -38,7 +38,7 @@ class Positions:
     program: Program
     place: Place
     given: Mapping[int, torch.Tensor | None] = attrs.field(factory=dict)
-    _made: dict[int, torch.Tensor | None] = attrs.field(factory=dict, init=False)
+    _known: dict[int, torch.Tensor | None] = attrs.field(factory=dict, init=False)
     _makers: dict[int, Node] | None = attrs.field(default=None, init=False)
 
     def run(self, id: int) -> Run | None:
@@ -46,14 +46,14 @@ class Positions:
         value = self.program.values.get(id)
         if value is None or value.dtype != torch.int64 or len(value.shape) > 1:
             return None
-        found = self.tensor(id)
-        return None if found is None else run_of(found)
+        tensor = self.tensor(id)
+        return None if tensor is None else run_of(tensor)
 
     def tensor(self, id: int) -> torch.Tensor | None:
         """The value on the host; None where the host does not know it."""
-        if id not in self._made:
-            self._made[id] = self._make(id)
-        return self._made[id]
+        if id not in self._known:
+            self._known[id] = self._make(id)
+        return self._known[id]
 
     def inside(self, node: Node) -> Positions:
         """Those of the body of a loop."""
@@ -94,8 +94,8 @@ class Positions:
         if takes_device(node.target):
             keywords["device"] = torch.device("cpu")
         with compat.no_function_modes():
-            made = resolve(node.target)(*map_refs(node.args, operands.__getitem__), **keywords)
-        return made if isinstance(made, torch.Tensor) else None
+            result = resolve(node.target)(*map_refs(node.args, operands.__getitem__), **keywords)
+        return result if isinstance(result, torch.Tensor) else None
 
 
 def _random(target: str) -> bool:

@@ -93,9 +93,14 @@ class Arguments:
         """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor still do."""
         if self.device.type == "cpu":
             return self.copies(())
-        distinct = {id(x): x for shards in self.shards for x in shards}
-        there = {key: in_tier(in_memory(x), "device", self.device) for key, x in distinct.items()}
-        return [[there[id(x)] for x in shards] for shards in self.shards]
+        on_device: dict[int, torch.Tensor] = {}
+        copied = []
+        for shards in self.shards:
+            for shard in shards:
+                if id(shard) not in on_device:
+                    on_device[id(shard)] = in_tier(in_memory(shard), "device", self.device)
+            copied.append([on_device[id(shard)] for shard in shards])
+        return copied
 
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""

@@ -158,7 +158,7 @@ def writing(x: OnDisk, source: torch.Tensor, before: Before | None = None) -> Mo
 
 
 PINNED_SHARE = 2
-"""Pinned buffers, in use and free, are at most so many times as many bytes as were in use at the busiest moment."""
+"""Pinned buffers, in use and free, may hold this many times the bytes that were in use at the busiest moment."""
 
 
 class Staging:
@@ -264,9 +264,9 @@ class Scratch:
         if not free:
             raise DiskError(f"there is no room for another {x.nbytes} bytes in {self._store.path!r}. Try: step.init, or the step by itself")
         number = free.pop()
-        found = OnDisk(torch.empty_like(x, device="meta", memory_format=torch.preserve_format), self._store, number)
-        weakref.finalize(found, free.append, number).atexit = False
-        return writing(found, x, before)
+        on_disk = OnDisk(torch.empty_like(x, device="meta", memory_format=torch.preserve_format), self._store, number)
+        weakref.finalize(on_disk, free.append, number).atexit = False
+        return writing(on_disk, x, before)
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -126,25 +126,28 @@ def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]
     slabs = Slab(), Slab()
     begun = 0
 
-    def value(at: int, k: int) -> torch.Tensor:
+    def value(number: int, place: int) -> torch.Tensor:
+        """Of the item at a place in a window; begins that window and the next."""
         nonlocal begun
-        while begun <= min(at + 1, len(windows) - 1):  # the slab of window n is free when n + 1 is asked for
+        while begun <= min(number + 1, len(windows) - 1):  # the slab of window n is free when n + 1 is asked for
             windows[begun].begin(slabs[begun % 2])
             begun += 1
-        return windows[at].values[k]()
+        return windows[number].values[place]()
 
-    return [
-        attrs.evolve(item, value=partial(value, at, k)) for at, window in enumerate(windows) for k, item in enumerate(window.items)
-    ]
+    staged = []
+    for number, window in enumerate(windows):
+        for place, item in enumerate(window.items):
+            staged.append(attrs.evolve(item, value=partial(value, number, place)))
+    return staged
 
 
 def _windows(items: Sequence[Item], window_bytes: int) -> Iterator[Window]:
-    held, size = list[Item](), 0
+    window, nbytes = list[Item](), 0
     for item in items:
-        if held and size + item.nbytes > window_bytes:
-            yield Window(held)
-            held, size = [], 0
-        held.append(item)
-        size += item.nbytes
-    if held:
-        yield Window(held)
+        if window and nbytes + item.nbytes > window_bytes:
+            yield Window(window)
+            window, nbytes = [], 0
+        window.append(item)
+        nbytes += item.nbytes
+    if window:
+        yield Window(window)
