@@ -10,7 +10,7 @@ from colofunc_plugins import tensor, zero
 import colofunc as cf
 from colofunc.planner.sharding import assign
 from colofunc.testing import check, models
-from colofunc.transforms import prepare as prepares
+from colofunc.transforms import planning
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 
@@ -20,7 +20,7 @@ class Searches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open: list[int] = []
-        within, allowed = prepares.within, assign.allowed
+        within, allowed = planning.within, assign.allowed
 
         def counted(*args: Any, **options: Any) -> Any:
             self.open.append(0)
@@ -31,7 +31,7 @@ class Searches:
             self.open[-1] += len(options) > 1
             return options
 
-        monkeypatch.setattr(prepares, "within", counted)
+        monkeypatch.setattr(planning, "within", counted)
         monkeypatch.setattr(assign, "allowed", looked_at)
 
 

@@ -40,8 +40,8 @@ LAYERS: list[tuple[str, list[str]]] = [
 # The flow from a staged function to a running one, which every transform records its intents for.
 SHARED_BY_TRANSFORMS = (
     "agree", "alike", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "guard",
-    "kept", "least_budget", "lowered", "machine", "measured", "observe", "plan_cache", "prepare", "profile", "reads", "ready", "retraces",
-    "staged", "surroundings", "wanted", "within",
+    "kept", "least_budget", "lowered", "machine", "measured", "observe", "plan_cache", "planning",
+    "prepare", "profile", "reads", "ready", "retraces", "staged", "surroundings", "wanted", "within",
 )  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.

@@ -36,7 +36,8 @@ from colofunc.transforms.disk_state import Shelves
 from colofunc.transforms.guard import Guard
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.measured import everywhere, moved, step_s, warmup
-from colofunc.transforms.prepare import mesh_of, prepare, say
+from colofunc.transforms.planning import mesh_of
+from colofunc.transforms.prepare import prepare, say
 from colofunc.transforms.profile import profile
 from colofunc.transforms.ready import Ready, lies_as_planned
 from colofunc.transforms.retraces import Retraces, Signature

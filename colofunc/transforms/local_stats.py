@@ -42,7 +42,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.program.tracing import meta as trace_meta
 from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.prepare import mesh_of
+from colofunc.transforms.planning import mesh_of
 from colofunc.transforms.staged import Intent, Staged, stage
 
 Globs = tuple[str, ...]

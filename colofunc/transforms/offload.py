@@ -31,7 +31,7 @@ from colofunc.planner.offload.trace import NodeS
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
 from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.prepare import bytes_in
+from colofunc.transforms.planning import bytes_in
 from colofunc.transforms.staged import Intent, Staged, fresh, stage
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,65 +19,41 @@ import torch
 
 from colofunc import env
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import LazyTensor
-from colofunc.dtensor.placed import SHELF
-from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
-from colofunc.executors.backend import held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import Room, size_text
-from colofunc.ops.kernels import Table
+from colofunc.mesh.sizes import size_text
 from colofunc.planner.describe import UNUSED
-from colofunc.planner.offload.fastest import offload
-from colofunc.planner.offload.policies import GIVEN
 from colofunc.planner.plan import Plan
 from colofunc.planner.seldom import seldom
-from colofunc.planner.sharding.assign import Memo
-from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.as_read import as_read
-from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
 from colofunc.program.tracing.roles import comes_back, first_result
 from colofunc.program.tracing.trace import Traced, trace
 from colofunc.transforms.agree import equal_captured, from_main, same, share
-from colofunc.transforms.decide import Candidates, Decided
-from colofunc.transforms.kept import as_before, is_again
+from colofunc.transforms.kept import is_again
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.machine import as_measured
-from colofunc.transforms.plan_cache import decided_by, key_of, remembered
-from colofunc.transforms.staged import Intent, Staged
-from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
-from colofunc.transforms.within import AS_IT_IS, Ending, Rewrite, finished, within
+from colofunc.transforms.planning import Placed, Seen, gathered, mesh_of, shard_options
+from colofunc.transforms.staged import Staged
 
 MUCH_BYTES = 4 << 30
 """A plan that needs so much memory a rank is warned of where nobody has said what the machine has."""
-IDLE = 0.25  # a plan that uses at most this share of the mesh's computing is warned of
+IDLE = 0.25
+"""A plan that uses at most this share of the mesh's computing is warned of."""
+SLOW_S = 2.0
+"""Where tracing and planning take longer, a line says so."""
 
 
 def say(text: str) -> None:
     """One line to the person who waits."""
     if not env.switched_on("COLOFUNC_QUIET"):
         print(f"colofunc: {text}", file=sys.stderr, flush=True)
-
-
-def mesh_of(staged: Staged) -> Mesh:
-    """The mesh that `shard` was given, else a mesh of one."""
-    intent = staged.intent("shard")
-    mesh = intent.options["mesh"] if intent is not None else Mesh()
-    if not isinstance(mesh, Mesh):
-        raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
-    return mesh
-
-
-def _with_kernels(program: Program, mesh: Mesh, way: Rewrite, table: Table) -> Program:
-    """What a way makes, and behind it which kernels its calls get."""
-    return with_kernels(way(program, mesh), mesh, table)
 
 
 def prepare(
@@ -93,91 +69,55 @@ def prepare(
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
     `before`: what was prepared of this step for other signatures; see `kept`.
     """
-    mesh = mesh_of(staged)
-    intent = staged.intent("shard")
-    options = dict(intent.options) if intent is not None else {}
+    mesh, options = mesh_of(staged), shard_options(staged)
     registry = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ()))))
     began = time.perf_counter()
-    seen = partial(_seen, staged.reference, args, options.get("donate", "auto"))
-    traced, program, donated, hidden = same(watch, "the traced program", seen, lambda made: _digest(mesh, made[1]))
-    at = len(traced.names) + traced.uses_seed
-    equal_captured(watch, program, {**program.constants, **dict(zip(program.inputs[at:], hidden, strict=False))})
+    seen = _seen_alike(watch, mesh, partial(_seen, staged.reference, args, options.get("donate", "auto")))
     traced_s = time.perf_counter() - began
-    placed = {program.inputs[i]: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
-    given = {id: leaf.sharding for id, leaf in placed.items() if not leaf.movable}
-    usual = {id: leaf.sharding for id, leaf in placed.items() if leaf.movable}
-    same_step = next((low for low in before if measured is None and is_again(low, program, donated, given)), None)
-    if same_step is not None:
-        return attrs.evolve(same_step, traced=traced, hidden=hidden)
+    placed = Placed.of_leaves(seen.program, leaves)
+    if measured is None:
+        for low in before:
+            if is_again(low, seen.program, seen.donated, placed.fixed):
+                return attrs.evolve(low, traced=seen.traced, hidden=seen.hidden)
     priced = as_measured(mesh, watch, say)
-    candidates = Candidates(program, priced, registry)
-    constraints, named = wanted(program, traced, priced, options, given, usual, staged.plan, candidates.rule_of, candidates.extra_of)
-    moves = next((i.move for i in staged.intents if i.move is not None), None)
-    shared = bool(given or measured) if moves is not None else any(layout.tier != "device" for layout in given.values())
-    shelved, stay = _shelved(hidden, at, mesh, before, shared)
-    constraints, tiers = without_tiers(_as_placed(program, shelved, constraints), program)
-    for each in staged.intents:
-        constraints = constraints | each.constrain(traced, program, registry) if each.constrain is not None else constraints
-    program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
-    axes = mesh.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
-    budgets = [priced.capacity_bytes("device"), *(_budget(i, priced) for i in staged.intents)]
-    budget, temporaries = min((b for b in budgets if b is not None), default=None), staged.executor != "compiled"
-    passes = [registry.passes[name] for name in sorted(registry.passes)]
-    passes += [i.local for i in sorted(staged.intents, key=lambda i: i.transform) if i.local is not None]
-    last = next((i.last(traced, registry, constraints) for i in staged.intents if i.last is not None), AS_IT_IS)
-    ways = [partial(_with_kernels, way=way, table=registry.kernels) for way in last]
-    parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
-    count = partial(held, mesh=priced, name=staged.executor)
-    refit = next((i.refit for i in staged.intents if i.refit is not None), None)
-    lying = {k: "device" for k, i in enumerate(program.inputs) if i in given}
-    lying |= {k: shelved[k].tier for k in stay}
-    tiers = {**lying, **tiers} if moves is not None or {*lying.values(), *tiers.values()} - {"device"} else {}
-    # Whoever holds a tensor in memory holds it as it is, not as it is read.
-    captured = {k: not isinstance(x, LazyTensor) and x.dtype == program.values[program.inputs[k]].dtype for k, x in enumerate(hidden, at)}
-    plain = partial(offload, policy=GIVEN, given=tiers, captured=dict.fromkeys(captured, True)) if tiers else None
-    move = moves(registry.memory_policies, tiers, captured) if moves is not None else plain
-    order = lambda some, ahead_bytes: ordered(some, priced, staged.executor, ahead_bytes)  # noqa: E731
-    wider, timed = [i.wider for i in staged.intents if i.wider], None if measured is None else measured[1]
-    ending = Ending(program, priced, registry.rule, passes, constraints.chunks, temporaries, count, refit, move, order, ways, timed, wider)
-
-    def plan_under(some: Constraints, name_least: bool = True) -> tuple[Decided, Program]:
-        candidates.memo = Memo()
-        return within(ending, candidates, some, named, budget, axes, parts, name_least=name_least)
-
-    plan_it = partial(retried, plan_under, program=program)
-    plan_alike = partial(retried, partial(plan_under, name_least=False), program=program)
-
-    def again(plan: Plan) -> tuple[Decided, Program]:
-        decided = decided_by(plan, program, priced, candidates, constraints)
-        done = ending.finish(decided, budget)
-        if budget is not None and not done.fits(budget):  # it was found for less
-            done = ending.finish(decided, plan.budget_bytes)
-        return decided, ending.ended(done)
-
-    asked = [(i.transform, sorted((k, repr(v)) for k, v in i.options.items() if k not in ("mesh", "plugins"))) for i in staged.intents]
     real = staged.executor == "distributed" or watch is not None
-    chain = (asked, sorted(named.items()), budget, axes, temporaries, parts, real)
-    anew = lambda plan: finished(ending, decided_by(plan, program, priced, candidates, constraints), budget)  # noqa: E731
-
-    def search() -> tuple[Decided, Program]:
-        return remembered(key_of(program, priced, registry, constraints, chain), partial(plan_it, constraints), again, say)
-
-    recall = partial(as_before, before, program, plan_alike, constraints, search) if measured is None else partial(anew, measured[0])
+    planning = gathered(staged, seen, priced, registry, placed, before, None if measured is None else measured[1], real)
+    recall = partial(planning.near, before, say) if measured is None else partial(planning.measured, measured[0])
     with seldom():
-        choices, plan, local = share(watch, from_main(watch, recall), program, candidates.rule_of)
+        choices, plan, local = share(watch, from_main(watch, recall), planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
-    if traced_s + planned_s > 2 and mesh.is_main:
+    if traced_s + planned_s > SLOW_S and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
         plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced)))
-    local = attrs.evolve(local, kernels=registry.kernels)
-    ins, outs = layouts_of(local, local.inputs), layouts_of(local, local.outputs)
-    low = Lowered(traced, program, choices, plan, local, mesh, priced, registry, ins, outs, donated, staged.executor, hidden)
+    low = Lowered(
+        traced=seen.traced,
+        global_program=planning.program,
+        choices=choices,
+        plan=plan,
+        program=attrs.evolve(local, kernels=registry.kernels),
+        mesh=mesh,
+        priced=priced,
+        registry=registry,
+        input_layouts=layouts_of(local, local.inputs),
+        output_layouts=layouts_of(local, local.outputs),
+        donated=seen.donated,
+        executor=staged.executor,
+        hidden=seen.hidden,
+    )
     if mesh.size > 1 and mesh.is_main:
         _warn_of_idle_ranks(low)
     if mesh.is_main:
         _warn_of_unknown_machine(low)
     return low
+
+
+def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> Seen:
+    """The step as all ranks have traced it. Collective."""
+    seen = same(watch, "the traced program", see, lambda seen: _digest(mesh, seen.program))
+    hidden = zip(seen.program.inputs[seen.first_hidden :], seen.hidden, strict=False)
+    equal_captured(watch, seen.program, {**seen.program.constants, **dict(hidden)})
+    return seen
 
 
 def _margin(priced: Mesh) -> str:
@@ -219,87 +159,18 @@ def _warn_of_unknown_machine(low: Lowered) -> None:
     )
 
 
-def _budget(intent: Intent, mesh: Mesh) -> int | None:
-    """The bytes that a transform was given, or its part of what a device has."""
-    given = intent.options.get("budget_bytes"), intent.options.get("budget_part")
-    return bytes_in(mesh, "device", given, f"cf.{intent.transform}(budget", "6GiB")
-
-
-def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:
-    """Bytes of a tier from (bytes, or a part of what a rank has). Raises PlanError for a part of what has no limit."""
-    nbytes, part = given
-    if nbytes is not None or part is None:
-        return nbytes
-    capacity = mesh.capacity_bytes(tier)
-    if capacity is None:
-        raise PlanError(
-            f"{said}={part}) is a part of the {tier}'s memory, which topology {mesh.topology.name!r} does not limit; give bytes such as "
-            f"{such!r}, or a topology"
-        )
-    return int(part * capacity)
-
-
 def _digest(mesh: Mesh, program: Program) -> str:
     """What must be equal on all ranks, but for the numbers that the step captured: these are compared by name."""
     return program_hash(attrs.evolve(program, constants={}), mesh)
 
 
-def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:
-    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending."""
-    lies: dict[int, Layout] = {}
-    for position, some in constraints.items.items():
-        for constraint in some:
-            for offer in constraint.offers:
-                if position < len(program.inputs) and offer.outs[0] is not None:
-                    lies[position] = offer.outs[0]
-    pairs = []
-    for out, into in program.aliases:
-        wanted_there, layout = constraints.outputs.get(out), lies.get(into)
-        if (wanted_there is None or wanted_there is layout) and not (layout is not None and layout.pending):
-            pairs.append((out, into))
-    return tuple(pairs)
-
-
-def _shelved(
-    hidden: Sequence[torch.Tensor], at: int, mesh: Mesh, before: Sequence[Lowered], shared: bool
-) -> tuple[dict[int, Layout], set[int]]:
-    """(position of a hidden input -> how it was placed, positions of those that stay in their tiers, too). at: position of the first.
-
-    What this step has placed stays where it is. What another one has placed stays in its tier only if its state is `shared` with this
-    step: tiers of a step that has nothing to do with it, as of an earlier trial with the same model, say nothing here.
-    """
-    own = {id(tensor): layout for low in before for tensor, layout in zip(low.hidden, low.hidden_layouts, strict=True)}
-    found, stay = dict[int, Layout](), set[int]()
-    for position, tensor in enumerate(hidden, at):
-        layout = own.get(id(tensor)) or SHELF.layout(tensor, mesh)
-        if layout is None:
-            continue
-        if shared or id(tensor) in own:
-            found[position] = layout
-            stay.add(position)
-        else:
-            found[position] = layout.with_tier("device")
-    return found, stay
-
-
-def _as_placed(program: Program, shelved: Mapping[int, Layout], constraints: Constraints) -> Constraints:
-    """Frozen weights that another step has placed stay where they are, unless the user says otherwise."""
-    items: dict[int, tuple[Constraint, ...]] = {}
-    for position, layout in shelved.items():
-        if position not in constraints.items:
-            items[position] = (pin(layout, f"{program.values[program.inputs[position]].name} already lies as {layout.text()!r}"),)
-    return constraints | Constraints(items)
-
-
-def _seen(
-    fn: Callable[..., Any], args: tuple[Any, ...], donate: Any
-) -> tuple[Traced, Program, tuple[int, ...], tuple[torch.Tensor, ...]]:
-    """The step as it was traced, its program, which input leaves it consumes, and its hidden inputs."""
+def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> Seen:
     traced = trace(fn, args)
     program, hidden = lift(simplify(traced.program), traced.captured)
-    program = as_read(program, [i for i in program.inputs if i not in program.constants][len(traced.names) + traced.uses_seed :])
+    inputs = [i for i in program.inputs if i not in program.constants]
+    program = as_read(program, inputs[len(traced.names) + traced.uses_seed :])
     donated, aliases = donation(traced, program, donate)
-    return traced, attrs.evolve(program, aliases=aliases), donated, hidden
+    return Seen(traced, attrs.evolve(program, aliases=aliases), donated, hidden)
 
 
 def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:

@@ -15,7 +15,8 @@ import torch
 
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree
-from colofunc.transforms.prepare import mesh_of, say
+from colofunc.transforms.planning import mesh_of
+from colofunc.transforms.prepare import say
 from colofunc.transforms.staged import Staged
 from colofunc.transforms.surroundings import Surroundings
 
