@@ -24,9 +24,9 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
+from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
-from colofunc.planner.seldom import seldom
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.as_read import as_read
@@ -43,7 +43,7 @@ from colofunc.transforms.planning import Placed, Seen, gathered, mesh_of, shard_
 from colofunc.transforms.staged import Staged
 
 MUCH_BYTES = 4 << 30
-"""A plan that needs so much memory a rank is warned of where nobody has said what the machine has."""
+"""Where nobody has said what the machine has, a plan that needs at least this much memory a rank is warned of."""
 IDLE = 0.25
 """A plan that uses at most this share of the mesh's computing is warned of."""
 SLOW_S = 2.0
@@ -83,7 +83,7 @@ def prepare(
     real = staged.executor == "distributed" or watch is not None
     planning = gathered(staged, seen, priced, registry, placed, before, None if measured is None else measured[1], real)
     recall = partial(planning.near, before, say) if measured is None else partial(planning.measured, measured[0])
-    with seldom():
+    with fewer_collections():
         choices, plan, local = share(watch, from_main(watch, recall), planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
