@@ -10,7 +10,7 @@ from colofunc_plugins import experts
 
 import colofunc as cf
 from colofunc.planner.wishes.alike import alike
-from colofunc.planner.wishes.follow import _refined
+from colofunc.planner.wishes.combined import _refined
 from colofunc.testing import check
 
 ROWS, TOKENS = 8, 16

@@ -24,7 +24,8 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
 from colofunc.planner.wishes.alike import alike, usual
-from colofunc.planner.wishes.follow import beside, follow, together
+from colofunc.planner.wishes.combined import combined, with_open_axes
+from colofunc.planner.wishes.follow import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
@@ -62,7 +63,7 @@ def along(
         rule, (call, *_), layouts = rule_of(node), call_of(node, program.values), (*strategy.ins, *strategy.outs)
         odd = strategy.local is not None or not _enumerated(strategy, mesh)
         if odd and (call, layouts) not in known:
-            known[call, layouts] = beside(call, rule, strategy, mesh, extra_of(node))
+            known[call, layouts] = with_open_axes(call, rule, strategy, mesh, extra_of(node))
         offers = known[call, layouts] if odd else ()
         key = ("along", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
         if wish.rest is not None or _works(node, rule, program, strategy):
@@ -74,7 +75,7 @@ def along(
     for index, strategy in followed.asked.items():
         if not _enumerated(strategy, mesh):
             node, layouts = program.nodes[index], (*strategy.ins, *strategy.outs)
-            offers = beside(call_of(node, program.values)[0], rule_of(node), strategy, mesh)
+            offers = with_open_axes(call_of(node, program.values)[0], rule_of(node), strategy, mesh)
             key = ("asked", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
             yield n + index, {}, Constraint(key, lambda s: True, "", offers)
 
@@ -111,5 +112,5 @@ def meeting(
     """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
     for item, some in ways.items():
         node = program.nodes[item - len(program.inputs)]
-        if len(some) > 1 and (offers := together(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))):
+        if len(some) > 1 and (offers := combined(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))):
             yield item, Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers)

@@ -13,18 +13,18 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import Atom, Dim, Layout
+from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.dtensor.spec import Spec, bind
-from colofunc.dtensor.strategies import FREE, build, lay_out, place, placements, usable
+from colofunc.dtensor.strategies import FREE, build, lay_out, place, usable
 from colofunc.dtensor.strategies import follow as take
-from colofunc.errors import PlanError, SpecError
+from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Node, Program
@@ -74,52 +74,86 @@ def follow(
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
     if rest is None:
         lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
-    found: dict[int, Strategy] = {}
-    stream: set[int] = set()  # values that lie as they do because a sum came to rest there
+    walk = _Walk(rules, lies, rest, gathers)
     for index, node in enumerate(program.nodes):
         if held and index in held:
-            found[index] = pattern = rules.nearest(node, held[index], lies)
-            outs = zip(node.outs, pattern.outs, strict=True)
-            lies |= {o: out for o, out in outs if o is not None and out is not None and not out.pending}
-            continue
-        if node.phase == "update" or not any(r in lies for r in node.refs):
-            continue
-        mine = {r: lies[r] for r in node.refs if r in lies}
-        if node.target in across:
-            lies |= {o: layout for o, layout in rules.crossed(node, mine).items() if o not in lies}
-            continue
-        if rest is not None and any(layout.pending for layout in mine.values()) and not _passes(node, mine, rules):
-            for r, layout in mine.items():
-                if layout.pending:
-                    mine[r] = lies[r] = _at_rest(layout, mesh, rest)
-                    stream.add(r)
-        resting = {r for r in mine if r in stream}
-        strategy = rules.take(node, mine)
+            walk.hold(index, node, held[index])
+        elif node.phase != "update" and any(ref in lies for ref in node.refs):
+            if node.target in across:
+                walk.cross(node)
+            else:
+                walk.take(index, node)
+    return Followed(program, lies, walk.strategies, _asked(program, rules, lies, walk.strategies))
+
+
+@attrs.define(eq=False)
+class _Walk:
+    """A walk along a program, node by node. `lies`: value id -> how it lies, as far as the flow has come.
+
+    `at_rest`: values that lie as they do because a sum came to rest there.
+    """
+
+    rules: Rules
+    lies: dict[int, Layout]
+    rest: Mapping[int, str] | None
+    gathers: Collection[str]
+    strategies: dict[int, Strategy] = attrs.field(factory=dict)
+    at_rest: set[int] = attrs.field(factory=set)
+
+    def hold(self, index: int, node: Node, options: Sequence[Strategy]) -> None:
+        """The flow goes on from what a pattern gives, wherever it came from."""
+        self.strategies[index] = pattern = self.rules.nearest(node, options, self.lies)
+        for out, layout in zip(node.outs, pattern.outs, strict=True):
+            if out is not None and layout is not None and not layout.pending:
+                self.lies[out] = layout
+
+    def cross(self, node: Node) -> None:
+        """Each factor lies in the results as it does in the operands."""
+        operands = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
+        for out, layout in self.rules.crossed(node, operands).items():
+            self.lies.setdefault(out, layout)
+
+    def take(self, index: int, node: Node) -> None:
+        """The node works on operands as they lie, where it can, and its results go on from there."""
+        operands = self._operands(node)
+        resting = {ref for ref in operands if ref in self.at_rest}
+        strategy = self.rules.take(node, operands)
         if strategy is None and resting:  # what rests is converted to what the others need: a gather before a column product
-            strategy = rules.take(node, {r: layout for r, layout in mine.items() if r not in resting})
+            strategy = self.rules.take(node, {ref: layout for ref, layout in operands.items() if ref not in resting})
             resting = set()
-        if strategy is None and node.target in gathers and len(mine) > 1:
-            strategy = rules.take(node, {r: layout for r, layout in mine.items() if r != node.refs[-1]})
+        if strategy is None and node.target in self.gathers and len(operands) > 1:
+            strategy = self.rules.take(node, {ref: layout for ref, layout in operands.items() if ref != node.refs[-1]})
         if strategy is None:
-            continue
-        found[index] = strategy
-        if len(resting) == len(mine):
-            stream.update(o for o in node.outs if o is not None)
-        for o, out in zip(node.outs, strategy.outs, strict=True):
-            if o is not None and out is not None and (rest is not None or not (out.pending or out.is_replicated)):
-                lies.setdefault(o, out)
-    return Followed(program, lies, found, _asked(program, rules, lies, found))
+            return
+        self.strategies[index] = strategy
+        if len(resting) == len(operands):
+            self.at_rest.update(out for out in node.outs if out is not None)
+        for out, layout in zip(node.outs, strategy.outs, strict=True):
+            if out is None or layout is None:
+                continue
+            if self.rest is not None or not (layout.pending or layout.is_replicated):
+                self.lies.setdefault(out, layout)
+
+    def _operands(self, node: Node) -> dict[int, Layout]:
+        """How the operands lie, those that a flow has reached; pending ones come to rest unless the node carries them on."""
+        operands = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
+        pending = [ref for ref, layout in operands.items() if layout.pending]
+        if self.rest is None or not pending or _passes(node, operands, self.rules):
+            return operands
+        for ref in pending:
+            operands[ref] = self.lies[ref] = _at_rest(operands[ref], self.rules.mesh, self.rest)
+            self.at_rest.add(ref)
+        return operands
 
 
-def _asked(program: Program, rules: Rules, lies: Mapping[int, Layout], found: Mapping[int, Strategy]) -> dict[int, Strategy]:
+def _asked(program: Program, rules: Rules, lies: Mapping[int, Layout], followed: Mapping[int, Strategy]) -> dict[int, Strategy]:
     """What the followed operators want of others, passed on to where it is made."""
     wants: dict[int, Layout] = {}
     asked: dict[int, Strategy] = {}
     for index in range(len(program.nodes) - 1, -1, -1):
-        node, strategy = program.nodes[index], found.get(index)
+        node, strategy = program.nodes[index], followed.get(index)
         if strategy is None:
-            wanted = ((j, wants[o]) for j, o in enumerate(node.outs) if o in wants)
-            strategy = next((s for j, layout in wanted if (s := rules.give(node, j, layout)) is not None), None)
+            strategy = _giving(node, wants, rules)
             if strategy is None:
                 continue
             asked[index] = strategy
@@ -127,6 +161,16 @@ def _asked(program: Program, rules: Rules, lies: Mapping[int, Layout], found: Ma
             if ref not in lies and not layout.is_replicated and not layout.pending:
                 wants.setdefault(ref, layout)
     return asked
+
+
+def _giving(node: Node, wants: Mapping[int, Layout], rules: Rules) -> Strategy | None:
+    """The strategy that gives a result as it is wanted, the first of them."""
+    for position, out in enumerate(node.outs):
+        if out is not None and out in wants:
+            strategy = rules.give(node, position, wants[out])
+            if strategy is not None:
+                return strategy
+    return None
 
 
 def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules) -> bool:
@@ -201,25 +245,31 @@ class Rules:
             return {}
         placement: dict[str, Dim] = {}
         for id, operand in zip(ids, rule.ins, strict=True):
-            placement |= place(operand, rule, lies[id].with_pending(())) or {} if id in lies else {}
-        found = {}
-        for o, op, typ in zip(node.outs, rule.outs, call.outs, strict=True):
+            if id in lies:
+                placement.update(place(operand, rule, lies[id].with_pending(())) or {})
+        layouts = {}
+        for out, dims, typ in zip(node.outs, rule.outs, call.outs, strict=True):
+            if out is None or dims is None or typ is None:
+                continue
             # An axis on rows here and on columns there (both of them in the gradient of a bias) is on the rows.
-            mine: dict[str, Dim] = {}
-            for f in (f for dim in op or () for f in dim if f in placement):
-                if not {a for _, a in placement[f]} & {a for lies in mine.values() for _, a in lies if a is not None}:
-                    mine[f] = placement[f]
-            if o is not None and op is not None and typ is not None:
-                found[o] = lay_out(op, typ, rule, mine)
-        return found
+            own: dict[str, Dim] = {}
+            taken = set[str | None]()
+            for factor in (factor for dim in dims for factor in dim):
+                axes = {axis for _, axis in placement.get(factor, ()) if axis is not None}
+                if factor in placement and not axes & taken:
+                    own[factor] = placement[factor]
+                    taken |= axes
+            layouts[out] = lay_out(dims, typ, rule, own)
+        return layouts
 
     def give(self, node: Node, result: int, layout: Layout) -> Strategy | None:
         """The strategy whose result lies so; None: there is none."""
-        rule, out = self.rule(node), None
-        if rule is not None:
-            out = rule.outs[result]
-        placement = None if rule is None or out is None else place(out, rule, layout)
-        if rule is None or placement is None or any(f not in usable(rule) for f in placement):
+        rule = self.rule(node)
+        out = None if rule is None else rule.outs[result]
+        if rule is None or out is None:
+            return None
+        placement = place(out, rule, layout)
+        if placement is None or any(factor not in usable(rule) for factor in placement):
             return None
         strategy = build(self.call(node), rule, placement)
         return strategy if strategy.outs[result] is layout else None
@@ -234,147 +284,15 @@ class Rules:
 
     def cuts(self, node: Node, value: int, layout: Layout) -> tuple[int, ...]:
         """Numbers of stripes with which the split dim of an operand keeps clear of the factors that its rule cuts it into."""
-        rule, found = self.rule(node), dict[int, None]()
-        for operand, ref in zip(rule.ins if rule is not None else (), node.refs, strict=False):
-            for factors, dim in zip(operand, layout.dims, strict=False) if ref == value else ():
-                if rule is not None and len(factors) > 1 and any(axis is not None for _, axis in dim):
-                    for k in range(1, len(factors)):
-                        found[prod(rule.sizes[f] for f in factors[:k])] = None
-        return tuple(found)
-
-
-FREE_ROWS = (
-    "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
-    "colofunc.linear", "aten.mm", "aten.addmm", "colofunc.experts",
-)  # fmt: skip
-"""Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
-
-DEALT_ROWS = ("colofunc.experts",)
-"""Those of them whose patterns do not care either how rows are dealt to the ranks of their own axes."""
-
-MOST_BESIDE = 3
-"""Axes beside a followed one that are searched together."""
-
-
-def beside(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
-    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves open.
-
-    `extra`: strategies with local code of their own, which may work on rows that lie so, too.
-    """
-    if rule is None:
-        return (strategy,)
-    placement = _placement(rule, strategy)
-    found: dict[Strategy, None] = {strategy: None}
-    if call.target.startswith(FREE_ROWS):
-        found |= dict.fromkeys(other for each in extra for other in _relaid(call, rule, each, strategy, placement, mesh))
-    if any(f not in usable(rule) for f in placement) or any(word not in rule.sizes for _, word in strategy.axes):  # local code of its own
-        return tuple(found)
-    mine = {a for a, _ in strategy.axes}
-    others = tuple(a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1)
-    if len(others) > MOST_BESIDE:
-        raise PlanError(f"a striped layout beside {len(others)} open axes ({', '.join(others)}) is not searched; name plans for them")
-    for both, rest in _among(placement, others, mesh):
-        for more, passing in placements(rule, mesh, rest, orders=False):
-            if not set(more) & set(placement):
-                found.setdefault(build(call, rule, {**both, **more}, passing), None)
-    return tuple(found)
-
-
-def together(call: Call, rule: Rule | None, some: Sequence[Strategy], mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
-    """Strategies of several flows as one, where each has its axes where the others leave room, and beside open axes.
-
-    Stripes of a fused weight from one plan, rows of a flat batch from another, sequences that two plans cut: neither is
-    enumerated, so neither is offered beside the other.
-    """
-    merged: dict[str, Dim] = {}
-    for strategy in some:
-        mine = _placement(rule, strategy) if rule is not None and strategy.local is None else {}
-        split = {f: dim for f, dim in mine.items() if any(axis is not None for _, axis in dim)}
-        taken = {axis for dim in merged.values() for _, axis in dim if axis is not None}
-        if not split or taken & {axis for dim in split.values() for _, axis in dim}:
+        rule = self.rule(node)
+        if rule is None:
             return ()
-        for f, dim in split.items():
-            both = _refined(merged[f], dim) if f in merged else dim
-            if both is None:
-                return ()
-            merged[f] = both
-    return beside(call, rule, build(call, rule, merged), mesh, extra) if rule is not None else ()
-
-
-def _refined(one: Dim, other: Dim) -> Dim | None:
-    """One factor with the axes of both: (16 tp 8) and (128 cp) are (16 tp 4 cp); None where they do not fit."""
-    found: list[Atom] = []
-    at = 1
-    for before, n, axis in sorted([*_cuts(one), *_cuts(other)], key=lambda cut: cut[0]):
-        if before > at:
-            if before % at:
-                return None
-            found.append((before // at, None))
-            at = before
-        found.append((n, axis))
-        at *= n
-    rest, odd = divmod(prod(n for n, _ in one), at)
-    return None if odd else (*found, *([(rest, None)] if rest > 1 else []))
-
-
-def _cuts(dim: Dim) -> Iterator[tuple[int, int, str]]:
-    """(parts before it, its size, axis) of every axis in a dim."""
-    for k, (n, axis) in enumerate(dim):
-        if axis is not None:
-            yield prod(size for size, _ in dim[:k]), n, axis
-
-
-def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
-    """Factor -> how it lies, of a strategy that puts each factor the same way in all operands."""
-    found: dict[str, Dim] = {}
-    for operand, layout in zip((*rule.ins, *rule.outs), (*strategy.ins, *strategy.outs), strict=True):
-        if operand is not None and layout is not None:
-            found.update(place(operand, rule, layout.with_pending(())) or {})
-    return found
-
-
-def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
-    """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their order."""
-    if not axes:
-        yield placement, ()
-        return
-    *first, last = axes
-    for some, rest in _among(placement, tuple(first), mesh):
-        yield some, (*rest, last)
-        for factor, dim in some.items():
-            for both in _within(dim, last, mesh.axis_size(last)):
-                yield {**some, factor: both}, rest
-
-
-def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: Mapping[str, Dim], mesh: Mesh) -> Iterator[Strategy]:
-    """`other` on operands whose factors lie as those of `like`: it has the same axes on them, in blocks."""
-    mine = dict(like.axes)
-    if not mine or any((a, f) not in other.axes or f not in placement for a, f in mine.items()):
-        return
-    both = [*zip(rule.ins, other.ins, call.ins, strict=True), *zip(rule.outs, other.outs, call.outs, strict=True)]
-    lies = [None if op is None or lay is None else place(op, rule, lay.with_pending(())) for op, lay, _ in both]
-    if any(p is None and lay is not None for p, (_, lay, _) in zip(lies, both, strict=True)):
-        return
-    guests = {f: tuple(a for a, g in other.axes if g == f and a not in mine) for f in mine.values()}
-    theirs = {a for p in lies if p is not None for f in mine.values() for _, a in p.get(f, ()) if a is not None}
-    if call.target.startswith(DEALT_ROWS):
-        guests = dict.fromkeys(guests, tuple(sorted(theirs - set(mine), key=mesh.axis_names.index)))
-    if theirs - set(mine) - {a for some in guests.values() for a in some}:
-        return  # axes of a pattern of its own lie there as well
-    for some, rest in _among({f: placement[f] for f in guests}, tuple(a for g in guests.values() for a in g), mesh):
-        if rest or any({a for _, a in dim} & {b for g, bs in guests.items() if g != f for b in bs} for f, dim in some.items()):
-            continue
-        laid = [
-            lay if p is None or op is None or lay is None or typ is None
-            else lay_out(op, typ, rule, {**p, **{f: dim for f, dim in some.items() if f in p}}, lay.pending)
-            for p, (op, lay, typ) in zip(lies, both, strict=True)
-        ]  # fmt: skip
-        ins = tuple(lay for lay in laid[: len(rule.ins)] if lay is not None)
-        yield attrs.evolve(other, ins=ins, outs=tuple(laid[len(rule.ins) :]))
-
-
-def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:
-    """The dim with `axis` as the major part of each local atom that it divides."""
-    for k, (size, owner) in enumerate(dim):
-        if owner is None and size % n == 0:
-            yield (*dim[:k], (n, axis), *(((size // n, None),) if size > n else ()), *dim[k + 1 :])
+        stripes = dict[int, None]()  # in order, each once
+        for operand, ref in zip(rule.ins, node.refs, strict=False):
+            if ref != value:
+                continue
+            for factors, dim in zip(operand, layout.dims, strict=False):
+                if any(axis is not None for _, axis in dim):
+                    for k in range(1, len(factors)):
+                        stripes[prod(rule.sizes[factor] for factor in factors[:k])] = None
+        return tuple(stripes)
