@@ -150,44 +150,137 @@ def _level(name: str, bytes_per_s: float, latency_us: float, sharing: str = "dev
 
 
 # Data-centre U.2 drives: about 7.0 GB/s read and 3.8 GB/s write each (PCIe 4.0 x4, vendors' sheets).
-_DGX_A100 = Box(  # DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 x HDR 200 Gb/s; 2 TB; 8 x 3.84 TB
-    _level("nvlink", 300e9, 3), _level("infiniband", 25e9, 6), 2 * TB, 30 * TB, _PCIE4, 56e9, 30.4e9, 205e9  # 2 x 8 channels of DDR4-3200
+# DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 x HDR 200 Gb/s; 2 TB; 8 x 3.84 TB.
+_DGX_A100 = Box(
+    inner=_level("nvlink", 300e9, 3),
+    outer=_level("infiniband", 25e9, 6),
+    host_bytes=2 * TB,
+    disk_bytes=30 * TB,
+    pcie_bytes_per_s=_PCIE4,
+    disk_read_bytes_per_s=56e9,
+    disk_write_bytes_per_s=30.4e9,
+    host_bytes_per_s=205e9,  # 2 x 8 channels of DDR4-3200
 )
-_DGX_H100 = Box(  # DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB
-    _level("nvlink", 450e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 307e9  # DDR5-4800, 2 x 8
+# DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB.
+_DGX_H100 = Box(
+    inner=_level("nvlink", 450e9, 3),
+    outer=_level("infiniband", 50e9, 6),
+    host_bytes=2 * TB,
+    disk_bytes=30 * TB,
+    pcie_bytes_per_s=_PCIE5,
+    disk_read_bytes_per_s=56e9,
+    disk_write_bytes_per_s=30.4e9,
+    host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
-_DGX_B200 = Box(  # DGX B200 data sheet: NVLink 14.4 TB/s both ways in 8; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB
-    _level("nvlink", 900e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 358e9  # DDR5-5600, 2 x 8
+# DGX B200 data sheet: NVLink 14.4 TB/s both ways in 8; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB.
+_DGX_B200 = Box(
+    inner=_level("nvlink", 900e9, 3),
+    outer=_level("infiniband", 50e9, 6),
+    host_bytes=2 * TB,
+    disk_bytes=30 * TB,
+    pcie_bytes_per_s=_PCIE5,
+    disk_read_bytes_per_s=56e9,
+    disk_write_bytes_per_s=30.4e9,
+    host_bytes_per_s=358e9,  # DDR5-5600, 2 x 8
 )
 # GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and NVLink-C2C of
 # 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
 _GB200_TRAY = Box(
-    _level("nvlink", 900e9, 3), _level("infiniband", 50e9, 6), 960 * GB, 15 * TB, 225e9, 28e9, 15.2e9, 512e9, inner_devices=72
+    inner=_level("nvlink", 900e9, 3),
+    outer=_level("infiniband", 50e9, 6),
+    host_bytes=960 * GB,
+    disk_bytes=15 * TB,
+    pcie_bytes_per_s=225e9,
+    disk_read_bytes_per_s=28e9,
+    disk_write_bytes_per_s=15.2e9,
+    host_bytes_per_s=512e9,
+    inner_devices=72,
 )
 # MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84 TB.
 _MI300X_PLATFORM = Box(
-    _level("infinity", 448e9, 3), _level("infiniband", 50e9, 6), 2 * TB, 30 * TB, _PCIE5, 56e9, 30.4e9, 460e9  # DDR5-4800, 2 x 12
+    inner=_level("infinity", 448e9, 3),
+    outer=_level("infiniband", 50e9, 6),
+    host_bytes=2 * TB,
+    disk_bytes=30 * TB,
+    pcie_bytes_per_s=_PCIE5,
+    disk_read_bytes_per_s=56e9,
+    disk_write_bytes_per_s=30.4e9,
+    host_bytes_per_s=460e9,  # DDR5-4800, 2 x 12
 )
-_SERVER_PCIE4 = Box(  # a server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB
-    _level("pcie", _PCIE4, 10), _level("infiniband", 25e9, 6, "uplink"), TB, 7680 * GB, _PCIE4, 14e9, 7.6e9, 307e9  # DDR5-4800, 2 x 8
+# A server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB.
+_SERVER_PCIE4 = Box(
+    inner=_level("pcie", _PCIE4, 10),
+    outer=_level("infiniband", 25e9, 6, "uplink"),
+    host_bytes=TB,
+    disk_bytes=7680 * GB,
+    pcie_bytes_per_s=_PCIE4,
+    disk_read_bytes_per_s=14e9,
+    disk_write_bytes_per_s=7.6e9,
+    host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
-_SERVER_PCIE5 = Box(  # cards in slots: a bridge joins two of 600 GB/s both ways, others meet on PCIe, which is what a plan may count on
-    _level("pcie", _PCIE5, 10), _level("infiniband", 50e9, 6, "uplink"), 2 * TB, 7680 * GB, _PCIE5, 14e9, 7.6e9, 307e9  # DDR5-4800, 2 x 8
+# Cards in slots: a bridge joins two of 600 GB/s both ways, others meet on PCIe, which is what a plan may count on.
+_SERVER_PCIE5 = Box(
+    inner=_level("pcie", _PCIE5, 10),
+    outer=_level("infiniband", 50e9, 6, "uplink"),
+    host_bytes=2 * TB,
+    disk_bytes=7680 * GB,
+    pcie_bytes_per_s=_PCIE5,
+    disk_read_bytes_per_s=14e9,
+    disk_write_bytes_per_s=7.6e9,
+    host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
-_DGX_1 = Box(  # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA
-    _level("nvlink", 150e9, 3), _level("infiniband", 50e9, 6, "uplink"), 512 * GB, 7680 * GB, _PCIE3, 2.2e9, 2.0e9, 68e9  # DDR4-2133, 2 x 4
+# DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA.
+_DGX_1 = Box(
+    inner=_level("nvlink", 150e9, 3),
+    outer=_level("infiniband", 50e9, 6, "uplink"),
+    host_bytes=512 * GB,
+    disk_bytes=7680 * GB,
+    pcie_bytes_per_s=_PCIE3,
+    disk_read_bytes_per_s=2.2e9,
+    disk_write_bytes_per_s=2.0e9,
+    host_bytes_per_s=68e9,  # DDR4-2133, 2 x 4
 )
-_PC_PCIE4 = Box(  # a desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive
-    _level("pcie", _PCIE4, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE4, 7e9, 5e9, 25e9  # 2 x DDR4-3200
+# A desktop: peer traffic through the host's PCIe, 10 Gb/s Ethernet, one NVMe drive.
+_PC_PCIE4 = Box(
+    inner=_level("pcie", _PCIE4, 10),
+    outer=_level("ethernet", 1.25e9, 50, "uplink"),
+    host_bytes=128 * GB,
+    disk_bytes=2 * TB,
+    pcie_bytes_per_s=_PCIE4,
+    disk_read_bytes_per_s=7e9,
+    disk_write_bytes_per_s=5e9,
+    host_bytes_per_s=25e9,  # 2 x DDR4-3200
 )
 _PC_PCIE5 = Box(
-    _level("pcie", _PCIE5, 10), _level("ethernet", 1.25e9, 50, "uplink"), 128 * GB, 2 * TB, _PCIE5, 14e9, 12e9, 45e9  # 2 x DDR5-5600
+    inner=_level("pcie", _PCIE5, 10),
+    outer=_level("ethernet", 1.25e9, 50, "uplink"),
+    host_bytes=128 * GB,
+    disk_bytes=2 * TB,
+    pcie_bytes_per_s=_PCIE5,
+    disk_read_bytes_per_s=14e9,
+    disk_write_bytes_per_s=12e9,
+    host_bytes_per_s=45e9,  # 2 x DDR5-5600
 )
-_PC_PCIE4_X8 = Box(  # a card with 8 lanes
-    _level("pcie", _PCIE4 / 2, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE4 / 2, 7e9, 5e9, 25e9
+# A card with 8 lanes.
+_PC_PCIE4_X8 = Box(
+    inner=_level("pcie", _PCIE4 / 2, 10),
+    outer=_level("ethernet", 1.25e9, 50, "uplink"),
+    host_bytes=32 * GB,
+    disk_bytes=TB,
+    pcie_bytes_per_s=_PCIE4 / 2,
+    disk_read_bytes_per_s=7e9,
+    disk_write_bytes_per_s=5e9,
+    host_bytes_per_s=25e9,
 )
 _PC_PCIE3 = Box(
-    _level("pcie", _PCIE3, 10), _level("ethernet", 1.25e9, 50, "uplink"), 32 * GB, TB, _PCIE3, 3.5e9, 3e9, 21e9  # 2 x DDR4-2666
+    inner=_level("pcie", _PCIE3, 10),
+    outer=_level("ethernet", 1.25e9, 50, "uplink"),
+    host_bytes=32 * GB,
+    disk_bytes=TB,
+    pcie_bytes_per_s=_PCIE3,
+    disk_read_bytes_per_s=3.5e9,
+    disk_write_bytes_per_s=3e9,
+    host_bytes_per_s=21e9,  # 2 x DDR4-2666
 )
 
 _BOXES: dict[str, Box] = {

@@ -171,9 +171,15 @@ class Ready:
         inputs += self.hidden()
         if self.buffers:
             inputs = side_by_side(inputs, self.buffers)
-        given = {i: leaf for i, leaf in ((i, leaves[i]) for i in low.donated) if type(leaf) is DTensor and leaf.owned}
-        outs = self._ran(inputs, list(given.values()), name)
-        consume_all(given.values(), name, map(low.traced.names.__getitem__, given))
+        given: list[DTensor] = []
+        given_names: list[str] = []
+        for position in low.donated:
+            leaf = leaves[position]
+            if type(leaf) is DTensor and leaf.owned:
+                given.append(leaf)
+                given_names.append(low.traced.names[position])
+        outs = self._ran(inputs, given, name)
+        consume_all(given, name, given_names)
         if agree_every and self.watch is not None:
             self._alike.check(outs, self.watch, name, agree_every)
         return low.traced.unpack(self._wrapped(outs))
