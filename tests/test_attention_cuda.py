@@ -281,6 +281,19 @@ def test_kernels_of_torch_give_the_operator_on_generated_calls(in_float64: None)
     assert min(seen.values()) >= 5, seen
 
 
+def test_rows_behind_a_cache_see_it_all_by_each_kernel_that_takes_them(in_float64: None) -> None:
+    """Causal, s < t: flash counts from the last row and column, cuDNN from the first."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 16, 8, dtype=torch.float64), torch.randn(1, 2, 24, 8, dtype=torch.float64)
+    args = forward_args({"q": q, "k": k, "v": k, "scale": 0.3, "causal": True, "q_offset": torch.tensor(8)})
+    wanted = plain(q, k, k, torch.ones(16, 24).tril(8).bool(), 0.3)
+    kernels = takers(FORWARD, args)
+    assert kernels
+    for kernel in kernels:
+        with Emulated():
+            compare(kernel.fn(*args), wanted, kernel)
+
+
 def test_blocks_of_a_ring_merge_and_their_gradients_take_the_merged_out_and_lse(in_float64: None) -> None:
     torch.manual_seed(0)
     n, size = 4, 12

@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import gemini
+from pretended import Machine
 from test_offload import one, training
 
 import colofunc as cf
@@ -192,6 +193,26 @@ def test_the_scheduler_finds_what_is_missing(without: str, monkeypatch: pytest.M
     assert any(
         list(script(card, Copier(card), pooled(), steps=3)) != pytest.approx(in_order()) for card in map(Card, range(40))
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_copies_that_nobody_has_waited_for_keep_their_memory(seed: int) -> None:
+    """Host memory is written to while a copy of it is under way; memory of a card is let go of while a copy of it is."""
+    two, five = torch.full((SIZE,), 2.0), torch.full((SIZE,), 5.0)
+    with Machine(seed=seed) as machine:
+        copier, (card,) = Copier(), machine.cards
+        host, there = two.clone().pin_memory(), machine.to_card(five)
+        coming = copier.start("to_device", (host,), card)
+        copier.start("put", (host, there), card).wait()
+        assert isinstance(coming, Copying) and torch.equal(coming.wait().cpu(), two)
+        del coming, there
+        source = torch.full((SIZE,), 2.0, device="cuda")
+        going = copier.start("to_host", (source,), card)
+        del source
+        torch.full((SIZE,), 7.0, device="cuda")
+        sent = going.wait()
+        copier.finish()
+        assert torch.equal(host, five) and torch.equal(sent, two)
 
 
 def test_on_a_cpu_a_copy_is_done_when_it_has_started() -> None:

@@ -6,7 +6,9 @@ import copy
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ import torch
 import torch.distributed as dist
 from pretended import Machine
 from pretended.nccl import Nccl
+from torch.distributed import device_mesh, fsdp
 
 import colofunc as cf
 from bench import Row
 from bench.gpu import __main__ as command
-from bench.gpu import attention, experts, nccl, one, runner
+from bench.gpu import attention, compiled, experts, nccl, offload, one, runner
+from bench.gpu import zoo as models_of_the_zoo
 from bench.gpu.measuring import Step, eager, seconds_in, staged_run
 from bench.gpu.models import Llama, Opt, weight
 from bench.gpu.parts import Part, Setup, Slice, lacks_here
@@ -160,6 +164,94 @@ def test_experts_by_grouped_products_give_the_same() -> None:
     torch.testing.assert_close(found, mine, rtol=0.05, atol=0.05)  # sums of products that bfloat16 rounds
 
 
+class Processes:
+    """A pool of one process. A model "ends" it, one "breaks" its card."""
+
+    def __init__(self, workers: int) -> None:
+        self.broken = self.ended = False
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def submit(self, run: Any, name: str) -> Future[str | None]:
+        result: Future[str | None] = Future()
+        self.ended |= "ends" in name
+        if self.ended:
+            result.set_exception(BrokenProcessPool())
+        else:
+            result.set_result(None if self.broken else name if "is" in name or "breaks" in name else "")
+        self.broken |= "breaks" in name
+        return result
+
+
+def test_what_ends_a_process_or_breaks_its_card_is_no_fault_of_the_next_model() -> None:
+    names = ["a", "breaks", "b", "ends", "is wrong", "c", "d"]
+    found = models_of_the_zoo.side_by_side(names, Processes, 2)
+    assert found == {"a": "", "breaks": "breaks", "b": "", "ends": "its process ended", "is wrong": "is wrong", "c": "", "d": ""}
+
+
+def test_what_is_compared_with_is_tried_in_a_way_that_fits() -> None:
+    tried: list[str] = []
+
+    def at(name: str, fits: bool) -> Step:
+        tried.append(name)
+        if not fits:
+            raise torch.OutOfMemoryError(name)
+        return Step(1.0, 1, 0.0)
+
+    tries = {"whole": lambda: at("whole", False), "less": lambda: at("less", True)}
+    assert offload.that_fits(tries) == ("less", Step(1.0, 1, 0.0)) and tried == ["whole", "less"]
+    assert offload.that_fits({"first": lambda: at("first", True), **tries})[0] == "first"
+    with pytest.raises(torch.OutOfMemoryError, match="last"):
+        offload.that_fits({"whole": tries["whole"], "last": lambda: at("last", False)})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fits", [True, False])
+def test_fsdp2_trains_as_eager_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host; where there is too little memory, blocks are computed again."""
+    of, made = TINY.offload, []
+
+    def steps(make: Any, count: int, warm: int) -> Step:
+        if not fits and not made:
+            made.append(None)
+            raise torch.OutOfMemoryError
+        torch.manual_seed(0)
+        run = make()
+        made.append([float(run()) for _ in range(3)])
+        return Step(1.0, 1, 0.0)
+
+    @contextmanager
+    def group() -> Iterator[None]:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    on_cpu, unpinned = device_mesh.init_device_mesh, fsdp.CPUOffloadPolicy(pin_memory=False)
+    monkeypatch.setattr(device_mesh, "init_device_mesh", lambda kind, shape: on_cpu("cpu", shape))
+    monkeypatch.setattr(fsdp, "CPUOffloadPolicy", lambda: unpinned)
+    batch = on_host(of)
+    for name, value in {"group": group, "steps": steps, "mixed": lambda: False, "ids": lambda of: batch}.items():
+        monkeypatch.setattr(offload, name, value)
+    setup = Setup(attrs.evolve(TINY, dtype=torch.float32), {}, {"in 40 GB": [Row("", Step(2.0, 1, 0.0).words(32))]})
+    first, *_, last = offload.fsdp2(setup)
+    assert ("computed again" in first.what) != fits and last.figure == "0.50"
+    torch.manual_seed(0)
+    alone = eager(Opt(of.shape, torch.float32, of.length), batch)
+    assert made[-1] == pytest.approx([float(alone()) for _ in range(3)], rel=1e-5)
+
+
+def test_the_compiler_finds_nothing_of_what_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(compiled, "nothing_kept", lambda: begun.append("fresh") or nullcontext())
+    assert compiled.growth(lambda: begun.append("few") or 1.0, lambda: begun.append("many") or 2.0) == (1.0, 2.0)
+    assert begun == ["fresh", "few", "fresh", "few", "fresh", "many"]
+
+
 def test_seconds_are_read_as_they_are_written() -> None:
     for seconds in (1.23456e-5, 0.0123, 1.75, 12345.6):
         assert seconds_in([Row("x", Step(seconds, 10, 0.0).words(8192))]) == pytest.approx(seconds, rel=1e-3)
@@ -214,7 +306,7 @@ def test_a_part_that_leaves_the_card_unusable_ends_its_process(tmp_path: Path, m
     counts: dict[str, int] = {}
     of, record = three(counts), Record(tmp_path / "GPU.md")
     with Machine():
-        monkeypatch.setattr(runner, "_usable", lambda: "b" not in counts)
+        monkeypatch.setattr(runner, "usable", lambda: "b" not in counts)
         assert not measure(of, Setup(TINY, {}), record, lambda words: None)
     assert list(record.parts(4)) == ["a", "b"]
 

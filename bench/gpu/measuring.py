@@ -39,6 +39,15 @@ def seconds_in(rows: Sequence[Row]) -> float | None:
     return float(found.group(1)) / 1e3 if found else None
 
 
+def usable() -> bool:
+    """Whether this process can still use its card: an illegal access stays with it."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
 def clear() -> int:
     """Let go of what nobody has; bytes that are left on the card."""
     gc.collect()

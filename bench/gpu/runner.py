@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from bench import Row
+from bench.gpu.measuring import usable
 from bench.gpu.parts import Part, Setup, Slice, failed, not_run
 from bench.gpu.record import Record
 
@@ -55,7 +56,7 @@ def measure(of: Slice, setup: Setup, record: Record, say: Say, until: float = fl
         for row in rows:
             say(f"    {row.what}: {row.figure}" + (f" ({row.target})" if row.target else ""))
         say(f"    {now() - began:.0f} s")
-        if not _usable():
+        if not usable():
             return False
     return True
 
@@ -69,14 +70,6 @@ def rows_of(part: Part, setup: Setup) -> list[Row]:
         return part.measure(setup)
     except Exception as error:  # the parts behind it are to run, and this is what there is to know of it
         return [failed(part.name, error)]
-
-
-def _usable() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # an illegal access stays with the process
-        return False
-    return True
 
 
 def run(of: Slice, record: Record, where: str, say: Say, limit_s: float = LIMIT_S, command: tuple[str, ...] = ()) -> bool:

@@ -1,11 +1,17 @@
-"""Slice 2: a training step of every model of the zoo (`tests/zoo.py`) on the card, against the CPU, in float64."""
+"""Slice 2: a training step of every model of the zoo (`tests/zoo.py`) on the card, against the CPU, in float64.
+
+Processes try models side by side. An illegal access stays with the process that made it, and with whatever it tries next; a model may also
+end its process, and the pool with it. What was not tried on a usable card is tried again: each row is of the model that it names.
+"""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +19,7 @@ import torch
 
 import colofunc as cf
 from bench import Row
+from bench.gpu.measuring import usable
 from bench.gpu.parts import Part, Setup, Slice
 from bench.gpu.sizes import REAL
 from colofunc.testing import float64, last_bit
@@ -46,15 +53,53 @@ def one_model(name: str) -> str:
     return ""
 
 
+def in_a_process(name: str) -> str | None:
+    """The same; None where a model before it has left this process without a usable card."""
+    if not usable():
+        return None
+    return one_model(name)
+
+
+def side_by_side(names: Sequence[str], pool: Callable[[int], Executor], workers: int) -> dict[str, str]:
+    """Model -> what was wrong, empty where nothing was."""
+    said: dict[str, str] = {}
+    while left := [name for name in names if name not in said]:
+        found, ended = _tried(left, pool, workers)
+        said |= found
+        if ended:  # one of those that were first in line has ended its process; which, shows alone
+            for name in [name for name in left if name not in said][:workers]:
+                said |= {name: "its process ended"} | _tried([name], pool, 1)[0]
+    return said
+
+
+def _tried(names: Sequence[str], pool: Callable[[int], Executor], workers: int) -> tuple[dict[str, str], bool]:
+    """(model -> what was wrong, of those that were tried on a usable card; whether a process has ended)."""
+    said: dict[str, str] = {}
+    ended = False
+    with pool(workers) as processes:
+        running = {name: processes.submit(in_a_process, name) for name in names}
+        for name, result in running.items():
+            try:
+                words = result.result()
+            except BrokenProcessPool:
+                ended = True
+                continue
+            if words is not None:
+                said[name] = words
+    return said, ended
+
+
+def spawned(workers: int) -> Executor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
 def chunk(k: int, setup: Setup) -> list[Row]:
     chosen = names(setup, k)
     if setup.sizes.workers:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(setup.sizes.workers, mp_context=spawn) as workers:
-            said = list(workers.map(one_model, chosen))
+        said = side_by_side(chosen, spawned, setup.sizes.workers)
     else:
-        said = list(map(one_model, chosen))
-    wrong = {name: words for name, words in zip(chosen, said, strict=True) if words}
+        said = {name: one_model(name) for name in chosen}
+    wrong = {name: words for name, words in said.items() if words}
     equal = f"{len(chosen) - len(wrong)} of {len(chosen)} models"
     row = Row("a training step on the card, as on the CPU in float64", equal, "all", not wrong)
     return [row, *(Row(name, words, "as on the CPU", False) for name, words in wrong.items())]
