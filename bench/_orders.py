@@ -28,9 +28,9 @@ from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._subclasses import FakeTensorMode
 
 from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.recompute import Replay
-from colofunc.program.passes.schedule import Memory
 
 aten = torch.ops.aten
 KINDS = {  # ours, and what torch decomposes -> an operator of that kind
@@ -57,7 +57,7 @@ def kind_of(node: Node) -> Callable[..., object]:
 def joint(program: Program) -> tuple[fx.GraphModule, int]:
     """(forward and backward of a step as the partitioner wants them, number of results of forward). Nodes have the names n0, n1, ..."""
     first = first_of(program)
-    memory, graph = Memory(program), fx.Graph()
+    memory, graph = aliases(program), fx.Graph()
     there: dict[int, fx.Node] = {}
     with FakeTensorMode():
         bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}

@@ -90,7 +90,7 @@ def from_parameters(program: Program, given: Iterable[int]) -> set[int]:
 
 def to_sums(body: Program) -> set[int]:
     """Of the body of the loop: gradients on their way to what is summed over the microbatches."""
-    makers = body.producers()
+    makers = body.makers
     pending = [o for o in body.outputs if body.values[o].shape]
     found: set[int] = set()
     while pending:
@@ -104,7 +104,7 @@ def to_sums(body: Program) -> set[int]:
 def at_peak(low: Any) -> Counter[str]:
     """Bytes alive at the peak by kind."""
     program = low.program
-    makers, weights = program.producers(), from_parameters(program, (i for i in program.inputs if program.values[i].role == "param"))
+    makers, weights = program.makers, from_parameters(program, (i for i in program.inputs if program.values[i].role == "param"))
     roles = {program.values[i].name: program.values[i].role for i in program.inputs}
     loops = [node for node in program.nodes if node.loop is not None]
     sums = {program.values[o].name or f"%{o}" for node in loops for o in node.outs if o is not None and program.values[o].shape}
@@ -113,7 +113,7 @@ def at_peak(low: Any) -> Counter[str]:
         body = node.loop.body
         given = (into for into, i in zip(body.inputs, node.refs, strict=True) if i in weights)
         for id in from_parameters(body, given) | to_sums(body):
-            maker = body.producers().get(id)
+            maker = body.makers.get(id)
             passing.add(body.values[id].name or f"%{id} {maker.target if maker else ''}".strip())
     out: Counter[str] = Counter()
     for live in low.memory().at_peak:

@@ -188,7 +188,7 @@ def test_a_dropped_reduction(mesh: cf.Mesh) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_permuted_all_gather(mesh: cf.Mesh) -> None:
     def permute(node: Node, program: Program) -> Node | None:
-        source = program.producers().get(node.refs[0]) if node.refs else None
+        source = program.makers.get(node.refs[0]) if node.refs else None
         if node.target != "colofunc.rearrange" or source is None or source.target != "colofunc.all_gather":
             return None
         left, right = node.args[1].split(" -> ")

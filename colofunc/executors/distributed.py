@@ -216,7 +216,7 @@ def _named(name: str, start: Start, flight: Flight) -> Start:
 
 def _text(program: Program, node: Node, kind: str) -> str:
     """`all_gather of 0.weight over dp (in net.0 at train.py:12)`."""
-    names = [program.values[i].name for i in (*node.refs, *(o for o in node.outs if o is not None)) if program.values[i].name]
+    names = [program.values[i].name for i in (*node.refs, *node.results) if program.values[i].name]
     where = " at ".join(word for word in (node.path, node.line) if word)
     return f"{kind}{f' of {names[0]}' if names else ''} over {', '.join(node.args[1])}" + (f" (in {where})" if where else "")
 

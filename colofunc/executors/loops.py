@@ -55,7 +55,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
         gathered |= {k: _gather(writer, loop, k, results[k], owned, pools[k]) for k in at.get(index, ())}
         if writer.look is not None:
             writer.line(writer.look(writer))
-        writer.free([o for o in inner.outs if o is not None and o not in last] + dying.get(index, []))
+        writer.free([o for o in inner.results if o not in last] + dying.get(index, []))
     writer.loops.pop()
     writer.choices.leave()
     writer.program, writer.where, writer.passing = program, where, outer

@@ -87,7 +87,7 @@ class Holders:
     def __init__(self, program: Program) -> None:
         self.outside: list[dict[str, Holder]] = []
         self.inside: list[dict[str, Holder]] = []
-        self._last = {id: len(program.nodes) for id in program.inputs} | lifetimes(program)
+        self._last = {**dict.fromkeys(program.inputs, len(program.nodes)), **lifetimes(program)}
 
     @property
     def tiers(self) -> set[str]:

@@ -132,7 +132,7 @@ def _kind_text(node: Node, values: Mapping[int, Value]) -> str:
 
 def _reach(nodes: Sequence[Node]) -> list[int]:
     """Per node, the node of the run that reads its results last; itself where none does."""
-    maker = {o: k for k, node in enumerate(nodes) for o in node.outs if o is not None}
+    maker = {o: k for k, node in enumerate(nodes) for o in node.results}
     reach = list(range(len(nodes)))
     for k, node in enumerate(nodes):
         for i in node.refs:
@@ -210,26 +210,26 @@ def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece 
     Views at the end stand behind it, where they cost less than as its results.
     """
     nodes, behind = _without_views_at_the_end(nodes)
-    made = {o for node in nodes for o in node.outs if o is not None}
+    made = {o for node in nodes for o in node.results}
     ahead = []
     for node in nodes:
         if _is_view(node) and not any(i in made for i in node.refs):
             ahead.append(node)
-            made.difference_update(o for o in node.outs if o is not None)
+            made.difference_update(node.results)
     moved = {id(node) for node in ahead}
     inner = [node for node in nodes if id(node) not in moved]
     ins = tuple(dict.fromkeys(i for node in inner for i in node.refs if i not in made))
     if not ins:  # where results without operands lie is known to who runs the program
         return None
     later = {i for node in behind for i in node.refs}
-    outs = tuple(o for node in inner for o in node.outs if o is not None and (o in later or last.get(o, -1) >= first + len(nodes)))
+    outs = tuple(o for node in inner for o in node.results if (o in later or last.get(o, -1) >= first + len(nodes)))
     changed = {i for node in inner for i in written(node)}
     return Piece(first, len(nodes), ahead, inner, ins, outs, tuple(k for k, i in enumerate(ins) if i in changed))
 
 
 def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
     """(nodes up to the last operator that computes, views behind it)."""
-    makers = {o: node for node in nodes for o in node.outs if o is not None}
+    makers = {o: node for node in nodes for o in node.results}
     end = len(nodes)
     while end and is_free(nodes[end - 1]):
         maker = makers.get(nodes[end - 1].refs[0])
@@ -258,7 +258,7 @@ def _can_fuse(piece: Piece) -> bool:
     """Whether some operator, no product of matrices, reads what another one in the piece has computed, views between them aside."""
     computed: set[int] = set()
     for node in piece.nodes:
-        outs = [o for o in node.outs if o is not None]
+        outs = node.results
         reads = any(i in computed for i in node.refs)
         if reads and not is_free(node) and not _is_product(node):
             return True

@@ -261,7 +261,7 @@ class SimulatedWires:
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
-        disk = any(writer.program.values[i].tier == "disk" for i in (*node.refs, *(o for o in node.outs if o is not None)))
+        disk = any(writer.program.values[i].tier == "disk" for i in (*node.refs, *node.results))
         if disk or writer.device.type != "cpu":
             # On a card what has not come is whatever was there; a buffer of NaN would be one more copy, from memory that is not pinned.
             self._moved(writer, node, kind, asynchronous, spoil=writer.device.type == "cpu")

@@ -200,7 +200,7 @@ class Writer:
                 self.node(node)
             if self.tap is not None:
                 self.tap(self, index, node)
-            dead = [o for o in node.outs if o is not None and o not in last]
+            dead = [o for o in node.results if o not in last]
             self.free(dead + [id for k in range(index, written_to + 1) for id in dying.get(k, [])])
 
     def node(self, node: Node) -> None:

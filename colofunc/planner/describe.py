@@ -257,7 +257,7 @@ def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
 def _weight(program: Program, node: Node) -> float:
     """Roughly the flops: for y[b, o] = x[b, i] w[i, o] the root of |x| |w| |y| is b i o."""
     operands = sorted(prod(program.values[r].shape) for r in node.refs)[-2:]
-    out = next((prod(program.values[o].shape) for o in node.outs if o is not None), 1)
+    out = next((prod(program.values[o].shape) for o in node.results), 1)
     return float(prod(operands) * out) ** 0.5
 
 

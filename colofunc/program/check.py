@@ -56,7 +56,7 @@ def _check(program: Program, scope: _Scope) -> None:
         problem = _node_problem(program, node, defined, scope)
         if problem:
             raise ProgramError(f"{problem}\n{_around(program, index)}")
-        defined.update(o for o in node.outs if o is not None)
+        defined.update(node.results)
     _check_outputs(program, defined)
 
 

@@ -10,6 +10,7 @@ until when a value is needed.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import prod
 
@@ -20,7 +21,7 @@ from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload
-from colofunc.program.ir import LOOP, Node, Program, Ref
+from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
@@ -167,10 +168,11 @@ def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...]
         return (final if final != shape else None), None, None
     return (split if split != shape else None), order, (final if final != moved else None)
 
-def lifetimes(program: Program) -> dict[int, int]:
-    """Value id -> index of the last node that needs it, as `Program.last_uses`; a started collective needs its operand
+@computed_once
+def lifetimes(program: Program) -> Mapping[int, int]:
+    """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its operand
     until it is waited for."""
-    last = program.last_uses()
+    last = dict(program.last_uses)
     for node in program.nodes:
         kind = kind_of(node)
         if kind is not None and kind[1]:

@@ -17,8 +17,8 @@ torch.memory_format, torch.layout). Nodes never mutate their inputs unless their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -29,6 +29,7 @@ from colofunc.errors import ProgramError
 from colofunc.ops.kernels import Planned, Table
 
 PHASES = ("forward", "backward", "update")
+Fact = TypeVar("Fact")
 
 
 @attrs.frozen
@@ -88,6 +89,11 @@ class Node:
         """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
         return tuple(_refs((self.args, self.kwargs)))
 
+    @cached_property
+    def results(self) -> tuple[int, ...]:
+        """Ids of the values that it defines: `outs` without what is absent."""
+        return tuple(out for out in self.outs if out is not None)
+
 
 def _refs(tree: Any) -> Iterator[int]:
     if type(tree) is Ref:
@@ -141,23 +147,45 @@ class Program:
     aliases: tuple[tuple[int, int], ...] = ()
     stage: str = "global"  # "global" | "local" | "inplace": what check_program allows
     kernels: Table | None = attrs.field(default=None, eq=False, repr=False)  # from which the executor chooses; None: the built-in ones
+    _facts: Facts = attrs.field(init=False, factory=lambda: Facts(), eq=False, repr=False)  # what `computed_once` has computed
 
     def value(self, id: int) -> Value:
         return self.values[id]
 
-    def producers(self) -> dict[int, Node]:
-        """Value id -> the node that defines it (inputs have none)."""
-        return {o: node for node in self.nodes for o in node.outs if o is not None}
+    # ---- index: computed when it is first asked for, and kept, since a program does not change ----
 
-    def last_uses(self) -> dict[int, int]:
-        """Value id -> index of the last node that reads it; len(nodes) for outputs; absent if never read."""
-        last: dict[int, int] = {}
+    @cached_property
+    def makers(self) -> Mapping[int, Node]:
+        """Value id -> the node that defines it (inputs have none)."""
+        return {out: node for node in self.nodes for out in node.results}
+
+    @cached_property
+    def made_at(self) -> Mapping[int, int]:
+        """Value id -> position of the node that defines it (inputs have none)."""
+        return {out: index for index, node in enumerate(self.nodes) for out in node.results}
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[int, ...]]:
+        """Value id -> positions of the nodes that read it, ascending, each once; absent if no node does."""
+        found: dict[int, list[int]] = {}
         for index, node in enumerate(self.nodes):
-            for ref in node.refs:
-                last[ref] = index
-        for out in self.outputs:
-            last[out] = len(self.nodes)
-        return last
+            for ref in dict.fromkeys(node.refs):
+                found.setdefault(ref, []).append(index)
+        return {id: tuple(positions) for id, positions in found.items()}
+
+    @cached_property
+    def last_uses(self) -> Mapping[int, int]:
+        """Value id -> position of the last node that reads it; len(nodes) for outputs; absent if never read."""
+        last = {id: positions[-1] for id, positions in self.readers.items()}
+        return last | dict.fromkeys(self.outputs, len(self.nodes))
+
+    @cached_property
+    def next_id(self) -> int:
+        """An id that neither the program nor a body of its loops has, and none above it."""
+        bodies = [node.loop.body.next_id for node in self.nodes if node.loop is not None]
+        return max([*bodies, 1 + max(self.values, default=-1)])
+
+    # ---- changes: `Editor` makes them node by node ----
 
     def with_nodes(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
         return attrs.evolve(self, nodes=tuple(nodes), values=self.values if values is None else values)
@@ -167,14 +195,37 @@ class Program:
 
         Raises ProgramError where a node reads, or the program returns, what no node before it has made.
         """
-        changed = self.with_nodes(nodes, values)
-        defined = set(changed.inputs)
-        for index, node in enumerate(changed.nodes):
+        return self.with_nodes(nodes, values).in_order()
+
+    def in_order(self) -> Program:
+        """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""
+        defined = set(self.inputs)
+        for index, node in enumerate(self.nodes):
             for ref in node.refs:
                 if ref not in defined:
                     raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
-            defined.update(o for o in node.outs if o is not None)
-        for out in changed.outputs:
+            defined.update(node.results)
+        for out in self.outputs:
             if out not in defined:
                 raise ProgramError(f"a pass that moves nodes has lost what makes the output %{out}")
-        return changed
+        return self
+
+
+class Facts(dict[Any, Any]):
+    """Function -> its result for one program. A copy of the program, in another process too, computes its own."""
+
+    def __reduce__(self) -> tuple[type[Facts], tuple[()]]:
+        return Facts, ()
+
+
+def computed_once(fact: Callable[[Program], Fact]) -> Callable[[Program], Fact]:
+    """A function of a program alone that keeps its result with the program, which does not change; nor may the result be changed."""
+
+    @wraps(fact)
+    def known(program: Program) -> Fact:
+        if fact not in program._facts:
+            program._facts[fact] = fact(program)
+        found: Fact = program._facts[fact]
+        return found
+
+    return known

@@ -107,7 +107,7 @@ class _Player:
         return clock if apart else begin + seconds
 
     def _made(self, node: Node, when_s: float) -> None:
-        for i in (*written(node), *(o for o in node.outs if o is not None)):
+        for i in (*written(node), *node.results):
             self.ready[i] = when_s
 
     def _loop(self, index: int, loop: Loop, begin: float) -> float:
@@ -125,7 +125,7 @@ class _Player:
         if is_copy(node):
             source, target = self._ends(node)
             return "disk" if "disk" in (source, target) else "to device" if target == "device" else "to host"
-        lies = [self.program.values[i].tier for i in (*node.refs, *(o for o in node.outs if o is not None))]
+        lies = [self.program.values[i].tier for i in (*node.refs, *node.results)]
         return "host" if lies and all(tier == "host" for tier in lies) else "compute"
 
     def _ends(self, node: Node) -> tuple[str, str]:
@@ -145,7 +145,7 @@ class _Player:
 
 def _touched(node: Node, values: Mapping[int, Value]) -> int:
     """Bytes that an elementwise operator reads and writes."""
-    return sum(values[i].nbytes for i in (*node.refs, *written(node), *(o for o in node.outs if o is not None)))
+    return sum(values[i].nbytes for i in (*node.refs, *written(node), *node.results))
 
 
 # ---- Chrome traces (chrome://tracing, ui.perfetto.dev) ----

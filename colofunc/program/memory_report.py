@@ -204,7 +204,7 @@ def _become_gradients(program: Program, found: dict[int, str]) -> None:
     """What is cast, packed or sent and is a gradient then, is one already."""
     passing: set[int] = set()  # buffers on that way
     for node in reversed(program.nodes):
-        outs = [o for o in node.outs if o is not None]
+        outs = node.results
         if not outs or not (node.target in _MOVES or is_wire(node)) or not all(found[o] == "gradients" or o in passing for o in outs):
             continue
         for r in node.refs:

@@ -39,7 +39,6 @@ class Positions:
     place: Place
     given: Mapping[int, torch.Tensor | None] = attrs.field(factory=dict)
     _known: dict[int, torch.Tensor | None] = attrs.field(factory=dict, init=False)
-    _makers: dict[int, Node] | None = attrs.field(default=None, init=False)
 
     def run(self, id: int) -> Run | None:
         """The value as a run of integers; None where the host does not know it, or it is no run."""
@@ -72,9 +71,7 @@ class Positions:
             return constant if constant.device.type == "cpu" else None
         if id in self.given:
             return self.given[id]
-        if self._makers is None:
-            self._makers = self.program.producers()
-        node = self._makers.get(id)
+        node = self.program.makers.get(id)
         if node is None:
             return None
         kind = kind_of(node)

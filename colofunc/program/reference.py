@@ -22,7 +22,7 @@ def run_reference(program: Program, inputs: Sequence[torch.Tensor]) -> list[torc
     if len(ids) != len(inputs):
         raise InputError(f"the program takes {len(ids)} tensors, {len(inputs)} were given")
     env = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
-    last = program.last_uses()
+    last = program.last_uses
     with torch.no_grad():
         for index, node in enumerate(program.nodes):
             args = map_refs(node.args, env.__getitem__)

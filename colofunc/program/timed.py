@@ -62,7 +62,7 @@ def timings(program: Program, seconds: Sequence[float], model: NodeS) -> Timed:
     found: dict[Call, list[float]] = {}
     modelled: dict[Call, float] = {}
     for (node, values), took in zip(measured_nodes(program), seconds, strict=True):
-        ids = (*node.refs, *(o for o in node.outs if o is not None))
+        ids = (*node.refs, *node.results)
         if kind_of(node) is None and all(values[i].tier == "device" for i in ids):
             found.setdefault(call(node, values), []).append(took)
             modelled[call(node, values)] = model(node, values)

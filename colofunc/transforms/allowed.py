@@ -50,7 +50,7 @@ class Reference:
         ids = [i for i in program.inputs if i not in program.constants]
         self.env: dict[int, Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
         self.asked = Counter(asked)
-        self.last = program.last_uses()
+        self.last = program.last_uses
         self.ran = ran
         self.at = 0
 
@@ -63,7 +63,7 @@ class Reference:
                 self.ran(node, self.env, results)
             self.env.update({o: x for o, x in zip(node.outs, results, strict=True) if o is not None})
             self.at += 1
-            for ref in {*node.refs, *(o for o in node.outs if o is not None)}:
+            for ref in {*node.refs, *node.results}:
                 self._drop(ref)
         return self.env[id]
 
@@ -93,7 +93,7 @@ class Allowed:
         self.updates = tolerance is None
         self.after = _after(program)
         self.known: dict[int, float] = {}
-        self.makers = program.producers()
+        self.makers = program.makers
         self.relative: dict[int, float] = {}  # what rounding does, as a share of the value
         self.terms: dict[int, float] = {}  # of sums: what rounding each term once does to them, absolute
         self.elements: dict[int, Tensor] = {}  # of results of updates, absolute
@@ -203,7 +203,7 @@ def _after(program: Program) -> set[int]:
     found: set[int] = set()
     made: set[int] = set()
     for node in program.nodes:
-        outs = {o for o in node.outs if o is not None}
+        outs = set(node.results)
         if any(r in found or r in made for r in node.refs):
             found |= outs
         if node.target in UPDATES:

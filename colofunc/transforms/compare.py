@@ -133,8 +133,8 @@ class _Look:
     def __init__(self, low: Lowered, plain: Plain, reference: Reference, allowed: Allowed) -> None:
         self.low, self.plain, self.reference = low, plain, reference
         self.allowed = allowed
-        self.makers = low.global_program.producers()
-        self.local_makers = plain.program.producers()
+        self.makers = low.global_program.makers
+        self.local_makers = plain.program.makers
         self.strategies = {id(n): c.strategy.name for n, c in zip(low.global_program.nodes, low.choices, strict=True)}
         self.scaled = any(value.dtype is torch.float16 for value in low.global_program.values.values())
         self.found: list[Difference] = []
@@ -148,7 +148,7 @@ class _Look:
 
     def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
         node = self.plain.program.nodes[index]
-        for out, lanes in zip([o for o in node.outs if o is not None], results, strict=True):
+        for out, lanes in zip(node.results, results, strict=True):
             if out in self.plain.owners:
                 self.one(out, lanes, node)
 

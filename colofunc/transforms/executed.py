@@ -70,7 +70,7 @@ def _told(look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
     """Results of a node that are copies of global values, as their layouts say."""
-    for value in (program.values[o] for o in node.outs if o is not None):
+    for value in (program.values[o] for o in node.results):
         layout = value.layout
         if value.of is None or layout is None or layout.shape != whole.values[value.of].shape:
             continue

@@ -129,7 +129,7 @@ class _Look:
 
     def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
         node = self.plain.program.nodes[index]
-        for out, lanes in zip([o for o in node.outs if o is not None], results, strict=True):
+        for out, lanes in zip(node.results, results, strict=True):
             self.one(out, lanes)
 
     def one(self, mine: int, lanes: Sequence[torch.Tensor]) -> None:
@@ -156,7 +156,7 @@ def _born(plain: Plain, seen: Seen) -> Iterator[tuple[int, str]]:
         if (mine, "nan") in seen:
             yield mine, "nan"
     for node in plain.program.nodes:
-        for mine in (o for o in node.outs if o is not None):
+        for mine in node.results:
             for kind in ("nan", "inf"):
                 if (mine, kind) not in seen:
                     continue
@@ -179,8 +179,8 @@ def _infinite(tree: Any) -> Iterator[bool]:
 
 def _finding(low: Lowered, plain: Plain, mine: int, kind: str, counts: dict[int, int]) -> NotFinite:
     owner = plain.owners[mine]
-    value, maker = low.global_program.values[owner], low.global_program.producers().get(owner)
-    local, makers = plain.program.values[mine], plain.program.producers()
+    value, maker = low.global_program.values[owner], low.global_program.makers.get(owner)
+    local, makers = plain.program.values[mine], plain.program.makers
     made_by = history(plain, makers, mine, makers[mine]) if mine in makers else "the caller"
     where = (maker.line, maker.path, maker.phase) if maker is not None else ("", "", "input")
     spec = local.layout.text() if local.layout is not None else ""

@@ -159,11 +159,11 @@ def chunk_states(low: Any) -> tuple[ChunkStates, ...]:
     source = {i: i for i in program.inputs}  # a copy of an input, or a view of it -> the input
     reads: dict[int, list[int]] = {}
     spans: dict[int, list[int]] = {}
-    last = program.last_uses()
+    last = program.last_uses
     for k, node in enumerate(program.nodes):
         name = node.target.removeprefix("colofunc.").removesuffix("_start")
         if name in ("to_device", "to_host", "wait", "put") and node.refs[0] in source:
-            source.update({o: source[node.refs[0]] for o in node.outs if o is not None})
+            source.update(dict.fromkeys(node.results, source[node.refs[0]]))
             continue
         for i in node.refs:
             if i in source and program.values[i].tier == "device":

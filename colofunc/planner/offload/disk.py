@@ -100,7 +100,7 @@ def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
     most = mesh.capacity_bytes("disk")
     there = [(k, program.values[i]) for k, i in enumerate(program.inputs) if program.values[i].tier == "disk"]
     states = sum(value.nbytes * (1 if k in captured else 2) for k, value in there)
-    own = [o for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.outs if o is not None]
+    own = [o for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.results]
     needed = states + sum(program.values[o].nbytes for o in own)
     if most is None or needed <= most:
         return ""

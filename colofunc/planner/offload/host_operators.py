@@ -92,7 +92,7 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
             continue
         gathers = {k for k in readers if _picks(ground, k, s)}
         casts = {k for k in readers if nodes[k].target == CAST}
-        for made in {ground.lies.home[o] for k in casts for o in nodes[k].outs if o is not None}:
+        for made in {ground.lies.home[o] for k in casts for o in nodes[k].results}:
             gathers |= {j for j in ground.uses.get(made, ()) if _picks(ground, j, made)}
         more = {k for k in readers if _updates(ground, k) and _free(ground, k, placed)}
         kept = any(fnmatchcase(nodes[k].path, glob) for k in gathers for glob, place in where.items() if place == "device")
@@ -147,7 +147,7 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
                 goes = sum(n for s, n in read.items() if s in made) * 2 > sum(read.values())
             found |= {k} if goes else set()
         if k in found and node.phase != "forward":
-            made |= {lies.home[o] for o in node.outs if o is not None and lies.home[o] not in placed}
+            made |= {lies.home[o] for o in node.results if lies.home[o] not in placed}
     return frozenset(found)
 
 

@@ -95,7 +95,7 @@ GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "ate
 
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
-    outs = tuple(o for o in node.outs if o is not None)
+    outs = node.results
     ids = (*node.refs[1:], *outs, *outs) if node.target in GATHERS else (*node.refs, *written(node), *outs)
     return sum(program.values[i].nbytes for i in ids)
 
@@ -183,7 +183,7 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[in
     program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
     for k, node in enumerate(program.nodes):
         if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
-            started.update({o: k for o in node.outs if o is not None})
+            started.update(dict.fromkeys(node.results, k))
         elif kind_of(node) == ("wait", False) and node.refs[0] in started:
             begin = started[node.refs[0]]
             changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
@@ -329,7 +329,7 @@ class _Writer:
         node, home = self.ground.program.nodes[k], self.ground.lies.home
         if is_view(node, self.ground.lies):
             return set(), set()
-        changed = {home[i] for i in (*written(node), *(o for o in node.outs if o is not None))}
+        changed = {home[i] for i in (*written(node), *node.results)}
         return changed | {home[i] for i in node.refs}, changed
 
     def _planned(self, k: int) -> bool:

@@ -80,7 +80,7 @@ def updates_of(ground: Ground) -> list[Update]:
     """
     nodes = ground.program.nodes
     state = {ground.lies.home[i] for i in ground.program.inputs if ground.program.values[i].role in ("param", "state")}
-    readers = _readers(ground)
+    readers = ground.program.readers
     outputs = set(ground.program.outputs)
     owner: dict[int, int] = {}  # node -> the writer that names its update
     joined: dict[int, int] = {}  # a writer that names no update any more -> the one that does
@@ -97,7 +97,7 @@ def updates_of(ground: Ground) -> list[Update]:
         if node.target in UPDATES or writes_state:
             owner[k] = k
             continue
-        reading = {j for o in node.outs if o is not None for j in readers.get(o, ())}
+        reading = {j for o in node.results for j in readers.get(o, ())}
         names = {name(j) for j in reading}
         if not names or None in names or outputs.intersection(node.outs) or not _belongs(node, ground):
             continue
@@ -119,15 +119,6 @@ def _computes(ground: Ground, group: Sequence[int]) -> bool:
     return any(nodes[k].target != WRITE and not is_view(nodes[k], ground.lies) for k in group)
 
 
-def _readers(ground: Ground) -> dict[int, set[int]]:
-    """Value -> the nodes that read it."""
-    found: dict[int, set[int]] = {}
-    for k, node in enumerate(ground.program.nodes):
-        for i in node.refs:
-            found.setdefault(i, set()).add(k)
-    return found
-
-
 def _belongs(node: Node, ground: Ground) -> bool:
     """Whether a node that only an update reads is part of it: all of the phase, elsewhere what is elementwise and makes nothing smaller."""
     if is_view(node, ground.lies):
@@ -135,7 +126,7 @@ def _belongs(node: Node, ground: Ground) -> bool:
     if not able(node, ground):
         return False
     values = ground.program.values
-    made = max((values[o].nbytes for o in node.outs if o is not None), default=0)
+    made = max((values[o].nbytes for o in node.results), default=0)
     return node.phase == "update" or (is_pointwise(node.target) and made >= max(values[i].nbytes for i in node.refs))
 
 
@@ -169,13 +160,13 @@ def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
     if not chosen:
         return chosen
     program, found = ground.program, set(chosen)
-    read = _readers(ground)
+    read = ground.program.readers
     kept = set(program.outputs)
     for k in reversed(range(len(program.nodes))):
         node = program.nodes[k]
         if node.target not in LIGHT or len(node.outs) != 1 or node.outs[0] is None or node.outs[0] in kept:
             continue
-        readers_ = read.get(node.outs[0], set())
+        readers_ = set(read.get(node.outs[0], ()))
         big = max((program.values[i].nbytes for i in node.refs), default=0)
         if readers_ and readers_ <= found and program.values[node.outs[0]].nbytes >= big:
             found.add(k)

@@ -27,10 +27,10 @@ from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
 from colofunc.planner.recompute.stages import Chain, NodeS, chain_of
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.schedule import Memory
 
 SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
 """Memory is divided into WORK / stages slots, at least SLOTS and at most MOST_SLOTS: the fewer stages, the finer."""
@@ -140,7 +140,7 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
     if len(program.nodes) > MIDDLE:
         return []
-    parts, groups = chain_of(program, node_s).parts, Memory(program)
+    parts, groups = chain_of(program, node_s).parts, aliases(program)
     owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
     relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
     plans = [order() for order in relaxed.relaxed(program, node_s, owned)]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import chain, combinations
 
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
 from colofunc.program.passes.recompute import Replay
-from colofunc.program.passes.schedule import Memory
 
 FEW = 4
 """Searched are steps in which backward reads at most this many pieces of memory that forward made."""
@@ -28,9 +28,9 @@ def late(program: Program) -> Iterator[Callable[[], Program]]:
     first = next((k for k, node in enumerate(program.nodes) if node.phase == "backward"), 0)
     if not first or any(node.loop is not None for node in program.nodes):
         return
-    memory = Memory(program)
+    memory = aliases(program)
     made: dict[int, set[int]] = {}
-    for o in (o for node in program.nodes[:first] for o in node.outs if o is not None):
+    for o in (o for node in program.nodes[:first] for o in node.results):
         made.setdefault(memory.group(o), set()).add(o)
     read = {memory.group(r) for node in program.nodes[first:] for r in node.refs}
     kept = {memory.group(i) for i in (*program.inputs, *program.outputs)}

@@ -69,7 +69,7 @@ def _needs(chain: Chain, way: int) -> list[int]:
 
 def _ends(chain: Chain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:
     """Where each of these parts of the program ends in another order of it, by the values that it makes first."""
-    made = {o: k for k, node in enumerate(nodes) for o in node.outs if o is not None}
+    made = {o: k for k, node in enumerate(nodes) for o in node.results}
     found, before = [], -1
     for part in ranges:
         mine = [made[o] for k in part for o in chain.program.nodes[k].outs if o in made]

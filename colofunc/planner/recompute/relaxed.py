@@ -29,9 +29,9 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
 from colofunc.program.passes.recompute import Replay
-from colofunc.program.passes.schedule import Memory
 
 PIECES = 128
 """At most this many pieces of memory are variables, the largest that backward reads; smaller ones are kept."""
@@ -182,10 +182,10 @@ class _Facts:
     """Who makes and reads the memory of a step, by group."""
 
     def __init__(self, program: Program, first: int, last: int) -> None:
-        self.program, self.first, self.end, self.memory = program, first, last, Memory(program)
+        self.program, self.first, self.end, self.memory = program, first, last, aliases(program)
         self.makers, self.readers, self.values = dict[int, list[int]](), dict[int, list[int]](), dict[int, list[int]]()
         self.nbytes = dict[int, int]()
-        self.maker = {o: k for k, node in enumerate(program.nodes) for o in node.outs if o is not None}
+        self.maker = program.made_at
         for o, k in self.maker.items():
             g = self.memory.group(o)
             self.nbytes[g] = max(self.nbytes.get(g, 0), program.values[o].nbytes)

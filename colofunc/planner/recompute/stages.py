@@ -20,9 +20,9 @@ import attrs
 
 from colofunc.ops.debug import DEBUG
 from colofunc.planner.recompute.chain import Back, Kept, Run, Stage
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.passes.recompute import Replay
-from colofunc.program.passes.schedule import Memory
 
 SMALL = 1 << 10
 """Values of at most this many bytes are always kept."""
@@ -113,15 +113,12 @@ class _Facts:
     """Who makes and who reads what, in forward and behind it."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.memory = program, Memory(program)
+        self.program, self.memory = program, aliases(program)
         back = [k for k, node in enumerate(program.nodes) if node.phase == "backward"]
         self.first: int | None = back[0] if back and back[0] else None
         self.last = back[-1] if back else 0
-        self.maker = {o: k for k, node in enumerate(program.nodes) for o in node.outs if o is not None}
-        self.readers: dict[int, list[int]] = {}
-        for k, node in enumerate(program.nodes):
-            for r in dict.fromkeys(node.refs):
-                self.readers.setdefault(r, []).append(k)
+        self.maker = program.made_at
+        self.readers: Mapping[int, tuple[int, ...]] = program.readers
 
     def group(self, value: int) -> int:
         return self.memory.group(value)
@@ -139,7 +136,7 @@ class _Facts:
         """Forward values that are never dropped."""
         found = set(self.program.outputs)
         for v in self.forward():
-            readers = self.readers.get(v, [])
+            readers = self.readers.get(v, ())
             at = stage_of[self.maker[v]]
             far = any(stage_of.get(k, at) > at + 1 for k in readers if k < (self.first or 0))
             late = any(k > self.last or self.program.nodes[k].phase == "update" for k in readers)
@@ -155,7 +152,7 @@ class _Facts:
         batch = {i for i, role in roles.items() if role == "batch"}
         params = {i for i, role in roles.items() if role in ("param", "frozen")}
         for node in self.program.nodes[: self.first]:
-            outs = [o for o in node.outs if o is not None]
+            outs = node.results
             if any(r in batch for r in node.refs):
                 batch.update(outs)
             if any(r in params for r in node.refs):
@@ -171,7 +168,7 @@ def _cuts(facts: _Facts) -> list[int]:
     change, made = [0] * (first + 1), [0] * (first + 1)
     spans: dict[int, list[int]] = {}
     for v in facts.streams():
-        reads = [k for k in facts.readers.get(v, []) if k < first]
+        reads = [k for k in facts.readers.get(v, ()) if k < first]
         span = spans.setdefault(facts.group(v), [facts.maker[v], facts.maker[v], 0])
         span[0] = min(span[0], facts.maker[v])
         span[1] = max([span[1], *reads])
@@ -209,8 +206,8 @@ def _backs(facts: _Facts, ranges: Sequence[range], rests: Collection[int]) -> li
     first = facts.first or 0
     ends, begins = [first] * len(ranges), [facts.last + 1] * len(ranges)
     for s, nodes in enumerate(ranges):
-        made = [o for k in nodes for o in facts.program.nodes[k].outs if o is not None and o not in rests]
-        reads = {v: facts.readers.get(v, []) for v in made}
+        made = [o for k in nodes for o in facts.program.nodes[k].results if o not in rests]
+        reads = {v: facts.readers.get(v, ()) for v in made}
         ends[s] = max([first, *(k + 1 for ks in reads.values() for k in ks if k <= facts.last)])
         own = [ks for ks in reads.values() if not any(nodes.stop <= k < first for k in ks)]
         begins[s] = min([facts.last + 1, *(k for ks in own for k in ks if first <= k)])
@@ -240,11 +237,11 @@ def _part(
         if o is not None and o not in rests and facts.group(o) not in inputs
     )  # fmt: skip
     first = facts.first or 0
-    outs = {facts.group(v) for v in made if any(k < first and stage_of[k] > number for k in facts.readers.get(v, []))}
+    outs = {facts.group(v) for v in made if any(k < first and stage_of[k] > number for k in facts.readers.get(v, ()))}
     sizes: dict[int, int] = {}
     for v in made:
         sizes[facts.group(v)] = max(sizes.get(facts.group(v), 0), program.values[v].nbytes)
-    saved = {facts.group(v) for v in made if any(first <= k <= facts.last for k in facts.readers.get(v, []))} - outs
+    saved = {facts.group(v) for v in made if any(first <= k <= facts.last for k in facts.readers.get(v, ()))} - outs
     out_bytes = sum(sizes[g] for g in outs)
     members: dict[int, set[int]] = {}
     for v in made:

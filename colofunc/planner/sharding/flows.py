@@ -304,7 +304,7 @@ def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
     for node in program.nodes:
         moved = node.target.rsplit(".", 1)[0] in FREE or node.target.startswith("aten._to_copy")
         if moved and len(node.refs) == 1 and node.refs[0] in found:
-            found.update(o for o in node.outs if o is not None)
+            found.update(node.results)
     return frozenset(found)
 
 

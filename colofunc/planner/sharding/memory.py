@@ -176,7 +176,7 @@ def _ends(program: Program) -> list[int]:
     for index in range(n - 1, -1, -1):
         node = program.nodes[index]
         if node.refs and node.target.rsplit(".", 1)[0] in FREE:
-            ends[index] = max([index, *(last.get(o, index) for o in node.outs if o is not None)])
+            ends[index] = max([index, *(last.get(o, index) for o in node.results)])
         for ref in node.refs:
             last[ref] = max(last.get(ref, 0), ends[index])
     return ends

@@ -197,6 +197,6 @@ def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh, k
     seconds = None if kernel_s is None else kernel_s(node, strategy)
     if seconds is not None:
         return seconds + cost.extra_s + tie_s
-    dtype = next((program.values[o].dtype for o in node.outs if o is not None), None)
+    dtype = next((program.values[o].dtype for o in node.results), None)
     name = "float32" if dtype is None or not dtype.is_floating_point else str(dtype).removeprefix("torch.")
     return mesh.compute_s(cost.flops, cost.nbytes, name) + cost.extra_s + tie_s

@@ -127,7 +127,7 @@ class _Walk:
             return
         self.strategies[index] = strategy
         if len(resting) == len(operands):
-            self.at_rest.update(out for out in node.outs if out is not None)
+            self.at_rest.update(node.results)
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is None or layout is None:
                 continue

@@ -160,7 +160,7 @@ def _final(program: Program, every: Mapping[int, Product]) -> set[int]:
         if index in every or node.target in ("colofunc.attention", "colofunc.experts"):
             final -= before
             before = frozenset({index} & final)
-        behind |= dict.fromkeys((out for out in node.outs if out is not None), before)
+        behind |= dict.fromkeys(node.results, before)
     return final
 
 

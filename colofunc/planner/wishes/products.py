@@ -235,7 +235,7 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
 
     Each row may have a matrix of its own, chosen by index, or rows come in groups.
     """
-    made = program.producers()
+    made = program.makers
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
         if rule is None or rule.flops is None or rule.outs[0] is None:
@@ -289,7 +289,7 @@ def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int
 
 def work(program: Program, rules: Rules) -> dict[int, int]:
     """Node index -> flops, of forward operators that multiply with a weight: products, convolutions, whatever has flops."""
-    made = program.producers()
+    made = program.makers
     found = {}
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
@@ -345,7 +345,7 @@ def _said(program: Program, node: Node) -> str:
 
 
 def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
-    """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `made`: program.producers()."""
+    """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `made`: program.makers."""
     swapped = False
     while id in made and len(made[id].refs) == 1:
         node = made[id]
@@ -361,7 +361,7 @@ def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | 
 def gradients(program: Program, product: Product, targets: Sequence[str]) -> tuple[int, ...]:
     """What backward makes with one product's operands: of those under its path that read its weight, or give a gradient of its
     weight's shape from what it read."""
-    made = program.producers()
+    made = program.makers
     forward = program.nodes[product.index]
     reads = {root(program, made, ref) for ref in forward.refs}
     weight, found = program.values[product.leaf].shape, []
@@ -381,7 +381,7 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
         words = [(axis, word) for axis, word in every if mesh.axis_size(axis) > 1]
         node, alone = program.nodes[product.index], paths[product.path] == 1
         backward = _BACKWARD.get(node.target, ("aten.mm.default",))
-        forward = tuple(id for id in node.outs if id is not None)
+        forward = node.results
         # An adapter's products stand under the path of the layer that it is for: those are told apart by what they make.
         made = ((), ()) if alone else (forward, gradients(program, product, backward))
         for some in filter(None, (words[:2], words[2:])):  # the planner takes two axes together, then the third

@@ -88,7 +88,7 @@ def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dic
     Walked backwards: whoever can give its result as its reader wants it passes the wish on to what it reads. Where that ends,
     a factor arises. A seed for `cf.Wish(values=...)`.
     """
-    made, todo = program.producers(), list(wanted.items())
+    made, todo = program.makers, list(wanted.items())
     found: dict[int, Layout] = {}
     seen: set[int] = set()
     while todo:
@@ -115,7 +115,7 @@ PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
 def written_attention(program: Program) -> Iterator[Node]:
     """Attention that is written out: softmaxes over the last dim of scores (..., s, t), which a product of two activations
     gives, scaled, capped, masked as they may be."""
-    made = program.producers()
+    made = program.makers
     for node in program.nodes:
         if node.phase == "forward" and node.target == "aten._softmax.default":
             shape = program.values[node.refs[0]].shape
@@ -151,7 +151,7 @@ def experts(
 ) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
     """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
     index, wishes in the name of a plan, weight -> how it lies). `rules`: those that the plan was given."""
-    made, rules = program.producers(), rules or Rules(program, mesh)
+    made, rules = program.makers, rules or Rules(program, mesh)
     words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
     for index, node in enumerate(program.nodes):
         way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None
@@ -165,7 +165,7 @@ def experts(
 def routers(program: Program, some: Collection[int]) -> set[int]:
     """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice and weights."""
     at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in some}
-    made, found, seen = program.producers(), set[int](), set[int]()
+    made, found, seen = program.makers, set[int](), set[int]()
     todo = [ref for node in program.nodes if node.target == _EXPERTS[0] for ref in node.refs[1:3]]
     while todo:
         id = todo.pop()

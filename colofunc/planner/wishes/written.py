@@ -41,31 +41,28 @@ class Written:
 
 def written(program: Program) -> Iterator[Written]:
     """Every attention of a program that is written out, forward."""
-    readers: dict[int, list[Node]] = {}
-    for node in program.nodes:
-        if node.phase == "forward":
-            for ref in node.refs:
-                readers.setdefault(ref, []).append(node)
     for softmax in written_attention(program):
-        first = tuple(score_products(program, program.producers(), softmax.refs[0]))
+        first = tuple(score_products(program, program.makers, softmax.refs[0]))
         shape = program.values[softmax.refs[0]].shape
         # A sink is a column of scores, and no token.
         columns = program.values[first[0].refs[-1]].shape[-1]
         batch = shape[0] if len(shape) > 3 else 1
-        yield Written(softmax, first, tuple(_reading(readers, softmax)), batch, (shape[-2], columns))
+        yield Written(softmax, first, tuple(_reading(program, softmax)), batch, (shape[-2], columns))
 
 
-def _reading(readers: Mapping[int, list[Node]], softmax: Node) -> Iterator[Node]:
-    """The products of weights with values: the first that are met behind a softmax, as their first operand."""
-    todo, seen = [out for out in softmax.outs if out is not None], set[int]()
+def _reading(program: Program, softmax: Node) -> Iterator[Node]:
+    """The forward products of weights with values: the first that are met behind a softmax, as their first operand."""
+    todo, seen = list(softmax.results), set[int]()
     while todo:
         id = todo.pop()
         if id in seen:
             continue
         seen.add(id)
-        for node in readers.get(id, ()):
+        for node in (program.nodes[index] for index in program.readers.get(id, ())):
+            if node.phase != "forward":
+                continue
             if node.target not in PRODUCTS:
-                todo += [out for out in node.outs if out is not None]
+                todo += node.results
             elif node.refs[-2] == id:
                 yield node
 
@@ -83,7 +80,7 @@ def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -
                 found[ref] = _by_heads(program, mesh, axis, each, ref, name)
         for node in each.second:
             found |= _by_tokens(program, mesh, tokens, each, node.outs[0], 1)
-        made = program.producers()
+        made = program.makers
         for role, nodes, place in (("q", each.first, -2), ("k", each.first, -1), ("p", each.second, -2), ("v", each.second, -1)):
             for node in nodes:
                 roles.setdefault(root(program, made, node.refs[place]), []).append((role, each))
@@ -97,7 +94,7 @@ def _backward(
     program: Program, mesh: Mesh, axis: str, tokens: str, node: Node, roles: Mapping[int, list[tuple[str, Written]]], name: str
 ) -> dict[int, Layout]:
     """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not clear."""
-    made = program.producers()
+    made = program.makers
     known = [pair for ref in node.refs[-2:] for pair in roles.get(root(program, made, ref), ())]
     if len(known) != 1:
         return {}

@@ -14,31 +14,25 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program
-from colofunc.program.passes.reuse import renamed_refs
 
 
 def as_read(program: Program, hidden: Sequence[int]) -> Program:
     """`program` with those of its `hidden` inputs in a narrower dtype that nobody reads in their own."""
-    readers: dict[int, list[Node]] = {vid: [] for vid in hidden}
-    for node in program.nodes:
-        for ref in readers.keys() & node.refs:
-            readers[ref].append(node)
-    values = dict(program.values)
-    renamed: dict[int, int] = {}  # the result of a cast -> the input
-    for vid, nodes in readers.items():
-        dtypes = {_cast_to(node) for node in nodes}
+    edit = Editor(program)
+    for vid in hidden:
+        casts = program.readers.get(vid, ())
+        dtypes = {_cast_to(program.nodes[index]) for index in casts}
         dtype = dtypes.pop() if len(dtypes) == 1 and vid not in program.outputs else None
-        if dtype is None or dtype.itemsize >= values[vid].dtype.itemsize:
+        if dtype is None or dtype.itemsize >= program.values[vid].dtype.itemsize:
             continue
-        values[vid] = attrs.evolve(values[vid], dtype=dtype)
-        for made in (out for node in nodes for out in node.outs if out is not None):
-            renamed[made] = vid
-            del values[made]
-    kept = (node for node in program.nodes if not (node.outs and node.outs[0] in renamed))
-    others = tuple(renamed_refs(node, renamed) for node in kept)
-    outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    return attrs.evolve(program, nodes=others, values=values, outputs=outputs)
+        edit.values[vid] = attrs.evolve(program.values[vid], dtype=dtype)
+        for index in casts:
+            (made,) = program.nodes[index].results
+            edit.rename(made, vid)
+            edit.drop(index)
+    return edit.done()
 
 
 def _cast_to(node: Node) -> torch.dtype | None:

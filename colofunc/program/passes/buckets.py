@@ -21,7 +21,8 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.program.cost import collective_of
-from colofunc.program.ir import Node, Program
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Program
 from colofunc.program.passes.merge import merge
 
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
@@ -61,20 +62,18 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: f
     found = [b.members for b in _find(program, mesh, apart, most_bytes) if len(b.members) > 1]
     if not found:
         return program
-    values = dict(program.values)
-    instead: dict[int, list[Node]] = {k: [] for members in found for k in members}
+    edit = Editor(program)
     for members in found:
         gather = program.nodes[members[0]].target == "colofunc.all_gather"
-        together = merge([program.nodes[k] for k in members], values, f"bucket of {len(members)}")
-        instead[members[0] if gather else members[-1]] = together
-    nodes: list[Node] = []
-    for index, node in enumerate(program.nodes):
-        nodes += instead.get(index, [node])
-    return program.reordered(nodes, values)
+        for index in members:
+            edit.drop(index)
+        together = merge([program.nodes[k] for k in members], edit, f"bucket of {len(members)}")
+        edit.replace(members[0] if gather else members[-1], *together)
+    return edit.done()
 
 
 def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> list[_Bucket]:
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    made = program.made_at
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}
     every: list[_Bucket] = []

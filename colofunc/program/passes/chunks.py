@@ -34,6 +34,7 @@ from typing import Any
 
 import attrs
 
+from colofunc.program.editor import Editor
 from colofunc.program.facts import kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.passes.merge import merge
@@ -69,20 +70,12 @@ class _Scope:
     about: Mapping[int, int]
     behind: Mapping[int, int]  # outputs of a body -> what they are outside
     around: _Scope | None = None
-    makers: dict[int, int] = attrs.field(factory=dict)
-    readers: dict[int, list[int]] = attrs.field(factory=dict)
     owned: list[_Owned] = attrs.field(factory=list)
-
-    def __attrs_post_init__(self) -> None:
-        for index, node in enumerate(self.program.nodes):
-            self.makers.update({o: index for o in node.outs if o is not None})
-            for ref in dict.fromkeys(node.refs):
-                self.readers.setdefault(ref, []).append(index)
 
     def origin(self, id: int) -> tuple[int, tuple[int, ...]]:
         """What a value is made from by moves alone, and by which nodes, in order."""
         chain: list[int] = []
-        while (at := self.makers.get(id)) is not None and _is_move(self.program.nodes[at]):
+        while (at := self.program.made_at.get(id)) is not None and _is_move(self.program.nodes[at]):
             chain.insert(0, at)
             (id,) = self.program.nodes[at].refs
         return id, tuple(chain)
@@ -188,7 +181,7 @@ def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | st
         for out, into in program.aliases if scope.around is None else ():
             if program.outputs[out] == at and program.inputs[into] in wanted:
                 return program.inputs[into]
-        for index in scope.readers.get(at, ()):
+        for index in scope.program.readers.get(at, ()):
             node = program.nodes[index]
             others = [scope.about.get(scope.origin(r)[0]) for r in node.refs if r != at]
             mine = next((o for o in others if o in wanted), None)
@@ -224,7 +217,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     used: dict[int, tuple[int, int]] = {}
     for at, scope in sorted(scopes.items()):
         for id, outer in scope.about.items():
-            reads = scope.readers.get(id, ())
+            reads = scope.program.readers.get(id, ())
             if outer in numel and reads:
                 first = (reads[0], 0) if at < 0 else (at, reads[0])
                 used[outer] = min(used.get(outer, first), first)
@@ -280,19 +273,19 @@ def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tupl
     # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
     together = [g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)]
     while together:
-        values = dict(scope.program.values)
-        made = _scheduled(scope, together, values, order)
+        edit = Editor(scope.program)
+        made = _scheduled(scope, together, edit, order)
         if isinstance(made, list):
             live = _alive(made, scope.program.outputs)
             apart = {node.outs[0] for node in live if node.note.startswith("chunk of") and kind_of(node) is not None}
             apart |= {nodes[one.index].outs[0] for g in groups.values() if g not in together for one in g.members}
-            return scope.program.reordered(live, values), {o for o in apart if o is not None}
+            return edit.written(live), {o for o in apart if o is not None}
         together.remove(made)
     return scope.program, {o for one in scope.owned if (o := nodes[one.index].outs[0]) is not None}
 
 
 def _scheduled(
-    scope: _Scope, groups: Sequence[_Group], values: dict[int, Value], order: Mapping[int, tuple[int, int]]
+    scope: _Scope, groups: Sequence[_Group], edit: Editor, order: Mapping[int, tuple[int, int]]
 ) -> list[Node] | _Group:
     """The nodes in their order, each as soon as its operands are there; a group that would wait for itself, if there is one."""
     nodes = scope.program.nodes
@@ -305,7 +298,7 @@ def _scheduled(
     def emit(some: Sequence[Node]) -> list[int]:
         """Append nodes; what waited for what they define."""
         out.extend(some)
-        defined = [o for node in some for o in node.outs if o is not None]
+        defined = [o for node in some for o in node.results]
         there.update(defined)
         return [index for o in defined for index in waiting.pop(o, ())]
 
@@ -323,7 +316,7 @@ def _scheduled(
         emitted.update(one.index for one in group.members)
         chains = [k for one in group.members for k in _kept(one, nodes) if k not in emitted]
         emitted.update(chains)
-        return emit([*(nodes[k] for k in dict.fromkeys(chains)), *_one(scope, group, values, order)])
+        return emit([*(nodes[k] for k in dict.fromkeys(chains)), *_one(scope, group, edit, order)])
 
     for index in range(len(nodes)):
         if index in emitted:
@@ -352,7 +345,7 @@ def _is_cast(node: Node) -> bool:
     return node.target == "aten._to_copy.default" and [name for name, _ in node.kwargs] == ["dtype"]
 
 
-def _one(scope: _Scope, group: _Group, values: dict[int, Value], order: Mapping[int, tuple[int, int]]) -> list[Node]:
+def _one(scope: _Scope, group: _Group, edit: Editor, order: Mapping[int, tuple[int, int]]) -> list[Node]:
     """The collective of a group, with its packing and its pieces."""
     nodes = scope.program.nodes
     members = group.members
@@ -370,16 +363,17 @@ def _one(scope: _Scope, group: _Group, values: dict[int, Value], order: Mapping[
     head = nodes[members[0].index]
     runs = [order.get(scope.outer.get(i, -1)) for i in dict.fromkeys(sources)]
     whole = all(run is not None for run in runs) and all(b[1] == a[1] + 1 for a, b in pairwise(runs) if a and b)
+    values = scope.program.values
     same = all(values[i].dtype == values[head.refs[0]].dtype for i in sources)
     adjacent = whole and same and head.target == "colofunc.all_gather" and len(runs) > 1
-    return merge([nodes[one.index] for one in members], values, f"chunk of {len(members)}", sources, adjacent)
+    return merge([nodes[one.index] for one in members], edit, f"chunk of {len(members)}", sources, adjacent)
 
 
 def _uncast(scope: _Scope, id: int) -> int:
     """What a value that nobody else reads was cast from; the packing casts it."""
-    at = scope.makers.get(id)
+    at = scope.program.made_at.get(id)
     node = scope.program.nodes[at] if at is not None else None
-    alone = len(scope.readers.get(id, ())) == 1 and id not in scope.program.outputs
+    alone = len(scope.program.readers.get(id, ())) == 1 and id not in scope.program.outputs
     return node.refs[0] if node is not None and _is_cast(node) and alone else id
 
 

@@ -15,11 +15,13 @@ the program, hence the same on all ranks.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
+from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.schedule import Memory, next_of_kind
+from colofunc.program.passes.schedule import next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 
@@ -33,11 +35,7 @@ def reduces_early(program: Program) -> Program:
 
 
 def _early(program: Program, gathered: bool = False) -> Program:
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
-    readers: dict[int, list[int]] = {}
-    for index, node in enumerate(program.nodes):
-        for i in node.refs:
-            readers.setdefault(i, []).append(index)
+    made, readers = program.made_at, program.readers
     outputs = set(program.outputs)
     behind: dict[int, int] = {}  # node that moves -> the node it stands behind
     for index, node in enumerate(program.nodes):
@@ -61,7 +59,7 @@ def _is_move(node: Node) -> bool:
     return node.target in ("colofunc.rearrange", "aten._to_copy.default") and len(node.refs) == 1
 
 
-def _only_reader(node: Node, readers: dict[int, list[int]], outputs: set[int]) -> bool:
+def _only_reader(node: Node, readers: Mapping[int, Sequence[int]], outputs: set[int]) -> bool:
     (operand,) = node.refs
     return len(readers[operand]) == 1 and operand not in outputs
 
@@ -71,8 +69,8 @@ def updates_late(program: Program, lag: int = 2) -> Program:
 
     For executors whose collectives are asynchronous; what an update writes stays unread and unwritten in between.
     """
-    memory = Memory(program)
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    memory = aliases(program)
+    made = program.made_at
     wires = [index for index, node in enumerate(program.nodes) if is_wire(node)]
     place: list[tuple[int, bool]] = []
     for index, node in enumerate(program.nodes):
@@ -88,7 +86,7 @@ def updates_late(program: Program, lag: int = 2) -> Program:
     return program.reordered(program.nodes[k] for k in order)
 
 
-def _free_until(program: Program, memory: Memory, index: int, end: int) -> int:
+def _free_until(program: Program, memory: Aliases, index: int, end: int) -> int:
     """The last node up to `end` behind which node `index` may run instead of where it stands."""
     node = program.nodes[index]
     reads = {memory.group(i) for i in node.refs}
@@ -102,8 +100,8 @@ def _free_until(program: Program, memory: Memory, index: int, end: int) -> int:
 
 def views_late(program: Program) -> Program:
     """Move views of what a collective delivers down to their first reader: until then nobody waits for it."""
-    memory = Memory(program)
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    memory = aliases(program)
+    made = program.made_at
     place = [(index, 1) for index in range(len(program.nodes))]
     readers: dict[int, tuple[int, int]] = {}  # value -> place of its first reader
     for index in range(len(program.nodes) - 1, -1, -1):
@@ -125,13 +123,10 @@ def outputs_late(body: Program) -> Program:
 
     What is computed until then overlaps it: a loop takes an output where it stands.
     """
-    memory, outputs = Memory(body), set(body.outputs)
-    made = {o: index for index, node in enumerate(body.nodes) for o in node.outs if o is not None}
+    memory, outputs = aliases(body), set(body.outputs)
+    made = body.made_at
     after = next_of_kind(body)
-    read: dict[int, list[int]] = {}
-    for index, node in enumerate(body.nodes):
-        for i in node.refs:
-            read.setdefault(i, []).append(index)
+    read = body.readers
     place = [(index, 0) for index in range(len(body.nodes))]
     moved: set[int] = set()
     for index in range(len(body.nodes) - 1, -1, -1):
@@ -139,7 +134,7 @@ def outputs_late(body: Program) -> Program:
         if not (may_alias(node) and not written(node) and not is_wire(node) and node.refs):
             continue
         source = made.get(memory.group(node.refs[0]), -1)
-        ends = all((o in outputs or o in read) and moved.issuperset(read.get(o, ())) for o in node.outs if o is not None)
+        ends = all((o in outputs or o in read) and moved.issuperset(read.get(o, ())) for o in node.results)
         if source >= 0 and is_wire(body.nodes[source]) and ends:
             moved.add(index)
             place[index] = (_free_until(body, memory, index, min(after[source], len(body.nodes) - 1)), 1)

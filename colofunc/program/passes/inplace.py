@@ -30,11 +30,13 @@ import attrs
 
 from colofunc.ops import flat as _operators  # noqa: F401  registers write_
 from colofunc.ops.update import IN_PLACE
+from colofunc.program.aliases import Aliases, aliases
+from colofunc.program.editor import Editor
 from colofunc.program.facts import is_wire, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.reuse import fuse, renamed_refs, reuse
-from colofunc.program.passes.schedule import Memory, updates_early
+from colofunc.program.passes.reuse import fuse, reuse
+from colofunc.program.passes.schedule import updates_early
 
 MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
 
@@ -46,35 +48,29 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
     without a twin are copied over the old values too, which takes a copy and holds less.
     """
     program = fuse(program) if temporaries else program
-    memory = Memory(program)
+    memory = aliases(program)
     paired: dict[int, set[int]] = {}
     for out, into in program.aliases:
         paired.setdefault(program.outputs[out], set()).add(program.inputs[into])
     counts: dict[int, int] = {}
     for o in program.outputs:
         counts[o] = counts.get(o, 0) + 1
-    renamed: dict[int, int] = {}
-    values = dict(program.values)
-    nodes: list[Node] = []
-    for index, original in enumerate(program.nodes):
-        # Safety is judged by the original ids, whose memory groups are known; what is written down has the new ones.
-        node = renamed_refs(original, renamed)
-        twin = _twin(program, index, original, memory, paired, counts)
+    edit = Editor(program)
+    for index, node in enumerate(program.nodes):
+        twin = _twin(program, index, node, memory, paired, counts)
         if twin is None:
-            nodes.append(node)
             continue
         target, pairs, kept = twin
-        renamed.update(pairs)
         args = list(node.args)
         for out, position in kept:  # the old value stays: what is written over is a copy
-            copy = max(values) + 1
-            values[copy] = attrs.evolve(values[out], id=copy)
-            nodes.append(attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,)))
+            copy = edit.new(program.values[out])
+            edit.insert(index, attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,)))
             args[position] = Ref(copy)
-            renamed[out] = copy
-        nodes.append(attrs.evolve(node, target=target, args=tuple(args), outs=()))
-    outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    changed = attrs.evolve(program, nodes=tuple(nodes), outputs=outputs, values=values, stage="inplace")
+            edit.rename(out, copy)
+        for out, into in pairs:
+            edit.rename(out, into)
+        edit.replace(index, attrs.evolve(node, target=target, args=tuple(args), outs=()))
+    changed = edit.done(stage="inplace")
     written = updates_early(_written_over(changed, every_state))
     return within(reuse(written), _body) if temporaries else within(written, _stage)
 
@@ -92,7 +88,7 @@ Pairs = list[tuple[int, int]]
 
 
 def _twin(
-    program: Program, index: int, node: Node, memory: Memory, paired: Mapping[int, set[int]], counts: Mapping[int, int]
+    program: Program, index: int, node: Node, memory: Aliases, paired: Mapping[int, set[int]], counts: Mapping[int, int]
 ) -> tuple[str, Pairs, Pairs] | None:
     """The in-place form of `node`: (target, (result, input it is written to), (result, argument it needs a copy of)).
 
@@ -124,7 +120,7 @@ def _twin(
 
 def _written_over(program: Program, every_state: bool) -> Program:
     """What is gathered of a donated input's new value, or `every_state`, is written over the old one, behind its last reader."""
-    memory, makers = Memory(program), program.producers()
+    memory, makers = aliases(program), program.makers
     read = {i for node in program.nodes for i in node.refs}
     outputs, writes, gone = list(program.outputs), list[Node](), set[int]()
     for out, position in program.aliases:
@@ -155,7 +151,7 @@ def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:
     return node is not None
 
 
-def _is_fresh(id: int, memory: Memory, program: Program) -> bool:
+def _is_fresh(id: int, memory: Aliases, program: Program) -> bool:
     """Whether no input shares memory with a value: what is written over inputs cannot change it."""
     return memory.group(id) not in {memory.group(i) for i in program.inputs}
 
@@ -170,7 +166,14 @@ def _is_read(program: Program, id: int) -> bool:
 
 
 def _may_overwrite(
-    program: Program, index: int, node: Node, into: int, out: int, memory: Memory, paired: Mapping[int, set[int]], counts: Mapping[int, int]
+    program: Program,
+    index: int,
+    node: Node,
+    into: int,
+    out: int,
+    memory: Aliases,
+    paired: Mapping[int, set[int]],
+    counts: Mapping[int, int],
 ) -> bool:
     """Whether the new value `out` may be written over `into` at node `index`."""
     old, new = program.values[into], program.values[out]

@@ -29,9 +29,10 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from colofunc.errors import PlanError
+from colofunc.program.aliases import aliases
+from colofunc.program.editor import Editor
 from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, lifetimes, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
-from colofunc.program.passes.schedule import Memory
 from colofunc.program.passes.time import is_reduction
 
 MIXING = ("error", "per-microbatch")
@@ -81,12 +82,12 @@ def within(program: Program, change: Callable[[Program], Program]) -> Program:
 
 def gathered_at(body: Program) -> dict[int, list[int]]:
     """Index of a node of a body -> the outputs that are ready right behind it (-1: inputs, before any node)."""
-    memory = Memory(body)
+    memory = aliases(body)
     groups = {memory.group(o) for o in body.outputs}
     ready: dict[int, int] = {}  # memory -> the last node that makes or writes a value in it
     made: dict[int, int] = {}
     for index, node in enumerate(body.nodes):
-        made.update({o: index for o in node.outs if o is not None})
+        made.update(dict.fromkeys(node.results, index))
         ready.update({g: index for i in written(node) if (g := memory.group(i)) in groups})
     at: dict[int, list[int]] = {}
     for k, id in enumerate(body.outputs):
@@ -96,7 +97,7 @@ def gathered_at(body: Program) -> dict[int, list[int]]:
 
 def last_uses(body: Program) -> dict[int, int]:
     """Value of a body -> index of the last node that needs it (see `lifetimes`); an output is needed until it is gathered."""
-    last = lifetimes(attrs.evolve(body, outputs=()))
+    last = dict(lifetimes(attrs.evolve(body, outputs=())))
     for index, outputs in gathered_at(body).items():
         for k in outputs:
             last[body.outputs[k]] = max(last.get(body.outputs[k], 0), index)
@@ -162,7 +163,7 @@ class _Plan:
         return (self.program.nodes[k] for k in self.reductions)
 
     def _see(self, index: int, node: Node, axis: str) -> None:
-        outs = [o for o in node.outs if o is not None]
+        outs = node.results
         level = max((self.level.get(r, 0) for r in node.refs), default=0)
         if all(r in self._of_batch for r in node.refs):
             self._of_batch.update(outs)
@@ -185,7 +186,7 @@ class _Plan:
         reducing, outside = set(self.reductions), set(self.program.outputs)
         for index in range(len(self.program.nodes) - 1, -1, -1):
             node = self.program.nodes[index]
-            outs = [o for o in node.outs if o is not None]
+            outs = node.results
             if index in reducing:
                 outside.update(node.refs)
             elif not any(o in self.varies for o in outs):
@@ -213,7 +214,7 @@ class _Plan:
 
         for index in range(len(self.program.nodes) - 1, -1, -1):
             node = self.program.nodes[index]
-            outs = [o for o in node.outs if o is not None]
+            outs = node.results
             if index in reducing:
                 if outs[0] in due:
                     self.loop_of[index] = min(self.last, due[outs[0]] - 1)
@@ -235,7 +236,7 @@ class _Plan:
         reads: dict[int, bool] = dict.fromkeys((o for o in twice if o is not None), True)
         for index, node in enumerate(self.program.nodes):
             if index in self.loops and any(reads.get(r) for r in node.refs):
-                reads.update((o, True) for o in node.outs if o is not None)
+                reads.update((o, True) for o in node.results)
         last = max(self.loop_of.values())
         return [k for k in self.reductions if self.loop_of.get(k, last) < last and any(reads.get(r) for r in self.program.nodes[k].refs)]
 
@@ -251,7 +252,7 @@ def _loop_node(program: Program, plan: _Plan, loop: int, axis: str, trips: int) 
     reductions = [program.nodes[k] for k in plan.reductions if plan.loop_of.get(k) == loop]
     read = [r for node in nodes for r in node.refs] + [node.refs[0] for node in reductions]
     inputs = tuple(dict.fromkeys(r for r in read if r not in plan.varies))
-    mine = (*inputs, *(o for node in nodes for o in node.outs if o is not None))
+    mine = (*inputs, *(o for node in nodes for o in node.results))
     outputs = tuple(node.refs[0] for node in reductions)
     body = Program(inputs, tuple(nodes), outputs, {i: program.values[i] for i in mine}, stage=program.stage)
     gathers = tuple("stack" if _kind(node) == "all_gather" else str(node.args[3]) for node in reductions)
@@ -265,9 +266,9 @@ def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Progra
     maker: dict[int, Node] = {}
     for index, node in enumerate(program.nodes):
         if index in plan.alive:
-            maker.update({o: node for o in node.outs if o is not None})
+            maker.update(dict.fromkeys(node.results, node))
     for node in loops.values():
-        maker.update({o: node for o in node.outs if o is not None})
+        maker.update(dict.fromkeys(node.results, node))
     done: set[int] = set()
     nodes: list[Node] = []
 
@@ -290,7 +291,7 @@ def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Progra
             emit(node)
     for node in loops.values():  # what only the outputs read
         emit(node)
-    kept = {o for node in nodes for o in node.outs if o is not None} | set(program.inputs)
+    kept = {o for node in nodes for o in node.results} | set(program.inputs)
     values = {i: _without(v, plan.axis) for i, v in program.values.items() if i in kept}
     return attrs.evolve(program, nodes=tuple(nodes), values=values)
 
@@ -309,7 +310,6 @@ def _without(value: Value, axis: str) -> Value:
 def _estimated(program: Program, which: set[int], axis: str, trips: int, first: bool) -> Program:
     """Reductions `which` become estimates from the microbatch alone; see Note [Estimates]."""
     before = _Plan(program, axis).varies
-    values = dict(program.values)
     nodes: list[Node] = []
     for index, node in enumerate(program.nodes):
         if index in which:
@@ -318,7 +318,7 @@ def _estimated(program: Program, which: set[int], axis: str, trips: int, first: 
             nodes.append(_scaled(node, "aten.div.Scalar", trips))  # one value per trip is no longer the first trip's
         else:
             nodes.append(node)
-    changed = program.with_nodes(nodes, values)
+    changed = program.with_nodes(nodes)
     each = _Plan(changed, axis).varies - before
     sources = {o for new, old in zip(nodes, program.nodes, strict=True) if new is not old for o in new.outs if o is not None}
     return _averaged(changed, each, sources, axis, trips)
@@ -334,7 +334,7 @@ def _alias(node: Node) -> Node:
 
 def _averaged(program: Program, each: set[int], sources: set[int], axis: str, trips: int) -> Program:
     """Where a value that each trip has its own of leaves the loop, its mean over the trips leaves it. sources: the first of `each`."""
-    values = dict(program.values)
+    edit = Editor(program)
     means: dict[int, int] = {}
     nodes: list[Node] = []
 
@@ -342,9 +342,7 @@ def _averaged(program: Program, each: set[int], sources: set[int], axis: str, tr
         if id not in each:
             return id
         if id not in means:
-            part, whole = max(values) + 1, max(values) + 2
-            values[part] = attrs.evolve(values[id], id=part)
-            values[whole] = attrs.evolve(values[id], id=whole)
+            part, whole = edit.new(program.values[id]), edit.new(program.values[id])
             origin = node or Node("", (), (), (), "forward")
             where = (origin.phase, origin.path, origin.line, "mean over the microbatches")
             nodes.append(Node("aten.div.Scalar", (Ref(id), trips), (), (part,), *where))
@@ -357,9 +355,9 @@ def _averaged(program: Program, each: set[int], sources: set[int], axis: str, tr
         if node.phase == "update" and not is_reduction(node, axis):
             args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(mean(i, node)))  # noqa: B023
             node = attrs.evolve(node, args=args, kwargs=kwargs)
-            each -= {o for o in node.outs if o is not None}
+            each -= set(node.results)
         elif not each.intersection(node.refs):  # made of what an update made of a mean, as where it is gathered
-            each -= {o for o in node.outs if o is not None} - sources
+            each -= set(node.results) - sources
         nodes.append(node)
-    outputs = tuple(mean(o, None) if o in mine and o in each else o for o in program.outputs)
-    return attrs.evolve(program, nodes=tuple(nodes), values=values, outputs=outputs)
+    outputs = [mean(out, None) if out in mine and out in each else out for out in program.outputs]
+    return edit.written(nodes, outputs)

@@ -113,7 +113,7 @@ def runs_of(visible: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int, Known]:
     """What a node makes: tensors where all that it reads and makes is small, else its one result as a band or a sum."""
-    outs = [out for out in node.outs if out is not None]
+    outs = node.results
     small = all(_numel(shapes(out)) <= MAX_REAL for out in outs)
     if small and all(isinstance(known[ref], Tensor) for ref in node.refs):
         args, kwargs = map_refs((node.args, node.kwargs), known.__getitem__)

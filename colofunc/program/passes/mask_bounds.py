@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
 
 # Least and most of what nothing bounds.
@@ -129,16 +130,20 @@ def _compared(names: Mapping[str, str], name: str, node: Node, program: Program)
 class Writer:
     """Writes the vectors of bounds into a program, in front of the attention that reads them."""
 
-    program: Program
-    values: dict[int, Value]
-    constants: dict[int, torch.Tensor]
+    edit: Editor
+    constants: dict[int, torch.Tensor] = attrs.field(factory=dict)
     nodes: list[Node] = attrs.field(factory=list)
     written: dict[Any, int] = attrs.field(factory=dict)
     reader: Node | None = None
 
     @classmethod
     def of(cls, program: Program) -> Writer:
-        return cls(program, dict(program.values), {})
+        return cls(Editor(program))
+
+    @property
+    def values(self) -> Mapping[int, Value]:
+        """Those of the program and what was written."""
+        return self.edit.values
 
     def taken(self) -> list[Node]:
         """The nodes that were written since they were last taken."""
@@ -226,7 +231,7 @@ class Writer:
         """The one result of a call, with shape, dtype and `device_free` of a value; equal calls are made once."""
         key = (target, args, kwargs)
         if key not in self.written:
-            out = self._new(Value(0, like.shape, like.dtype, device_free=like.device_free))
+            out = self.edit.new(Value(0, like.shape, like.dtype, device_free=like.device_free))
             reader = self.reader
             assert reader is not None
             self.nodes.append(Node(target, args, kwargs, (out,), phase=reader.phase, path=reader.path, line=reader.line))
@@ -236,12 +241,7 @@ class Writer:
     def _constant(self, tensor: torch.Tensor) -> int:
         key = (tuple(tensor.shape), tensor.numpy().tobytes())
         if key not in self.written:
-            out = self._new(Value(0, tuple(tensor.shape), tensor.dtype, role="constant", device_free=True))
+            out = self.edit.new(Value(0, tuple(tensor.shape), tensor.dtype, role="constant", device_free=True))
             self.constants[out] = tensor.contiguous()
             self.written[key] = out
         return self.written[key]
-
-    def _new(self, value: Value) -> int:
-        vid = max(self.values) + 1
-        self.values[vid] = attrs.evolve(value, id=vid)
-        return vid

@@ -15,29 +15,31 @@ from typing import Any
 import attrs
 
 from colofunc.ops import flat as _operators  # noqa: F401  registers the operators that are put in here
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Ref, Value
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def merge(
-    members: Sequence[Node], values: dict[int, Value], note: str, sources: Sequence[int] | None = None, adjacent: bool = False
+    members: Sequence[Node], edit: Editor, note: str, sources: Sequence[int] | None = None, adjacent: bool = False
 ) -> list[Node]:
     """The nodes that stand for `members`, collectives alike but for their operands; they define what the members defined.
+
+    edit: of their program, which is given the values in between.
 
     sources: what goes into the buffer for each, if that is not its operand (the same elements in another dtype); one that
     stands there twice is sent once. adjacent: a gather of tensors that lie one behind the other, and are not copied.
     """
     head = members[0]
     gather, lead = head.target == "colofunc.all_gather", int(head.target == "colofunc.reduce_scatter")
+    values = edit.values
     like = values[head.refs[0]]
-    fresh = iter(range(max(values) + 1, max(values) + 3 + len(members)))
     nodes: list[Node] = []
 
     def add(target: str, args: tuple[Any, ...], shape: tuple[int, ...], out: int | None = None) -> int:
         if out is None:
-            out = next(fresh)
-            values[out] = Value(out, shape, like.dtype, role=like.role)
+            out = edit.new(Value(0, shape, like.dtype, role=like.role))
         nodes.append(attrs.evolve(head, target=target, args=args, kwargs=(), outs=(out,), note=note))
         return out
 

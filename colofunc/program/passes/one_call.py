@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 
 from colofunc.ops.update_lists import MANY
+from colofunc.program.aliases import aliases
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import MemoryReport, lies
-from colofunc.program.passes.schedule import Memory
 
 
 def updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
@@ -38,7 +38,7 @@ def updates_in_one_call(program: Program, count: Callable[[Program], MemoryRepor
 
 
 def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport) -> Program:
-    memory = Memory(program)
+    memory = aliases(program)
     live_bytes, peak_bytes = report.timeline["device"], report.peak_bytes["device"]
     frees_bytes: dict[int, int] = {}  # node -> what it reads last
     for storage in lies(program).storages:
@@ -89,7 +89,7 @@ class _Waiting:
 def runs_of_updates(program: Program) -> dict[int, tuple[int, ...]]:
     """First node -> nodes of each run of at least two updates that may be called at once."""
     found: dict[int, tuple[int, ...]] = {}
-    memory = Memory(program)
+    memory = aliases(program)
     run: list[int] = []
     kind: Hashable | None = None
     waiting = _Waiting()

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterable
 
 import attrs
 
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Node, Program, Ref, map_refs
 
 AGAIN = "made again"
 
@@ -27,19 +28,17 @@ class Replay:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.maker = {o: k for k, node in enumerate(program.nodes) for o in node.outs if o is not None}
+        self.edit = Editor(program)
         self.there = {i: i for i in program.inputs}  # value -> the id that its last making has
-        self.values = dict(program.values)
         self.nodes: list[Node] = []
         self.ran: set[int] = set()
-        self._next = max(program.values, default=-1) + 1
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
         todo = [index]
         while todo:
             k = todo[-1]
-            missing = [self.maker[r] for r in self.program.nodes[k].refs if r not in self.there]
+            missing = [self.program.made_at[r] for r in self.program.nodes[k].refs if r not in self.there]
             if missing:
                 todo += dict.fromkeys(missing)
                 continue
@@ -51,7 +50,7 @@ class Replay:
         """Have these values there."""
         for id in ids:
             if id not in self.there:
-                self.run(self.maker[id])
+                self.run(self.program.made_at[id])
 
     def drop(self, ids: Iterable[int]) -> None:
         """Nobody may read these any more as they are."""
@@ -74,31 +73,24 @@ class Replay:
                 self.there[old] = new
 
     def _made(self, id: int, again: bool) -> int:
-        if not again:
-            return id
-        new, self._next = self._next, self._next + 1
-        self.values[new] = attrs.evolve(self.program.values[id], id=new)
-        return new
+        return self.edit.new(self.program.values[id]) if again else id
 
     def finish(self) -> Program:
         """The program; what was made again for nobody is left out."""
-        outputs = tuple(self.there[o] for o in self.program.outputs)
-        return without_dead(attrs.evolve(self.program, nodes=tuple(self.nodes), values=self.values, outputs=outputs))
+        outputs = [self.there[out] for out in self.program.outputs]
+        return without_dead(self.edit.written(self.nodes, outputs))
 
 
 def without_dead(program: Program) -> Program:
     """`program` without nodes that were made again and whose results nobody reads."""
-    read = set(program.outputs)
-    kept = []
-    for node in reversed(program.nodes):
-        if node.note.startswith(AGAIN) and not any(o in read for o in node.outs if o is not None):
-            continue
-        read.update(node.refs)
-        kept.append(node)
-    kept.reverse()
-    used = set(program.inputs) | {o for node in kept for o in node.outs if o is not None}
-    values: dict[int, Value] = {id: v for id, v in program.values.items() if id in used}
-    return program.with_nodes(kept, values)
+    edit, read = Editor(program), set(program.outputs)
+    for index in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[index]
+        if node.note.startswith(AGAIN) and not read.intersection(node.results):
+            edit.drop(index)
+        else:
+            read.update(node.refs)
+    return edit.done()
 
 
 def made_again(program: Program) -> Collection[int]:

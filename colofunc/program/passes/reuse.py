@@ -20,14 +20,15 @@ After node k the result alone lives in that memory, so what holds for a fresh re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
-from colofunc.program.ir import Node, Program, Ref, map_refs
-from colofunc.program.passes.schedule import Memory
+from colofunc.program.aliases import aliases
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Node, Program, Ref
 
 # Elementwise operators whose kernels read an element before they write it: functional target -> (target, its argument).
 OUT: dict[str, tuple[str, str]] = {
@@ -104,34 +105,22 @@ def functional(node: Node) -> Node:
 
 def fuse(program: Program) -> Program:
     """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional."""
-    facts = Facts(program)
-    renamed: dict[int, int] = {}
-    dropped: set[int] = set()
-    nodes: list[Node] = []
+    facts, edit = Facts(program), Editor(program)
+    changed = False
     for index, node in enumerate(program.nodes):
         found = None
         for pattern in PATTERNS.get(node.target, ()):
             found = found or pattern(facts, index, node)
-        if found is not None and node.outs[0] is not None:
-            into, target, args, gone = found
-            renamed[node.outs[0]] = renamed.get(into, into)
-            dropped |= gone
-            facts.written.add(facts.memory.group(into))
-            node = attrs.evolve(node, target=target, args=args, kwargs=(), outs=())
-        nodes.append(renamed_refs(node, renamed))
-    if not renamed:
-        return program
-    kept = tuple(n for n in nodes if not (n.outs and n.outs[0] in dropped))
-    outputs = tuple(renamed.get(o, o) for o in program.outputs)
-    return attrs.evolve(program, nodes=kept, outputs=outputs, stage="inplace")
-
-
-def renamed_refs(node: Node, renamed: Mapping[int, int]) -> Node:
-    """`node` reading other values in place of those in `renamed`."""
-    if not any(r in renamed for r in node.refs):
-        return node
-    args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(renamed.get(i, i)))
-    return attrs.evolve(node, args=args, kwargs=kwargs)
+        if found is None or node.outs[0] is None:
+            continue
+        into, target, args, unread = found
+        changed = True
+        edit.rename(node.outs[0], into)
+        facts.written.add(facts.memory.group(into))
+        edit.replace(index, attrs.evolve(node, target=target, args=args, kwargs=(), outs=()))
+        for id in unread:
+            edit.drop(program.made_at[id])
+    return edit.done(stage="inplace") if changed else program
 
 
 class Facts:
@@ -139,12 +128,9 @@ class Facts:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.memory = Memory(program)
-        self.makers = {o: node for node in program.nodes for o in node.outs if o is not None}
-        self.readers: dict[int, list[int]] = {}
-        for index, node in enumerate(program.nodes):
-            for ref in dict.fromkeys(node.refs):
-                self.readers.setdefault(ref, []).append(index)
+        self.memory = aliases(program)
+        self.makers = program.makers
+        self.readers = program.readers
         self.written: set[int] = set()  # memory groups that a pattern has written over
         self._whole: dict[int, bool] = {}
 
@@ -179,7 +165,7 @@ class Facts:
 
     def only_for(self, id: int, index: int) -> bool:
         """Whether node `index` alone reads `id`."""
-        return self.readers.get(id) == [index] and id not in self.program.outputs
+        return self.readers.get(id) == (index,) and id not in self.program.outputs
 
 
     def moves(self, ids: tuple[int, ...]) -> bool:

@@ -1,10 +1,9 @@
 """Schedule: when nodes of a local program run.
 
-Three small passes that change order and nothing else:
+Two small passes that change order and nothing else:
 
     updates_early   an in-place update runs as soon as its gradient is there, so gradients do not all live at once
     overlap         a collective becomes a start, as early as its operand allows, and a wait just before the first use
-    Memory          which values may share memory, and until when each such group is read: what both must respect
 
 A gather of stored state has its operand from the very beginning; starting all of them at once would hold the whole
 model. `overlap` starts a collective earlier than it stands only as far as few others that were moved up are in flight.
@@ -13,44 +12,14 @@ The order of collectives is part of the program, hence the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterator, Mapping
 
 import attrs
 
-from colofunc.program.facts import is_wire, kind_of, lifetimes, may_alias, written
+from colofunc.program.aliases import aliases
+from colofunc.program.editor import Editor
+from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Ref
-
-
-class Memory:
-    """Groups of values that may share memory, by what operators say about aliasing (conservative)."""
-
-    def __init__(self, program: Program) -> None:
-        self._leader: dict[int, int] = {}
-        self._last: dict[int, int] = {}
-        for node in program.nodes:
-            if may_alias(node) and node.refs:
-                leader = self.group((written(node) or node.refs)[0])
-                for o in node.outs:
-                    if o is not None:
-                        self._leader[o] = leader
-        for id, at in lifetimes(program).items():
-            group = self.group(id)
-            if at < len(program.nodes):
-                self._last[group] = max(self._last.get(group, -1), at)
-        self._outputs = {self.group(o) for o in program.outputs}
-
-    def group(self, id: int) -> int:
-        """The first value of the memory that `id` may lie in."""
-        return self._leader.get(id, id)
-
-    def last_read(self, group: int) -> int:
-        """Index of the last node that reads any value of the group; -1 if none does."""
-        return self._last.get(group, -1)
-
-    def is_output(self, group: int) -> bool:
-        """Whether a value of the group leaves the program."""
-        return group in self._outputs
 
 
 def updates_early(program: Program) -> Program:
@@ -59,7 +28,7 @@ def updates_early(program: Program) -> Program:
     So do the scalars that updates read (step counts, learning rates), which stand behind the gradients in the trace, and casts
     that only this update reads: gradients in half precision would all wait for the last of them otherwise.
     """
-    memory = Memory(program)
+    memory = aliases(program)
     casts = _casts(program)
     made: dict[int, int] = {}  # value -> the place its maker stands behind
     touched: dict[int, int] = {}  # memory group -> last node so far that read or wrote it
@@ -76,7 +45,7 @@ def updates_early(program: Program) -> Program:
             for k in chain:
                 place[k] = (min(at, place[k][0]), k)
         place.append((at, index))
-        made.update({o: at for o in node.outs if o is not None})
+        made.update(dict.fromkeys(node.results, at))
         for i in node.refs:
             touched[memory.group(i)] = index
         for g in changed:
@@ -122,18 +91,17 @@ def overlap(
     `body`: of a loop, which takes outputs as soon as they are there: one that nobody else reads is waited for behind the next
     collective of its kind. `ids`: of new values.
     """
-    made = {o: index for index, node in enumerate(program.nodes) for o in node.outs if o is not None}
+    made = program.made_at
     first = _taken(program, made) if body else _first_uses(program)
     wrote: dict[int, list[int]] = {}
-    memory = Memory(program)
+    memory = aliases(program)
     for index, node in enumerate(program.nodes):
         for i in written(node):
             wrote.setdefault(memory.group(i), []).append(index)
-    values = dict(program.values)
-    ids = count(max(values, default=-1) + 1) if ids is None else ids
-    before: dict[int, list[Node]] = {}  # nodes to insert before position k
+    edit = Editor(program, ids)
+    starts: dict[int, list[Node]] = {}  # in front of position k, with the packing that goes along
+    waits: dict[int, list[Node]] = {}
     hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
-    dropped: set[int] = set()
     waited: set[int] = set()
     floor: dict[str, int] = {}  # starts of one kind keep their order
     for index, node in enumerate(program.nodes):
@@ -142,6 +110,7 @@ def overlap(
         (out,) = node.outs
         if out is None or out not in first:
             continue
+        value = program.values[out]
         packing = _packing(program, made, node)  # moves up with what it is for
         needs = node.refs if packing is None else program.nodes[packing].refs
         ready = max((made.get(i, -1) for i in needs), default=-1) + 1
@@ -153,32 +122,27 @@ def overlap(
         # It must have ended before something is written over its operand.
         writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
         used = min([first[out], *writes])
-        at = min(index, max(ready, _gate(hoisted, values[out].nbytes, ahead, ahead_bytes), floor.get(node.target, 0)))
+        at = min(index, max(ready, _gate(hoisted, value.nbytes, ahead, ahead_bytes), floor.get(node.target, 0)))
         if at < index:
-            hoisted.append((min(used, index), values[out].nbytes))
+            hoisted.append((min(used, index), value.nbytes))
         floor[node.target] = at
-        fresh = next(ids)
-        values[fresh] = attrs.evolve(values[out], id=fresh)
+        fresh = edit.new(value)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
         # A start in front of its own pack takes the pack along, also where it only takes the pack's place.
         if packing is not None and at <= packing:
-            before.setdefault(at, []).append(program.nodes[packing])
-            dropped.add(packing)
-        before.setdefault(at, []).append(start)
-        before.setdefault(used, []).append(wait)
-        dropped.add(index)
-    nodes: list[Node] = []
-    for index in range(len(program.nodes) + 1):
-        # Waits first: the operand of a start here may be what a wait here delivers.
-        here = before.get(index, [])
-        nodes += [n for n in here if n.target == "colofunc.wait"] + [n for n in here if n.target != "colofunc.wait"]
-        if index < len(program.nodes) and index not in dropped:
-            nodes.append(program.nodes[index])
-    return program.reordered(nodes, values)
+            starts.setdefault(at, []).append(program.nodes[packing])
+            edit.drop(packing)
+        starts.setdefault(at, []).append(start)
+        waits.setdefault(used, []).append(wait)
+        edit.drop(index)
+    # Waits first: the operand of a start may be what a wait at the same place delivers.
+    for index in sorted({*starts, *waits}):
+        edit.insert(index, *waits.get(index, ()), *starts.get(index, ()))
+    return edit.done()
 
 
-def _packing(program: Program, made: dict[int, int], node: Node) -> int | None:
+def _packing(program: Program, made: Mapping[int, int], node: Node) -> int | None:
     """The node that does nothing but pack what a gather sends, if it reads only what the caller gave."""
     at = made.get(node.refs[0])
     if at is None or program.nodes[at].target != "colofunc.pack":
@@ -208,7 +172,7 @@ def next_of_kind(program: Program) -> dict[int, int]:
     return found
 
 
-def _taken(program: Program, made: dict[int, int]) -> dict[int, int]:
+def _taken(program: Program, made: Mapping[int, int]) -> dict[int, int]:
     """First uses in the body of a loop: an output that a collective delivers is used behind the next one of its kind."""
     first, after = _first_uses(program), next_of_kind(program)
     for o in program.outputs:

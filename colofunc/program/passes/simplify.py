@@ -21,7 +21,8 @@ from typing import Any
 import attrs
 
 from colofunc.ops.targets import overload
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify_backward import whole_backward
 from colofunc.program.passes.simplify_known import fold_constants, fold_masks
 from colofunc.program.passes.simplify_shifts import shifted
@@ -81,43 +82,38 @@ Rewrite = Callable[[Node, Scope], "int | Node | None"]
 
 def tidy(program: Program) -> Program:
     """Drop calls that change nothing and compute equal calls once."""
-    same: dict[int, int] = {}
+    edit = Editor(program)
     makers: dict[int, Node] = {}
     scope = Scope(program.values, makers)
     seen: dict[Any, Node] = {}
-    nodes: list[Node] = []
-    for original in program.nodes:
-        node = _renamed(original, same)
+    for index, original in enumerate(program.nodes):
+        node = edit.with_names(original)
         rewrite = REWRITES.get(node.target)
         found = rewrite(node, scope) if rewrite is not None else None
         found = shifted(node, makers, program.values) if found is None else found
         if isinstance(found, int):
-            same[_only(node)] = found
+            edit.rename(_only(node), found)
+            edit.drop(index)
             continue
         node = found or node
         key = call_key(node)
         twin = seen.get(key)
         if twin is not None and node.outs and not overload(node.target)._schema.is_mutable:
-            same.update({o: t for o, t in zip(node.outs, twin.outs, strict=True) if o is not None and t is not None})
+            for out, earlier in zip(node.outs, twin.outs, strict=True):
+                if out is not None and earlier is not None:
+                    edit.rename(out, earlier)
+            edit.drop(index)
             continue
         seen[key] = node
-        nodes.append(node)
-        makers.update({o: node for o in node.outs if o is not None})
-    outputs = tuple(same.get(o, o) for o in program.outputs)
-    return attrs.evolve(program, nodes=tuple(nodes), outputs=outputs)
+        edit.replace(index, node)
+        makers.update(dict.fromkeys(node.results, node))
+    return edit.done()
 
 
 def _only(node: Node) -> int:
     (out,) = node.outs
     assert out is not None
     return out
-
-
-def _renamed(node: Node, same: Mapping[int, int]) -> Node:
-    if not any(ref in same for ref in node.refs):
-        return node
-    args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(same.get(i, i)))
-    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def call_key(node: Node) -> Any:

@@ -47,7 +47,7 @@ class Known:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.makers = program.producers()
+        self.makers = program.makers
         self.real = OnHost(program.constants)
 
     def __contains__(self, vid: int) -> bool:
@@ -81,7 +81,7 @@ class Known:
                 continue
             node = self.makers[top]
             if ready:
-                if not any(o in done for o in node.outs if o is not None and o != top):
+                if not any(o in done for o in node.results if o != top):
                     order.append(node)
                 done.add(top)
                 continue
@@ -291,19 +291,19 @@ def fold_constants(program: Program) -> Program:
         if vid not in known or vid in program.inputs or prod(value.shape) > MAX_TABLE:
             continue
         chain = known.chain(vid)
-        largest = max((prod(program.values[o].shape) for n in chain for o in n.outs if o is not None), default=0)
+        largest = max((prod(program.values[o].shape) for n in chain for o in n.results), default=0)
         if all(n.target in PLAIN for n in chain) or largest > 64 * MAX_TABLE:
             continue
         found[vid] = known.value(vid)
     if not found:
         return program
-    nodes = tuple(n for n in program.nodes if not any(o in found for o in n.outs if o is not None) or len(n.outs) > 1)
+    nodes = tuple(n for n in program.nodes if not any(o in found for o in n.results) or len(n.outs) > 1)
     # A node with several results keeps running for the others; its folded results get new, unread ids.
     return _with_constants(program, nodes, found)
 
 
 def _free(program: Program, node: Node) -> bool:
-    return all(program.values[o].device_free for o in node.outs if o is not None)
+    return all(program.values[o].device_free for o in node.results)
 
 
 def _with_constants(program: Program, nodes: tuple[Node, ...], found: dict[int, torch.Tensor]) -> Program:

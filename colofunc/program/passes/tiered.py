@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 import attrs
 
 from colofunc.errors import ProgramError
+from colofunc.program.editor import Editor
 from colofunc.program.facts import is_copy, kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.memory import Lies
@@ -51,13 +52,13 @@ class Tiered:
         self.on_host = frozenset(on_host)  # nodes that run there
         self.near, self.far = tiers
         self.early = frozenset(program.outputs) if gathered else frozenset[int]()
-        self.values = dict(program.values)
+        self.edit = Editor(program)
+        self.values = self.edit.values
         self.nodes: list[Node] = []
-        self.maker = {o: node for node in program.nodes for o in node.outs if o is not None}
+        self.maker = program.makers
         self.base: dict[str, dict[int, int]] = {tier: {} for tier in tiers}  # storage -> value that has all of it in a tier
         self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in tiers}  # storage -> value -> what it is there
         self._started: dict[tuple[int, str], int] = {}
-        self._next = max(program.values, default=-1) + 1
         for i in filter(self._mine, program.inputs):
             tier = self.far if lies.home[i] in self.home else self.near
             self.values[i] = self.values[i].in_tier(tier)
@@ -127,9 +128,7 @@ class Tiered:
 
     def _new(self, like: int, tier: str, of: int | None = None) -> int:
         """A value in a tier. A copy is of no global value: it may not be there yet, or have been written to."""
-        new, self._next = self._next, self._next + 1
-        self.values[new] = attrs.evolve(self.program.values[like].in_tier(tier), id=new, of=of)
-        return new
+        return self.edit.new(self.program.values[like].in_tier(tier), of=of)
 
     def _lies(self, tier: str, storage: int, new: int, root: int) -> None:
         self.base[tier][storage] = new
@@ -140,7 +139,7 @@ class Tiered:
     def run(self, index: int) -> None:
         """Write a node down, its operands in the tier where it runs."""
         node, tier = self.program.nodes[index], self.far if index in self.on_host else self.near
-        if is_view(node, self.lies) and all(self._mine(o) for o in node.outs if o is not None):
+        if is_view(node, self.lies) and all(self._mine(o) for o in node.results):
             for made in self.early.intersection(node.outs):
                 if made is not None and self.lies.home[made] in self.have[self.near]:
                     self.get(self.near, made)
@@ -199,14 +198,12 @@ class Tiered:
         made = {s for s in self.base[self.far] if s not in self.have[self.near]} if stay else set()
         far = self.home | made | set(leave)
         outputs = tuple(self.get(self.far if lies & far else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True))
-        used = set(self.program.inputs) | {o for node in self.nodes for o in node.outs if o is not None}
-        values = {id: v for id, v in self.values.items() if id in used}
-        return attrs.evolve(self.program, nodes=tuple(self.nodes), values=values, outputs=outputs)
+        return self.edit.written(self.nodes, outputs)
 
 
 def is_view(node: Node, lies: Lies) -> bool:
     """Whether all that a node does is look at memory that is there."""
-    outs = [o for o in node.outs if o is not None]
+    outs = node.results
     if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
         return False
     return all(o in lies.within for o in outs)
@@ -217,7 +214,7 @@ def readers(program: Program, lies: Lies) -> Mapping[int, list[int]]:
     found: dict[int, list[int]] = {}
     for k, node in enumerate(program.nodes):
         if not is_view(node, lies):
-            for storage in dict.fromkeys((*_homes(lies, node.refs), *_homes(lies, (o for o in node.outs if o is not None)))):
+            for storage in dict.fromkeys((*_homes(lies, node.refs), *_homes(lies, node.results))):
                 found.setdefault(storage, []).append(k)
     return found
 

@@ -243,14 +243,14 @@ class _Build:
         return self.known[call]
 
     def node(self, node: Node) -> None:
-        self.makers.update({o: node for o in node.outs if o is not None})
+        self.makers.update(dict.fromkeys(node.results, node))
         if node.target in _LIKE and not dict(node.kwargs).get("memory_format"):
             node = self._filled(node)
         call, ids = call_of(node, self.program.values)
         lies = [self.lies[i] for i in ids]
         given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
-            self.leaves.update(o for o in node.outs if o is not None and given)  # the batch itself is moved once
+            self.leaves.update(o for o in node.results if given)  # the batch itself is moved once
             self._whole(node)
             return
         rule = self.rule_at(node, call, ids)

@@ -20,8 +20,9 @@ from __future__ import annotations
 import attrs
 import torch
 
+from colofunc.program.editor import Editor
 from colofunc.program.facts import kind_of, may_alias
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Node, Program, Ref
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 _LINEAR = frozenset({"add", "sub", "neg", "clone", "cat", "constant_pad_nd"})
@@ -31,21 +32,14 @@ _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default
 
 def wide_sums(program: Program, dtype: torch.dtype) -> Program:
     """`program` (functional, local) with every sum of gradients over mesh axes at least in `dtype`."""
-    readers: dict[int, list[Node]] = {}
-    for node in program.nodes:
-        for i in node.refs:
-            readers.setdefault(i, []).append(node)
     narrow = [node for node in program.nodes if _is_narrow(node, program, dtype)]
-    narrow = [node for node in narrow if not program.values[node.refs[0]].shape or _to_gradient(node, program, readers)]
+    narrow = [node for node in narrow if not program.values[node.refs[0]].shape or _to_gradient(node, program)]
     if not narrow:
         return program
-    state = _Rewriting(program, dtype, readers)
-    wanted = {id(node) for node in narrow}
-    nodes: list[Node] = []
-    for node in program.nodes:
-        nodes += state.widened(node) if id(node) in wanted else state.kept(node)
-    outputs = tuple(state.instead.get(i, i) for i in program.outputs)
-    return attrs.evolve(program.with_nodes(nodes, state.values), outputs=outputs)
+    state = _Rewriting(program, dtype)
+    for node in narrow:
+        state.widen(program.made_at[node.results[0]])
+    return state.edit.done()
 
 
 def _is_reduction(node: Node) -> bool:
@@ -65,17 +59,17 @@ def _is_move(node: Node) -> bool:
     return len(set(node.refs)) == 1 and (may_alias(node) or (kind is not None and kind[0] in ("take_shard", "rearrange")))
 
 
-def _to_gradient(node: Node, program: Program, readers: dict[int, list[Node]]) -> bool:
+def _to_gradient(node: Node, program: Program) -> bool:
     seen: set[int] = set()
-    pending = [o for o in node.outs if o is not None]
+    pending = list(node.results)
     while pending:
         at = pending.pop()
         if program.values[at].role == "grad":
             return True
-        for reader in readers.get(at, ()):
+        for reader in (program.nodes[index] for index in program.readers.get(at, ())):
             if _passes(reader, program):
-                pending += [o for o in reader.outs if o is not None and o not in seen]
-                seen.update(o for o in reader.outs if o is not None)
+                pending += [o for o in reader.results if o not in seen]
+                seen.update(reader.results)
     return False
 
 
@@ -89,7 +83,7 @@ def _passes(node: Node, program: Program) -> bool:
 
 def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
     """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened."""
-    made = program.producers()
+    made = program.makers
     found: set[int] = set()
     pending = [i for i, value in program.values.items() if value.role == "grad"]
     while pending:
@@ -104,52 +98,38 @@ def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
     return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
 
 
-@attrs.define
 class _Rewriting:
-    program: Program
-    dtype: torch.dtype
-    readers: dict[int, list[Node]]
-    values: dict[int, Value] = attrs.field(factory=dict)
-    instead: dict[int, int] = attrs.field(factory=dict)  # value -> what stands for it now
-    dropped: set[int] = attrs.field(factory=set)  # ids of casts that are not needed any more
+    """Reductions that are widened one by one."""
 
-    def __attrs_post_init__(self) -> None:
-        self.values = dict(self.program.values)
+    def __init__(self, program: Program, dtype: torch.dtype) -> None:
+        self.program, self.dtype, self.edit = program, dtype, Editor(program)
 
-    def kept(self, node: Node) -> list[Node]:
-        if id(node) in self.dropped:
-            return []
-        if not self.instead.keys() & set(node.refs):
-            return [node]
-        args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(self.instead.get(i, i)))
-        return [attrs.evolve(node, args=args, kwargs=kwargs)]
-
-    def widened(self, node: Node) -> list[Node]:
+    def widen(self, index: int) -> None:
         """The cast, the reduction in the wide dtype, and a cast back unless nobody wants the narrow result."""
-        (node,) = self.kept(node)
-        (out,) = node.outs
-        assert out is not None
-        if self.values[node.refs[0]].dtype == self.dtype:
-            operand, cast = node.refs[0], []
-        else:
-            operand = self._like(node.refs[0])
-            cast = [self._cast(node, node.refs[0], operand, self.dtype)]
+        node, values = self.program.nodes[index], self.edit.values
+        (out,) = node.results
+        operand = self.edit.name_of(node.refs[0])
+        if values[operand].dtype != self.dtype:
+            wide = self._like(operand)
+            self.edit.insert(index, self._cast(node, operand, wide, self.dtype))
+            operand = wide
         reduced = attrs.evolve(node, args=(Ref(operand), *node.args[1:]))
         chain = self._until_cast(out)
-        if chain is not None:
-            for i in chain[:-1]:
-                self.values[i] = attrs.evolve(self.values[i], dtype=self.dtype)
-            self.instead[chain[-1]] = chain[-2]
-            sum_, gradient = self.values[chain[-2]], self.values[chain[-1]]
-            self.values[chain[-2]] = attrs.evolve(sum_, role=gradient.role, name=gradient.name)
-            return [*cast, reduced]
-        wide = self._like(out)
-        return [*cast, attrs.evolve(reduced, outs=(wide,)), self._cast(node, wide, out, self.values[out].dtype)]
+        if chain is None:
+            wide = self._like(out)
+            back = self._cast(node, wide, out, values[out].dtype)
+            self.edit.replace(index, attrs.evolve(reduced, outs=(wide,)), back)
+            return
+        for id in chain[:-1]:
+            values[id] = attrs.evolve(values[id], dtype=self.dtype)
+        sum_, gradient = chain[-2], values[chain[-1]]
+        values[sum_] = attrs.evolve(values[sum_], role=gradient.role, name=gradient.name)
+        self.edit.rename(chain[-1], sum_)
+        self.edit.drop(self.program.made_at[chain[-1]])
+        self.edit.replace(index, reduced)
 
     def _like(self, id: int) -> int:
-        new = max(self.values) + 1
-        self.values[new] = attrs.evolve(self.values[id], id=new, dtype=self.dtype, name="")
-        return new
+        return self.edit.new(self.edit.values[id], dtype=self.dtype, name="")
 
     def _cast(self, node: Node, source: int, out: int, dtype: torch.dtype) -> Node:
         return attrs.evolve(
@@ -160,15 +140,15 @@ class _Rewriting:
     def _until_cast(self, value: int) -> list[int] | None:
         """The values from `value` through layout moves to the result of the cast that widens it; None if it goes elsewhere."""
         chain = [value]
-        while len(self.readers.get(chain[-1], ())) == 1 and chain[-1] not in self.program.outputs:
-            (reader,) = self.readers[chain[-1]]
+        while len(self.program.readers.get(chain[-1], ())) == 1 and chain[-1] not in self.program.outputs:
+            (position,) = self.program.readers[chain[-1]]
+            reader = self.program.nodes[position]
             (out, *more) = reader.outs
             if out is None or more:
                 return None
             if reader.target in _CASTS:
-                if self.values[out].dtype != self.dtype:
+                if self.edit.values[out].dtype != self.dtype:
                     return None
-                self.dropped.add(id(reader))
                 return [*chain, out]
             if not _is_move(reader) and not _is_reduction(reader):
                 return None

@@ -155,7 +155,7 @@ class Observed:
         for node in self.nodes:
             read.update(node.refs)
             if node.phase != "forward" or any(ref in after_gradients for ref in node.refs):
-                after_gradients.update(out for out in node.outs if out is not None)
+                after_gradients.update(node.results)
         found = {}
         for name, out in zip(self.arguments[0].names(), self.outputs, strict=False):
             value = self.values[self.ids[name]]
@@ -167,7 +167,7 @@ class Observed:
 
     def _weight_operands(self) -> set[str]:
         """Leaves that operators read as weights."""
-        made = {out: node for node in self.nodes for out in node.outs if out is not None}
+        made = {out: node for node in self.nodes for out in node.results}
         names = {value: name for name, value in self.ids.items()}
 
         def leaf_behind(value: int) -> str:
@@ -203,7 +203,7 @@ class Observed:
                 behind[self.ids[name]] = {position}
         for node in self.nodes:
             sources = set().union(*(behind[ref] for ref in node.refs))
-            behind.update((out, sources) for out in node.outs if out is not None)
+            behind.update((out, sources) for out in node.results)
         return behind
 
 

@@ -316,6 +316,6 @@ def _assemble(
     ]
     constants = {vid: tensor for vid, tensor in rec.constants.items() if vid in used}
     inputs = (*range(n_inputs), *seed, *constants)
-    defined = set(inputs) | {o for node in rec.nodes for o in node.outs if o is not None}
+    defined = set(inputs) | {o for node in rec.nodes for o in node.results}
     kept = {vid: values[vid] for vid in values if vid in defined}
     return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
