@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -260,12 +260,26 @@ def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     refuse_reshaped(rec, tensor, args)
-    if len(args) > 1 and isinstance(args[1], torch.Tensor):
-        assign(rec, tensor, args[1])
-    else:
-        vid = emit_full(rec, tuple(tensor.shape), tensor.dtype, args[1] if len(args) > 1 else 0)
-        rec.write(rec.cell(tensor), vid)
+    value = args[1] if len(args) > 1 else 0
+    if isinstance(value, torch.Tensor):
+        number = _literal(rec, value)
+        if number is None or not isfinite(number):
+            assign(rec, tensor, value)
+            return tensor
+        value = number
+    rec.write(rec.cell(tensor), emit_full(rec, tuple(tensor.shape), tensor.dtype, value))
     return tensor
+
+
+def _literal(rec: Recorder, tensor: torch.Tensor) -> int | float | None:
+    """The number that was written in the code: of `x[0] = 5` some versions of torch make a tensor. None where it is something else."""
+    cell = rec.cell(tensor)
+    vid = rec.read(cell)
+    if tensor.dim() or tensor.is_complex() or cell.storage.kind == "captured" or vid not in rec.constants:
+        return None
+    with compat.disable_modes(), compat.no_function_modes():
+        number: int | float = rec.constants[vid].item()
+    return number
 
 
 def unsupported(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
