@@ -113,8 +113,18 @@ def distributed_tensors(nccl: Nccl) -> list[Any]:
     return [(str(y.local.device), y.full().cpu()) for y in made]
 
 
+def overlapped_copies(_: Nccl | None) -> Any:
+    """(losses, parameters, targets) of a step whose collectives run while it copies between tiers."""
+    step, (_, _, start, batch) = cf.offload(cf.shard(problem()[1], cf.Mesh(**DP), zero(3, "dp", chunk=64)), policy="host"), problem()
+    losses, state = trained(step)
+    return losses, whole(state["params"]), [node.target for node in step.lower(start, batch).program.nodes]
+
+
 def under_nccl(folder: str) -> Any:
+    on_cpu = overlapped_copies(None)
+    backend_for.__globals__["_distributed"].cache_clear()  # the same processes, now with cards
     found = on_pretended_cards(host_state, "nccl", folder)
+    found["overlapped"] = on_cpu, on_pretended_cards(overlapped_copies, "nccl")
     backend_for.__globals__["_distributed"].cache_clear()  # the same processes, in a group that nobody has named
     return found, on_pretended_cards(distributed_tensors, "undefined")
 
@@ -129,6 +139,12 @@ def test_what_lies_on_the_host_travels_from_a_card(tmp_path: Path) -> None:
         for losses, got in (("plain", "params"), ("losses", "host params"), ("plain", "again")):
             same(found[losses], want)
             same(found[got], params)
+        for losses, got, targets in found["overlapped"]:
+            same(losses, want)
+            same(got, params)
+            kinds = {target.removeprefix("colofunc.") for target in targets}
+            assert {"all_gather_start", "reduce_scatter_start", "to_host_start"} <= kinds
+            assert kinds.isdisjoint({"all_gather", "reduce_scatter", "all_reduce"})
         assert found["compared"][0].startswith("equal: ") and found["compared"][1].startswith("finite: ")
         assert found["lies"] == ("(dp a) b @host", "cpu", "cpu")
         assert [(spec, device) for spec, device, _ in found["moved"]] == [

@@ -286,8 +286,9 @@ class Distributed:
 def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
-    In the bodies of loops too. One with copies between tiers has its order, in which these were timed. ahead_bytes: of results
-    that are started ahead, at most so many, or one collective's.
+    In the bodies of loops too. One with copies between tiers was in this order before they were written into it
+    (`transforms.within`), and is timed and counted as it stands: nobody reorders it. ahead_bytes: of results that are started ahead,
+    at most so many, or one collective's.
     """
     if any(is_copy(node) for node in program.nodes):
         return program

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -24,6 +25,7 @@ from colofunc.planner.offload.residency import Item, Links, Move, Residency, Tra
 from colofunc.planner.offload.timeline import Lanes, play
 from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
+from colofunc.program.lanes import played
 from colofunc.program.memory import Lies, lies
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
 
@@ -75,9 +77,20 @@ def _held(found: Lies, count: int) -> list[int]:
 
 
 def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
-    device_s = tuple(node_s(node, program.values) for node in program.nodes)
-    host_s = tuple(_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, device_s, strict=True))
+    alone_s = tuple(node_s(node, program.values) for node in program.nodes)
+    host_s = tuple(_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True))
+    device_s = _held_up_s(program, mesh, node_s) if any(map(_is_started, program.nodes)) else alone_s
     return Ground(program, found, tuple(held), readers(program, found), device_s, host_s, links_of(mesh), given)
+
+
+def _held_up_s(program: Program, mesh: Mesh, node_s: NodeS) -> tuple[float, ...]:
+    """Seconds that the device spends at each node, where collectives run beside it: they hide no copies, the work beside them does."""
+    lanes = played(program, mesh, node_s)
+    return tuple(later - now for now, later in pairwise((*lanes.starts_s, lanes.end_s)))
+
+
+def _is_started(node: Node) -> bool:
+    return is_wire(node) and node.target.endswith("_start")
 
 
 def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
