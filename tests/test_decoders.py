@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 import zoo_transformers
-from colofunc_plugins import tensor, ulysses
+from colofunc_plugins import experts, tensor, ulysses
 from torch import nn
 
 import colofunc as cf
@@ -25,6 +25,7 @@ PLANS: dict[str, tuple[cf.Mesh, Any]] = {
     "2d": (cf.Mesh(x=2, y=2), tensor("2d", ("x", "y"))),
     "ulysses": (cf.Mesh(cp=2), ulysses("cp")),
 }
+EXPERTS = (cf.Mesh(ep=2), experts("ep"))
 SLACK = 0.15
 """Norms, masks and tables of angles, which tensor parallelism repeats on every rank, are so much of a small model at most."""
 
@@ -45,7 +46,7 @@ def step_of(name: str, trains: bool) -> tuple[Any, Any, Any]:
 
 def work(plan: str, step: Any, state: Any, batch: Any) -> float:
     """Flops of a rank, of those that it would have if all were split evenly."""
-    mesh, named = PLANS[plan]
+    mesh, named = EXPERTS if plan == "experts" else PLANS[plan]
     alone = cf.shard(step, cf.Mesh()).lower(state, batch).cost().flops
     return cf.shard(step, mesh, named).lower(state, batch).cost().flops * mesh.size / alone
 
@@ -74,6 +75,17 @@ FORWARD = [
 @pytest.mark.parametrize(("name", "plan"), FORWARD)
 def test_a_forward_only_step_has_its_fair_share(name: str, plan: str) -> None:
     is_fair(name, plan, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "most"),
+    [
+        ("gpt_oss", "experts", 1.02),  # slots for the worst routing count as the rows that are expected in them
+        ("deepseek_v32", "1d", 1.17),  # whole: what goes into its norms
+    ],
+)
+def test_little_of_a_forward_only_step_is_done_twice(name: str, plan: str, most: float) -> None:
+    assert work(plan, *step_of(name, trains=False)) < most
 
 
 @pytest.mark.sweep
@@ -113,11 +125,11 @@ def test_experts_with_interleaved_gates_equal_one_device(name: str) -> None:
 
 
 def test_a_plan_names_what_every_rank_does_whole() -> None:
-    """Low-rank projections have a norm over what they give, and an indexer chooses the largest of its scores."""
+    """Low-rank projections and an indexer's keys have a norm over what they give; the heads of the indexer are split."""
     step, state, batch = step_of("deepseek_v32", trains=False)
     (note,) = cf.shard(step, *PLANS["1d"]).lower(state, batch).plan.notes
-    assert note.startswith("tp: each of 2 ranks does 38 % of the products whole, ")
-    assert "bmm in 'model.layers.*.self_attn.indexer'" in note
+    assert note.startswith("tp: each of 2 ranks does 12 % of the products whole, linear in 'model.layers.*.self_attn.kv_a_proj_with_mqa', ")
+    assert "indexer.wq_b" not in note and "indexer.weights_proj" not in note and "bmm" not in note
     assert note.endswith("what reads their results needs whole rows (a norm, a choice of the largest), or a size does not divide")
     step, state, batch = step_of("llama", trains=False)
     assert cf.shard(step, *PLANS["1d"]).lower(state, batch).plan.notes == ()

@@ -11,7 +11,7 @@ f hidden units, d width.
 
 An index outside of 0 .. e-1 means "no expert here": it adds nothing, and its weight has no gradient. So a rank that
 holds some experts runs the same operator on shifted indices, and what ranks give adds up. An expert without tokens has
-zero gradients.
+zero gradients. `share` is the part of the choices that is expected to have an expert here; only the count of its work reads it.
 
 The kernels of the CPU go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and
 results they need memory for that many rows only; a card has its own (`experts_device`, chosen by `experts_guards`),
@@ -62,7 +62,7 @@ def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 def _one_by_one(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
 ) -> Tensor:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
     out = torch.promote_types(gate_up.dtype, weight.dtype)
@@ -78,7 +78,7 @@ def _one_by_one(
 
 def _one_by_one_backward(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True, share: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
     dtype, sums_dtype = gate_up.dtype, wide(gate_up.dtype)
@@ -146,7 +146,7 @@ def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tens
 
 def _experts_fake(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
 ) -> Tensor:  # fmt: skip
     _check(x, index, weight, gate_up, down, act, gated, transposed)
     return x.new_empty(x.shape, dtype=torch.promote_types(gate_up.dtype, weight.dtype))
@@ -154,7 +154,7 @@ def _experts_fake(
 
 def _backward_fake(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True, share: float = 1.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     weights = (gate_up, down, gate_up_bias, down_bias)
     sums = [w.new_empty(w.shape) if need_weights and w is not None else x.new_empty(0) for w in weights]
@@ -162,25 +162,26 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.act, ctx.gated, ctx.transposed = inputs
+    tensors, ctx.options = inputs[:7], inputs[7:]  # act, gated, transposed, and share where it was given
     ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     need = ctx.needs_input_grad
-    found = experts_backward(g, *ctx.saved_tensors, ctx.act, ctx.gated, ctx.transposed, any(need[3:7]))
+    act, gated, transposed, *share = ctx.options
+    found = experts_backward(g, *ctx.saved_tensors, act, gated, transposed, any(need[3:7]), *share)
     dx, dweight, *rest = (d if n else None for d, n in zip(found, (need[0], need[2], *need[3:7]), strict=True))
-    return dx, None, dweight, *rest, None, None, None
+    return dx, None, dweight, *rest, *[None] * len(ctx.options)
 
 
 _OPERANDS = "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
 _OPTIONS = "str act, bool gated=True, bool transposed=False"
 
 experts_backward = define(
-    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, float share=1.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _experts_backward, _backward_fake,
 )  # fmt: skip
-experts = define(f"experts({_OPERANDS}, {_OPTIONS}) -> Tensor", _experts, _experts_fake, (_save, _gradient))
+experts = define(f"experts({_OPERANDS}, {_OPTIONS}, float share=1.0) -> Tensor", _experts, _experts_fake, (_save, _gradient))
 
 
 def _expert_position(index: Tensor, experts: int) -> Tensor:

@@ -34,7 +34,7 @@ from colofunc.program.ir import Node, Program
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
 NAMED = 3
 """At most this many operators are named in a line."""
-WORTH_NAMING = 0.2
+WORTH_NAMING = 0.1
 """A plan names the products that are whole on every rank where they are at least this share of the work."""
 FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
 UNUSED = "unused: every rank computes everything"

@@ -94,6 +94,15 @@ class Dispatch:
         c = self.tokens // self.rounds
         return min(c, max(0, ceil(self.tokens * self.share) - number * c))
 
+    def work(self, number: int) -> dict[tuple[int, str], float]:
+        """The argument that says which part of the choices in a round's rows is expected to be of experts of this rank.
+
+        With balanced routing each rank has n k choices in all rounds, and they lie in p c rows of k a round, of which most are empty.
+        """
+        filled = self.expected(number) / max(1, self.tokens // self.rounds)  # part of the rows that hold a token
+        chosen = 1 / (self.ranks * self.share)  # part of such a token's choices
+        return {(12 if self.backward else 10, "share"): filled * chosen}
+
     # ---- the strategy ----
 
     def strategy(self) -> cf.Strategy:
@@ -169,7 +178,7 @@ class Dispatch:
             operands[0] = self.send(x, slot, rows[t], t)
             operands[1] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
             operands[2] = self.send(weight, slot, rows[t], t)
-            y = from_slots(self.exchange(cf.local.rerun(self.call, operands, {}), rows[t], t), slot, t)
+            y = from_slots(self.exchange(cf.local.rerun(self.call, operands, self.work(t)), rows[t], t), slot, t)
             total = y if total is None else total + y
         assert total is not None
         return total.reshape(shards[0].shape)
@@ -183,7 +192,7 @@ class Dispatch:
             operands[1] = self.send(x, slot, rows[t], t)
             operands[2] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
             operands[3] = self.send(weight, slot, rows[t], t)
-            dx, dweight, *sums = cf.local.rerun(self.call, operands, {})
+            dx, dweight, *sums = cf.local.rerun(self.call, operands, self.work(t))
             back = [from_slots(self.exchange(d, rows[t], t), slot, t) for d in (dx, dweight)]
             totals = [*back, *sums] if totals is None else [a + b for a, b in zip(totals, [*back, *sums], strict=True)]
         assert totals is not None

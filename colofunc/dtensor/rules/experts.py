@@ -49,7 +49,7 @@ def _rule(call: Call, x: int) -> Rule:
     up, tokens, choices = ("(f [c])" if interleaved else "([c] f)") if gated else "f", f"{batch} [d]", f"{batch} [k]"
     weights = (f"e [d] {up}", "e f [d]") if transposed else (f"e {up} [d]", "e [d] f")
     texts: Texts = {x: tokens, x + 1: choices, x + 2: choices, x + 3: weights[0], x + 4: weights[1], gub: f"e {up}", db: "e [d]"}
-    size = prod(call.ins[x + 1].shape) * prod(call.ins[x + 4].shape[1:])  # choices times d times f
+    size = round(_share(call, x) * prod(call.ins[x + 1].shape)) * prod(call.ins[x + 4].shape[1:])  # choices times d times f
     c = 2 if gated else 1
     sizes = {"c": 2} if gated else None
     if not x:
@@ -68,6 +68,15 @@ def _rule(call: Call, x: int) -> Rule:
     )  # fmt: skip
 
 
+def _share_at(x: int) -> int:
+    return x + 10 + x  # behind `need_weights`, which backward has
+
+
+def _share(call: Call, x: int) -> float:
+    """The part of the choices that is expected to have an expert here."""
+    return float(call.arg(_share_at(x), "share", 1.0))
+
+
 def _code(x: int, db: int | None) -> Code:
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
         mine = ins[x + 3].dims[0]
@@ -80,6 +89,7 @@ def _code(x: int, db: int | None) -> Code:
             changes: dict[tuple[int, str], object] = {}
             if shifted:
                 changes[x + 1, "index"] = local_expert(shards[x + 1], mine, mesh)
+                changes[_share_at(x), "share"] = _share(call, x) / prod(n for n, axis in mine if axis is not None)
             if on_f and db is not None:  # ranks with parts of f add up, and the bias counts once
                 changes[x + 6, "down_bias"] = keep_first(shards[db], on_f, mesh)
             return rerun(call, shards, changes)

@@ -2,6 +2,7 @@
 
     q, k, v   column  ->  view, rotate, attention, view  ->  o     row
     gate, up  column  ->  silu, mul                      ->  down  row
+    q, w      column  ->  relu(q @ keys)                 ->  the sum over heads, weighted with w (an indexer)
 
 Problem: tensor parallelism splits some weights by columns and others by rows, which is known per model family, and every
 framework keeps a table of families. Idea: the traced program knows. Walk it once and give every product with a weight its columns, unless
@@ -26,6 +27,8 @@ from colofunc.program.ir import Node, Program
 __all__ = ["product_pairs"]
 
 LOSSES = ("nll_loss", "cross_entropy")
+SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
+"""Products of activations."""
 
 
 @attrs.frozen
@@ -127,6 +130,16 @@ class _Walk:
         self.columns.append(index)
         self.lies[out], self.origins[out] = strategy.outs[0], frozenset({index})
 
+    def closes(self, node: Node) -> bool:
+        """Whether a product of activations sums over what the columns split, and gives less than it reads: it is their row partner.
+
+        A sum over the heads of an indexer is; scores that sum over the width of a head are not, which are larger than queries and keys.
+        """
+        if node.target not in SUMS:
+            return False
+        (result,) = (self.program.values[out] for out in node.outs if out is not None)
+        return prod(result.shape) < max(prod(self.program.values[ref].shape) for ref in node.refs)
+
     def passes(self, node: Node) -> None:
         seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
         origins = frozenset().union(*(self.origins[r] for r in seeds))
@@ -143,7 +156,9 @@ class _Walk:
             self.paired |= origins
             self.lost |= origins
         elif any(layout is not None and layout.pending for layout in strategy.outs):
-            self.summed |= origins
+            closed = self.closes(node)
+            self.paired |= origins if closed else frozenset()
+            self.summed |= frozenset() if closed else origins
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is not None and layout is not None and not layout.pending and not layout.is_replicated:
                 self.lies[out], self.origins[out] = layout, origins
