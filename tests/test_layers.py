@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("plugins", ["colofunc.plugins"]),
     ("planner", ["colofunc.planner"]),
     ("executors", ["colofunc.executors"]),
-    ("DTensor", [f"colofunc.dtensor{name}" for name in ("", ".tensor", ".eager", ".eager_dispatch", ".eager_functions", ".placed")]),
+    ("DTensor", [f"colofunc.dtensor{x}" for x in ("", ".tensor", ".eager", ".eager_dispatch", ".eager_functions", ".placed", ".roles")]),
     ("transforms", ["colofunc.transforms"]),
     ("pictures", ["colofunc.pictures"]),
     ("functional", ["colofunc.functional"]),

@@ -81,6 +81,59 @@ def test_a_gradient_with_respect_to_the_batch_leaves_it_the_batch() -> None:
     assert found.pop("x") == "batch" and set(found.values()) == {"param"}
 
 
+# ---- carried ----
+
+
+def carried(fn: Callable[..., Any], *args: Any) -> dict[str, str]:
+    return {leaf.name: leaf.role for leaf in cf.shard(fn, cf.Mesh()).lower(*args).plan.inputs}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_what_functional_made_is_known_in_any_place_of_a_step_that_marks_nothing(order: tuple[int, ...]) -> None:
+    model = network()
+    model.eval()
+
+    def out(*given: Any) -> Any:
+        w, (statistics,), x = (given[order.index(k)] for k in range(3))
+        return torch.func.functional_call(model.module, {**w["batch"], **statistics}, (x,))
+
+    parts = [{"batch": model.params}, [model.buffers], rows()]
+    found = carried(out, *(parts[k] for k in order))
+    of = {f"given.{place}": ("param", "buffer", "batch")[k] for place, k in enumerate(order)}
+    assert found and all(role == of[name[: len("given.0")]] for name, role in found.items())
+
+
+def test_a_gradient_of_the_batch_by_hand_leaves_it_the_batch() -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+    def forces(x: Tensor, w: Any) -> Any:
+        return cf.value_and_grad(lambda x: torch.func.functional_call(model.module, w, (x,)).sum())(x)
+
+    found = carried(forces, rows(), model.params)
+    assert found.pop("x") == "batch" and set(found.values()) == {"param"}
+
+
+def test_state_carries_what_the_step_that_placed_it_knew() -> None:
+    def train(state: Any, x: Tensor) -> Any:
+        loss, grad = cf.value_and_grad(lambda w: (torch.tanh(x * w) ** 2).mean())(state["w"])
+        momentum = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * momentum, "m": momentum}, loss
+
+    step = cf.shard(train, cf.Mesh(dp=2), zero(3, "dp"))
+    state = step.init({"w": torch.randn(8, dtype=D), "m": torch.zeros(8, dtype=D)}, rows())
+    use = cf.shard(lambda x, m, w: (x * w + m).sum(), cf.Mesh(dp=2))  # nothing here says what is a weight
+    for given in (state, step(state, rows())[0]):
+        assert (given["w"].role, given["m"].role) == ("param", "state")
+        found = {leaf.name: leaf.role for leaf in use.lower(rows(), given["m"], given["w"]).plan.inputs}
+        assert found == {"x": "batch", "m": "state", "w": "param"}
+
+
+def test_weights_of_an_average_are_weights_where_operators_read_them_so() -> None:
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-2)
+    average = opt.init({"w": torch.randn(8, 8)})["exp_avg"]  # carries "state"
+    found = carried(lambda x, average: F.linear(x, average["w"]), torch.randn(4, 8), average)
+    assert found == {"x": "batch", "average.w": "param"}
+
+
 # ---- observed ----
 
 

@@ -44,12 +44,12 @@ class Home:
     mesh: Mesh
     backend: Backend
 
-    def make(self, shards: list[torch.Tensor]) -> DTensor:
+    def make(self, shards: list[torch.Tensor], role: str = "") -> DTensor:
         """An owned tensor whose parts are known to lie here; made in less time than others."""
         x: DTensor = compat.wrapper(DTensor, self.layout.shape, self.dtype, shards[0].device)
         x.sharding, x.mesh, x._backend = self.layout, self.mesh, self.backend
         x._held, x._origin, x.home = Held(shards), None, self
-        x._lays_grad, x.owned, x.movable = False, True, False
+        x._lays_grad, x.owned, x.movable, x.role = False, True, False, role
         return x
 
 
@@ -72,7 +72,7 @@ def consume_all(given: Iterable[DTensor], by: str, names: Iterable[str] | None =
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
 
-    __slots__ = ("_backend", "_held", "_lays_grad", "_origin", "home", "mesh", "movable", "owned", "sharding")
+    __slots__ = ("_backend", "_held", "_lays_grad", "_origin", "home", "mesh", "movable", "owned", "role", "sharding")
 
     sharding: Layout
     mesh: Mesh
@@ -82,6 +82,7 @@ class DTensor(torch.Tensor):
     _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
     movable: bool  # lies as nobody asked for, so a step's plan may lay it otherwise
+    role: str  # what it is to the steps that made and placed it ("param", ...; see `roles`), "" where that is not known
     home: Home | None  # of what a step has placed, as long as it has no gradient and nobody has written to it
 
     @staticmethod
@@ -94,6 +95,7 @@ class DTensor(torch.Tensor):
         requires_grad: bool = False,
         owned: bool = False,
         movable: bool = False,
+        role: str = "",
     ) -> DTensor:
         first = shards[0]
         self: DTensor = compat.wrapper_subclass(cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False)
@@ -105,6 +107,7 @@ class DTensor(torch.Tensor):
         self._lays_grad = False
         self.owned = owned
         self.movable = movable
+        self.role = role
         self.home = None
         return self.requires_grad_() if requires_grad else self
 
@@ -216,7 +219,7 @@ class DTensor(torch.Tensor):
         return self.full().numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        out = DTensor([x.clone() for x in self.parts], self.sharding, self.mesh, self._backend, self.requires_grad)
+        out = DTensor([x.clone() for x in self.parts], self.sharding, self.mesh, self._backend, self.requires_grad, role=self.role)
         memo[id(self)] = out
         return out
 
@@ -373,7 +376,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
         ctx.source = x.sharding.with_pending(())
         shards = convert_shards(x.parts, x.sharding, layout, x.mesh, x._backend)
-        return DTensor(_apart(shards, x), layout, x.mesh, x._backend)
+        return DTensor(_apart(shards, x), layout, x.mesh, x._backend, role=x.role)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from colofunc import compat
 from colofunc.dtensor.lazy import LazyTensor, make
+from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.adapters import Adapter
@@ -222,6 +223,8 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
         )
     frozen = {name: p.detach() for name, p in named.items() if name not in params}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
+    for role, made in (("param", params), ("frozen", frozen), ("buffer", buffers)):
+        give_role(role, made.values())
     return Model(module, params, frozen, buffers)
 
 

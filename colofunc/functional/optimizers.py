@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from colofunc.dtensor.lazy import zeros_like
+from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
 from colofunc.functional import torch_optim
 from colofunc.ops import policy
@@ -56,6 +57,7 @@ class Optimizer:
         for part, names in self._parts(params):
             for key, made in part._init({n: params[n] for n in names}).items():
                 state.setdefault(key, {}).update(made)
+        give_role("state", flatten(state)[0])
         return state
 
     def update(

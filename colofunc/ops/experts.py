@@ -176,12 +176,13 @@ def _gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 _OPERANDS = "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
 _OPTIONS = "str act, bool gated=True, bool transposed=False"
+_SHARE = "float share=1.0"
 
 experts_backward = define(
-    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, float share=1.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_SHARE}) -> ({', '.join(['Tensor'] * 6)})",
     _experts_backward, _backward_fake,
 )  # fmt: skip
-experts = define(f"experts({_OPERANDS}, {_OPTIONS}, float share=1.0) -> Tensor", _experts, _experts_fake, (_save, _gradient))
+experts = define(f"experts({_OPERANDS}, {_OPTIONS}, {_SHARE}) -> Tensor", _experts, _experts_fake, (_save, _gradient))
 
 
 def _expert_position(index: Tensor, experts: int) -> Tensor:

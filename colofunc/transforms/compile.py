@@ -134,7 +134,8 @@ class StepCompiler:
             placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device), layout))
         shelves.commit()
         placed = side_by_side(placed, ready.buffers)
-        return unflatten(first_tree, [ready.owned(parts, home) for parts, home in zip(placed, ready.homes, strict=False)])
+        made = [ready.owned(*one) for one in zip(placed, ready.homes, ready.roles, strict=False)]
+        return unflatten(first_tree, made)
 
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
         leaves, tree = flatten(args)

@@ -120,7 +120,7 @@ def moved(
             read = {id(x): in_memory(x) for x in parts}
             done = {key: in_tier(x, layout.tier, device) for key, x in read.items()}
             parts = [done[id(x)] for x in parts]
-        out.append(DTensor(shelves.keep(parts, layout), layout, low.mesh, backend, owned=owned))
+        out.append(DTensor(shelves.keep(parts, layout), layout, low.mesh, backend, owned=owned, role=leaf.role))
         if owned:
             leaf.consume(f"{name}, which has planned again by what it measured and moved it")
     shelves.commit()

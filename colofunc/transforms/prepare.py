@@ -19,6 +19,7 @@ import torch
 
 from colofunc import env
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
@@ -165,7 +166,7 @@ def _digest(mesh: Mesh, program: Program) -> str:
 
 
 def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> Seen:
-    traced = trace(fn, args)
+    traced = trace(fn, args, role_of=role_of)
     program, hidden = lift(simplify(traced.program), traced.captured)
     inputs = [i for i in program.inputs if i not in program.constants]
     program = as_read(program, inputs[len(traced.names) + traced.uses_seed :])

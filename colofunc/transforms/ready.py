@@ -21,6 +21,7 @@ import torch
 from colofunc import compat
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
+from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, consume_all, home_of
 from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
@@ -136,6 +137,13 @@ class Ready:
         return tuple(home_of(layout, dtype, self.low.mesh, self.backend) for layout, dtype in pairs)
 
     @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """Per leaf, the role that it carries to other steps; "" where it is a guess, or lasts for this step only."""
+        traced = self.low.traced
+        found = [traced.program.values[i].role for i in traced.program.inputs[: len(traced.names)]]
+        return tuple(role if role in LASTING and not traced.guessed else "" for role in found)
+
+    @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
         return self.backend.compile(self.low.program, self.low.mesh)
 
@@ -242,20 +250,21 @@ class Ready:
     def _wrapped(self, outs: Sequence[Shards]) -> list[DTensor]:
         if self._makers is None:
             self._makers = []
-            for parts, layout in zip(outs, self.low.output_layouts, strict=True):
+            again = {out: self.roles[into] for out, into in self.low.global_program.aliases}
+            for k, (parts, layout) in enumerate(zip(outs, self.low.output_layouts, strict=True)):
                 home = home_of(layout, parts[0].dtype, self.low.mesh, self.backend)
-                self._makers.append(self._maker(parts, home))
+                self._makers.append(self._maker(parts, home, again.get(k, "")))
         return [make(parts) for make, parts in zip(self._makers, outs, strict=True)]
 
-    def owned(self, parts: Shards, home: Home) -> DTensor:
+    def owned(self, parts: Shards, home: Home, role: str) -> DTensor:
         """A tensor that this step has placed."""
-        return self._maker(parts, home)(parts)
+        return self._maker(parts, home, role)(parts)
 
-    def _maker(self, parts: Shards, home: Home) -> Callable[[Shards], DTensor]:
+    def _maker(self, parts: Shards, home: Home, role: str) -> Callable[[Shards], DTensor]:
         """What makes tensors of parts like these. At home is what `place` would leave where it is, whatever it finds out."""
         if home.layout.tier == "device" and (parts[0].is_cuda or self.device.type == "cpu"):
-            return home.make
-        return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True)
+            return partial(home.make, role=role) if role else home.make
+        return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True, role=role)
 
 
 def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:

@@ -1,15 +1,17 @@
 """Roles: what each input leaf of a step is, a parameter, a buffer, optimizer state or the batch.
 
 Problem: plans are about weights, moments and rows, and a step is a function of trees in which these stand anywhere. Idea: who
-knows says so while the step runs. `cf.functional` marks the leaves that a model is called with, `cf.adapt` those of its state,
-and gradients say what is differentiated. Code that uses neither is read: its weights stand where operators have weights.
+knows says so: `cf.functional` marks the leaves that a model is called with, `cf.adapt` those of its state, and gradients say what is
+differentiated, all while the step runs. What they do not say, tensors do that carry a role (`colofunc.dtensor.roles`), wherever they
+stand. Code that uses none of it is read: its weights stand where operators have weights.
 
     model.apply(params, buffers, x)          mark("param", ...), mark("buffer", ...)
     opt.update(grads, state, params)         mark("state", ...)
+    functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
     F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
 
 Neither the position of an argument nor a word in a path decides, but for one thing that nothing else says: of several arguments
-that are never marked, differentiated or read as weights, the first is the state.
+that are never marked, differentiated or read as weights and carry no role, the first is the state.
 """
 
 from __future__ import annotations
@@ -83,15 +85,18 @@ class Observed:
     marks: Mapping[str, str]
     differentiated: Mapping[str, int]  # leaf -> how deep inside other gradients
     comes_back: bool  # whether output 0 is argument 0 anew
+    carried: Mapping[str, str] = attrs.field(factory=dict)  # leaf -> the role that its tensor carries
 
     def roles(self) -> dict[str, str]:
         """Leaf -> its role."""
         trained = {*self.marks, *self._outermost()}
         operands = set() if trained else self._weight_operands()
-        returned = self._returned(trained | operands)
+        carried = {name: role for name, role in self.carried.items() if role != "state" or name not in operands}
+        operands -= carried.keys()
+        returned = self._returned(trained | operands | carried.keys())
         said = {*self.marks, *returned}
-        params = self._params(said)
-        weights = said | params | operands
+        params = self._params(said | self._untouched(carried))
+        weights = said | params | operands | carried.keys()
         holds = self._holds(weights)
         if not any(holds) and len(self.arguments) > 1:
             holds[0] = True
@@ -102,10 +107,12 @@ class Observed:
             for name in argument.names():
                 found[name] = self._rest(name, rest)
         found |= dict.fromkeys(operands - said, "param")
-        return {**found, **returned, **dict.fromkeys(params, "param"), **self.marks}
+        return {**found, **carried, **returned, **dict.fromkeys(params, "param"), **self.marks}
 
     def is_guess(self) -> bool:
         """Whether nothing says which of several arguments has the weights, so that the first is taken."""
+        if self.carried:
+            return False
         trained = {*self.marks, *self._outermost()}
         operands = set() if trained else self._weight_operands()
         said = {*self.marks, *self._returned(trained | operands)}
@@ -126,6 +133,10 @@ class Observed:
         holding = [argument for argument in self.arguments if any(name in said for name in argument.names())]
         return {name for argument in holding for name in argument.names() if name in self.differentiated}
 
+    def _untouched(self, carried: Mapping[str, str]) -> set[str]:
+        """Leaves that carry a role, where none of them is differentiated: then it is the batch of which a gradient is taken."""
+        return set() if self._outermost() & carried.keys() else set(carried)
+
     def _outermost(self) -> set[str]:
         """What is differentiated in no other gradient."""
         outermost = min(self.differentiated.values(), default=1)
@@ -136,7 +147,7 @@ class Observed:
         if rest == "state" and name in self.differentiated:
             return "param"
         value = self.values[self.ids[name]]
-        unknown = not self.differentiated and not self.marks
+        unknown = not self.differentiated and not self.marks and not self.carried
         return "param" if rest == "state" and unknown and value.shape and value.dtype.is_floating_point else rest
 
     def _returned(self, weights: Collection[str]) -> dict[str, str]:

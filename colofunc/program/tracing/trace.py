@@ -93,12 +93,14 @@ def trace(
     *,
     params: Iterable[str] = (),
     roles: Mapping[str, str] | None = None,
+    role_of: Callable[[torch.Tensor], str] | None = None,
     modes: Modes = canonical.modes,
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
 
     `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
-    overriding what is found. `modes`: makes the modes of canonical operators from a provider of the hidden seed.
+    overriding what is found. `role_of`: what a leaf carries as its role, "" where it has none. `modes`: makes the modes of
+    canonical operators from a provider of the hidden seed.
     Raises TraceError where one recorded program could not repeat what the function does.
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
@@ -110,7 +112,12 @@ def trace(
     warn_of_put_back(words)
     refuse_leaks(rec)
     given = {**dict.fromkeys(params, "param"), **(roles or {})}
-    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given)
+    carried = {}
+    for name, leaf in zip(tree.names(), leaves, strict=True):
+        role = "" if role_of is None else role_of(leaf)
+        if role:
+            carried[name] = role
+    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given, carried)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
     captured = {cell.vid: real for real, cell in rec.captured.values()}
@@ -291,6 +298,7 @@ def _with_roles(
     out_ids: Sequence[int],
     differentiated: Mapping[str, int],
     given: Mapping[str, str],
+    carried: Mapping[str, str],
 ) -> tuple[dict[int, Value], bool]:
     """Values with the roles of the inputs, given or observed, and whether these are a guess."""
     values = dict(rec.values)
@@ -300,7 +308,7 @@ def _with_roles(
     if arguments:
         before = [values[ids[name]] for name in arguments[0].names()]
         again = comes_back(arguments[0], first_result(out_tree), before, [values[i] for i in out_ids])
-    observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again)
+    observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
     for name, role in {**observed.roles(), **given}.items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
     return values, not given and observed.is_guess()
