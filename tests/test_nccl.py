@@ -304,13 +304,14 @@ def limits_of_groups() -> Any:
     assert tie is not None
     before = sub_limit_s(tie)
     cf.join(mesh, limit_s=55)
+    given = backend_for(mesh)._groups_of(mesh).limit_s
     tie.exchange("the end", "", 60, last=True)  # rank 0 serves the others until they have come here
-    return before, sub_limit_s(tie)
+    return before, sub_limit_s(tie), given
 
 
 @pytest.mark.dist
 def test_groups_along_axes_have_the_limit_of_the_whole() -> None:
-    assert cf.launch(limits_of_groups, 2, timeout_s=77) == [(77.0, 55.0)] * 2
+    assert cf.launch(limits_of_groups, 2, timeout_s=77) == [(77.0, 55.0, 55.0)] * 2
 
 
 def test_gloo_carries_tensors_of_a_card_through_the_host() -> None:

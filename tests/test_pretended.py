@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -227,6 +228,37 @@ def test_an_error_of_work_comes_out_where_the_host_waits() -> None:
         out = torch.index_select(rows, 0, at)
         with pytest.raises(IndexError):
             out.cpu()
+
+
+class Waits:
+    """Waits for the card when the collector finds it, as pinned pages do."""
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()
+
+
+def test_nothing_runs_in_the_middle_of_a_piece_of_work() -> None:
+    ran: list[str] = []
+
+    def first() -> None:
+        ran.append("first begins")
+        cycle = Waits()
+        cycle.__dict__["itself"] = cycle
+        del cycle
+        ran.append(f"first ends with {len([[] for _ in range(5000)])} lists")  # the collector would come
+
+    threshold = gc.get_threshold()
+    with Machine():
+        stream = torch.cuda.current_stream()
+        for run in (first, lambda: ran.append("second")):
+            stream.launch(run)  # type: ignore[attr-defined]
+        gc.set_threshold(100, 10, 10)
+        try:
+            stream.synchronize()
+        finally:
+            gc.set_threshold(*threshold)
+        gc.collect()
+    assert ran == ["first begins", "first ends with 5000 lists", "second"]
 
 
 def test_a_thread_has_cards_too_and_begins_with_the_first() -> None:

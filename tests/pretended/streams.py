@@ -16,11 +16,12 @@ Source of the priorities: Burckhardt et al., A randomized scheduler with probabi
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,8 +73,11 @@ class Engine:
             self._raise()
 
     def step(self) -> bool:
-        """Run one piece of work; False where each stream waits for another process."""
-        with self.lock:
+        """Run one piece of work; False where each stream waits for another process.
+
+        The collector is off meanwhile: what it finds may wait for the card (pages that are let go of), in the middle of this piece.
+        """
+        with self.lock, _without_collector():
             ready = [stream for stream in self._streams if stream.queue and stream.queue[0].ready()]
             if not ready:
                 if not any(isinstance(stream.queue[0], Elsewhere) for stream in self._streams if stream.queue):
@@ -98,6 +102,17 @@ class Engine:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Work:
