@@ -100,9 +100,9 @@ def test_the_example_has_twenty_lines() -> None:
 
 
 def test_commands_are_the_makefiles() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for text in (README, (ROOT / "CONTRIBUTING.md").read_text(), *(page.read_text() for page in PAGES)):
-        for words in re.findall(r"^make ([a-z ]+?)(?: +#.*| ARGS.*| PY.*)?$", text, re.M):
+        for words in re.findall(r"^make ([a-z -]+?)(?: +#.*| ARGS.*| PY.*)?$", text, re.M):
             assert set(words.split()) <= targets, words
     assert [line.split("#")[0].strip() for line in blocks(README, "bash")[0].splitlines()] == ["make demo", "make test"]
 
