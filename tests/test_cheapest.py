@@ -8,7 +8,7 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.sharding import assign
-from colofunc.planner.sharding.cheapest import _in_order, _stays, at_least, buckets_of, cheapest, leaning, roomy
+from colofunc.planner.sharding.cheapest import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, leaning, roomy
 from colofunc.planner.sharding.eliminate import Graph, exact_order
 from colofunc.program.ir import Program
 
@@ -80,13 +80,22 @@ def test_bytes_that_one_operator_alone_needs(monkeypatch: pytest.MonkeyPatch) ->
     """One rank's linear layer makes 256 x 64 floats, and backward reads as many; parameters and updates are not counted."""
     program, one = planned(monkeypatch)
     whole = [0] * len(one.choice)  # replicated
-    assert at_least(program, one.model, one.ties, whole) == 256 * 64 * 4 <= one.peak_bytes
+    assert at_least(alone_each(program, one.model, one.ties), whole) == 256 * 64 * 4 <= one.peak_bytes
+
+
+def test_where_no_choice_fits_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, one = planned(monkeypatch)
+    least = max(map(min, alone_each(program, one.model, one.ties)))
+    assert [*fitting(program, one.model, one.ties, 4 * least)]
+    monkeypatch.setattr("colofunc.planner.sharding.cheapest.cheapest", None)  # which is not called
+    assert not [*fitting(program, one.model, one.ties, least - 1)]
 
 
 def test_shardings_that_may_be_brought_down_to_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward of the layer reads x and w and makes y: replicated 32768 + 8448 + 65536 bytes; half the batch a rank, 57600."""
     program, one = planned(monkeypatch)
-    at = lambda budget: [at_least(program, one.model, one.ties, x) for x in roomy(program, one.model, one.ties, one.choice, budget)]  # noqa: E731
+    alone = alone_each(program, one.model, one.ties)
+    at = lambda budget: [at_least(alone, x) for x in roomy(program, one.model, one.ties, one.choice, budget)]  # noqa: E731
     assert max(at(106_752)) == 65_536 and at(60_000) and max(at(60_000)) <= 32_768 and not at(20_000)
 
 

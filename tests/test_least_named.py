@@ -7,11 +7,12 @@ import least_named
 import pytest
 import random_cases
 import torch
-from least_named import named, peak
+from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
 from colofunc.planner.recompute.policies import NAMED, Policy
+from colofunc.transforms.least_budget import Tried, least_budget
 
 POLICIES: tuple[str | Policy, ...] = (*NAMED, cf.every(2), cf.every(4))
 
@@ -64,16 +65,16 @@ def training(seed: int) -> Any:
     return step, state, cf.abstract((4, 3, 32, 32))
 
 
-def check_least(seed: int, chain: str, copies: bool = False) -> None:
+def check_least(seed: int, chain: str, copies: bool = False, exact: bool = False) -> None:
     step, *args = training(seed)
     base = CHAINS[chain](step)
     base = cf.offload(base) if copies else base
-    least = least_named.check(lambda nbytes: cf.checkpoint(base, budget=nbytes), *args)
+    least = least_named.check(lambda nbytes: cf.checkpoint(base, budget=nbytes), *args, exact=exact)
     if not copies:
         assert least <= min(peak(cf.checkpoint(base, policy=policy), *args) for policy in POLICIES), (seed, chain)
 
 
-def check_random(seed: int, limit: str) -> None:
+def check_random(seed: int, limit: str, exact: bool = False) -> None:
     """Of a generated program on a generated mesh, with generated specs, whether it trains or not."""
     case = random_cases.draw(seed)
     parts = dict(case.links).get("accumulate")
@@ -86,7 +87,7 @@ def check_random(seed: int, limit: str) -> None:
         return least_named.LIMITS[limit](on, cf.Mesh(**case.axes), nbytes)
 
     try:
-        least_named.check(limited, *case.arguments(), given=1)
+        least_named.check(limited, *case.arguments(), given=1, exact=exact)
     except cf.ColofuncError as error:
         if not case.may_refuse(str(error)) and not (parts and random_cases.CHAIN_REFUSED.search(str(error))):
             raise
@@ -95,7 +96,7 @@ def check_random(seed: int, limit: str) -> None:
 @pytest.mark.parametrize("limit", least_named.LIMITS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_however_memory_is_limited_the_least_that_is_named_can_be_given(seed: int, limit: str) -> None:
-    check_random(seed, limit)
+    check_random(seed, limit, exact=True)
 
 
 @pytest.mark.sweep
@@ -108,13 +109,34 @@ def test_of_random_programs(seed: int, limit: str) -> None:
 def test_the_memory_of_a_machine_counts_as_it_is_counted() -> None:
     """Sharding alone is searched for by an estimate; what it finds leanest is counted before anything is refused or named."""
     step, *args = training(2)
-    least = least_named.check(lambda nbytes: cf.shard(step, least_named.limited(cf.Mesh(dp=2), nbytes)), *args)
+    least = least_named.check(lambda nbytes: cf.shard(step, least_named.limited(cf.Mesh(dp=2), nbytes)), *args, exact=True)
     assert least <= peak(cf.shard(step, cf.Mesh(dp=2)), *args)
 
 
 @pytest.mark.parametrize("seed, chain", [(2, "one device")])
 def test_the_least_that_is_named_can_be_given_and_no_policy_needs_less(seed: int, chain: str) -> None:
-    check_least(seed, chain)
+    check_least(seed, chain, exact=True)
+
+
+def test_many_small_steps_down_are_one_large() -> None:
+    """Each search for a byte less ends with the first plan that fits, here eight bytes less; one that finds none has seen the leanest."""
+    asked = list[int]()
+
+    def leanest(budget_bytes: int) -> Tried:
+        asked.append(budget_bytes)
+        fits = next((nbytes for nbytes in range(2000, 1000, -8) if nbytes <= budget_bytes), None)
+        seen = 2000 if budget_bytes < 10 else 1008
+        return tried(fits or seen, budget_bytes)
+
+    assert least_budget(leanest, large=False).done.peak_bytes == 1008
+    assert asked == [1, 1999, 996, 1007]
+
+
+def test_where_half_leads_nowhere_small_steps_go_on() -> None:
+    def leanest(budget_bytes: int) -> Tried:
+        return tried(next((nbytes for nbytes in (96, 94, 92, 90) if nbytes <= budget_bytes), 98), budget_bytes)
+
+    assert least_budget(leanest, large=False).done.peak_bytes == 90
 
 
 @pytest.mark.parametrize("seed, chain", [(0, "microbatches"), (1, "one device")])

@@ -230,25 +230,37 @@ def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
     return all(a in axes for lay in (*strategy.ins, *strategy.outs) if lay is not None for a in lay.axes)
 
 
+def assigned(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    axes: tuple[str, ...],
+    budget_bytes: int | None,
+    price_s: float = 0.0,
+) -> Assignment:
+    """Who computes what: over all open axes at once where at most two are open, axis by axis beyond."""
+    candidates.follow_wishes(constraints)
+    kernel_s = KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
+    return assign_by_axes(
+        program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
+        price_s=price_s, kernel_s=kernel_s,
+    )  # fmt: skip
+
+
 def decide(
     program: Program,
     mesh: Mesh,
     candidates: Candidates,
     constraints: Constraints,
     named: Mapping[str, str],
-    budget_bytes: int | None,
     axes: tuple[str, ...],
-    price_s: float = 0.0,
+    budget_bytes: int | None,
     found: Assignment | None = None,
 ) -> Decided:
-    """Plan the program: over all open axes at once where at most two are open, axis by axis beyond. found: what to take instead."""
+    """Plan the program. found: an assignment to take instead of looking for one."""
     if found is None:
-        candidates.follow_wishes(constraints)
-        kernel_s = KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
-        found = assign_by_axes(
-            program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
-            price_s=price_s, kernel_s=kernel_s,
-        )  # fmt: skip
+        found = assigned(program, mesh, candidates, constraints, axes, budget_bytes)
     choices = []
     for node, strategy in zip(program.nodes, found.strategies, strict=True):
         call, _ = call_of(node, program.values)

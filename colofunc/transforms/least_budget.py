@@ -6,11 +6,18 @@ counted last, until nothing holds less. This depends on no budget that was given
 gives at least them, and whose search finds nothing, is given the plan that was counted.
 
     given 1,000 B: nothing.  asked for 1 B: a plan of 728 B, 727 B: one of 696 B, 695 B: nothing below    696 B are named
+
+A search for one byte looks at little (`planner/jointly.py` gives up early where a budget is far too small), and one that asks for a
+byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next: nothing is far too small
+there, and the leanest of all that such a search looks at is what many small steps would come to.
+
+On several ranks which shardings are looked at goes by what making values again costs, so a search under a named policy looks at others
+than a free one. The named ones are therefore asked for less than the free one found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 
 import attrs
@@ -40,19 +47,35 @@ class Tried:
         return said_bytes(self.done.peak_bytes)
 
 
-def least_budget(leanest: Callable[[int], Tried], large: bool) -> Tried:
-    """The leanest plan found. `leanest(bytes)`: of a search within so many the first plan that fits, or else the leanest."""
+Leanest = Callable[[int], Tried]
+"""Bytes -> of a search within so many the first plan that fits, or else the leanest."""
+
+
+def least_budget(leanest: Leanest, large: bool, named: Sequence[Leanest] = ()) -> Tried:
+    """The leanest plan found. named: the same search under each named policy; large programs are not searched once more for them."""
     best = leanest(1)
     for _ in range(MAX_RAISES if best.done.short else 0):
         asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // RAISE_PART))
         best = leanest(asked_bytes)
         if not best.done.short:
             break
-    for _ in range(MAX_DESCENTS_LARGE if large else MAX_DESCENTS):
-        less = leanest(_below(best.least_bytes))
-        if less.done.short or less.done.peak_bytes >= best.done.peak_bytes:
+    best = _descended(best, leanest, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
+    for under_policy in () if large else named:
+        best = _descended(best, under_policy, MAX_DESCENTS)
+    return best
+
+
+def _descended(best: Tried, leanest: Leanest, searches: int) -> Tried:
+    """The leanest plan that a search leads to from `best` down."""
+    halved = True  # not worth a search unless a byte less is found
+    for _ in range(searches):
+        less = leanest(_below(best.least_bytes) if halved else max(1, best.least_bytes // 2))
+        if not less.done.short and less.done.peak_bytes < best.done.peak_bytes:
+            best, halved = less, not halved
+        elif halved:
             break
-        best = less
+        else:
+            halved = True
     return best
 
 

@@ -10,7 +10,7 @@ plan is made, completed and counted, and made again with less in mind until what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 from operator import itemgetter
 from typing import Protocol
@@ -40,7 +40,7 @@ from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.one_call import updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
-from colofunc.transforms.decide import Candidates, Decided, decide
+from colofunc.transforms.decide import Candidates, Decided, assigned, decide
 from colofunc.transforms.least_budget import Tried, least_budget, said
 
 SHARE = 32
@@ -53,6 +53,8 @@ LARGE = 2000
 Refit = Callable[[Program, NodeS, Finish, int | None], tuple[Fitted | None, Fitted]]
 Rewrite = Callable[[Program, Mesh], Program]
 AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
+Sharding = Callable[[], Decided]
+"""Who computes what, its plan written at the first call."""
 
 
 class Move(Protocol):
@@ -69,7 +71,7 @@ class Ending:
 
     `passes`: of plugins and transforms. `ways`: what comes behind them, the fastest first where there are several. `chunks`: input
     position -> elements of the chunks that it lies in. `temporaries`: whether they are written over. `count`: the accountant of the
-    executor that will run it. `refit`: of `checkpoint`.
+    executor that will run it. `refit`: of `checkpoint`; `by_name`: the same under each named policy, where it is free to choose.
     `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
     `timed`: how long operators take, where that was measured. `wider`: what to write where policies forbid what needs less memory.
     """
@@ -87,6 +89,7 @@ class Ending:
     ways: Sequence[Rewrite] = AS_IT_IS
     timed: Timed | None = None
     wider: Sequence[str] = ()
+    by_name: Sequence[Refit] = ()
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
@@ -211,15 +214,16 @@ def within(
     make values again or copy them, that and the sharding are decided together (`planner/jointly.py`). `name_least`: whether an
     error says what could be given, which takes a few searches more.
     """
-    make = partial(decide, ending.program, ending.mesh, candidates, constraints, named, axes=axes)
+    make = partial(decide, ending.program, ending.mesh, candidates, constraints, named, axes)
+    assign = partial(assigned, ending.program, ending.mesh, candidates, constraints, axes)
     if budget_bytes is None:
         decided = make(budget_bytes=None)
         done = ending.finish(decided, None)
         if done.short:
             raise CapacityError(done.short)
         return _told(ending, decided, done)
-    search = partial(_searched, make, ending, candidates, parts=parts, tries=tries + parts.bit_length() - 1)
-    found, leanest = search(budget_bytes)
+    search = partial(_searched, make, assign, candidates, parts=parts, tries=tries + parts.bit_length() - 1)
+    found, leanest = search(ending, budget_bytes)
     if found is not None:
         return _told(ending, found.decided, found.done)
     if not name_least:
@@ -227,12 +231,15 @@ def within(
     needs_bytes = _needs(ending.program, candidates) // parts
     candidates.memo = Memo(candidates.memo.fastest, misses=candidates.memo.misses)
 
-    def again(asked_bytes: int) -> Tried:
+    def again(some: Ending, asked_bytes: int) -> Tried:
         candidates.memo = attrs.evolve(candidates.memo, fits={})  # as whoever gives that budget will find it
-        fits, lean = search(asked_bytes, any_that_fits=True)
+        fits, lean = search(some, asked_bytes, any_that_fits=True)
         return fits or lean
 
-    least = least_budget(again, len(ending.program.nodes) > LARGE)
+    # On one rank there is one sharding, in which every named policy was counted.
+    named_ones = [attrs.evolve(ending, refit=refit) for refit in ending.by_name] if ending.mesh.size > 1 else []
+    large = len(ending.program.nodes) > LARGE
+    least = least_budget(partial(again, ending), large, [partial(again, some) for some in named_ones])
     if least.done.fits(budget_bytes):  # only what was asked for less was led there
         plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
         return _told(ending, attrs.evolve(least.decided, plan=plan), least.done)
@@ -262,8 +269,9 @@ class _Fits(Exception):
 
 def _searched(
     make: Callable[..., Decided],
-    ending: Ending,
+    assign: Callable[..., Assignment],
     candidates: Candidates,
+    ending: Ending,
     budget_bytes: int,
     parts: int,
     tries: int,
@@ -278,21 +286,24 @@ def _searched(
         return (one if one.done.fits(budget_bytes) else None), one
     searches = SEARCHES if len(ending.program.nodes) <= LARGE else 3
 
-    def finish(decided: Decided) -> Fitted:
-        done = ending.finish(decided, budget_bytes)
+    def finish(sharding: Sharding) -> Fitted:
+        done = ending.finish(sharding(), budget_bytes)
         if any_that_fits and done.fits(budget_bytes):
-            raise _Fits(Tried(decided, done, budget_bytes))
+            raise _Fits(Tried(sharding(), done, budget_bytes))
         return done
+
+    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
+        return _proposed(make, assign(aim, price_s), aim)
 
     every = partial(_every, make, ending.program, candidates, budget_bytes * parts)
     most = max(2, WORK // max(1, len(ending.program.nodes)))
     needs = partial(_needs, ending.program, candidates)
     try:
-        best, lean = together(partial(_proposed, make), finish, budget_bytes, parts, tries, searches, every, most, needs)
+        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, needs)
     except _Fits as first:
         return first.tried, first.tried
-    fastest = None if best is None else Tried(best.proposed.plan, best.done, budget_bytes)
-    return fastest, Tried(lean.proposed.plan, lean.done, budget_bytes)
+    fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
+    return fastest, Tried(lean.proposed.plan(), lean.done, budget_bytes)
 
 
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
@@ -307,10 +318,10 @@ def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tupl
 
 def _every(
     make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
-) -> Iterator[Proposed[Decided]]:
+) -> Iterator[Proposed[Sharding]]:
     """All shardings of a small program, cheapest first; of a larger one, and where nothing fits so far (no price), some."""
     for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
-        yield _proposed(make, None, 0.0, found)
+        yield _proposed(make, found, None)
 
 
 def _needs(program: Program, candidates: Candidates) -> int:
@@ -319,10 +330,10 @@ def _needs(program: Program, candidates: Candidates) -> int:
     return min((at_least_any(program, model, known.ties) for model, _ in candidates.memo.models.values()), default=0) if known else 0
 
 
-def _proposed(make: Callable[..., Decided], aim: int | None, price_s: float, found: Assignment | None = None) -> Proposed[Decided]:
-    decided = make(budget_bytes=aim, price_s=price_s, found=found)
-    key = [(c.strategy.name, c.strategy.ins, c.strategy.outs) for c in decided.choices], decided.input_layouts, decided.regather
-    return Proposed(decided, decided.plan.cost_s, decided.plan.peak_bytes, key)
+def _proposed(make: Callable[..., Decided], found: Assignment, aim: int | None) -> Proposed[Sharding]:
+    """A sharding to think about. Its plan is written when somebody asks: of hundreds that are proposed few are finished."""
+    key = [(s.name, s.ins, s.outs) for s in found.strategies], found.inputs, found.regather
+    return Proposed(lru_cache(1)(partial(make, budget_bytes=aim, found=found)), found.cost_s, found.peak_bytes, key)
 
 
 def _lean(

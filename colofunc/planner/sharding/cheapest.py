@@ -49,6 +49,18 @@ class Bucket:
     variable: int
     scope: Scope
     regret: Array
+    rows: dict[tuple[int, ...], tuple[list[float], int]] = attrs.field(factory=dict, init=False, repr=False)
+
+    def row(self, others: tuple[int, ...]) -> tuple[list[float], int]:
+        """(what each option costs beyond the best one where `others` are the options in its scope, the best one).
+
+        Choices are opened in thousands and have most of their variables in common, so rows that were read are kept.
+        """
+        kept = self.rows.get(others)
+        if kept is None:
+            regrets: list[float] = self.regret[(slice(None), *others)].tolist()
+            kept = self.rows[others] = regrets, min(range(len(regrets)), key=regrets.__getitem__)
+        return kept
 
 
 def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[list[int]]:
@@ -60,12 +72,16 @@ def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[li
     held = [_bytes(model, c) for c in range(len(model.options))]
     weighs = [v for v, sizes in enumerate(held) if (sizes.max() - sizes.min()) * FINE > budget_bytes]
     light = [v for v in order if v not in set(weighs)]
-    seen = list[Array]()
+    n_seen, seen = 0, np.zeros((64, len(weighs)))  # rows: bytes of what weighs, of choices that came by
     for choice in _in_order(graph, order, set(weighs), steps):
         mine = np.array([held[v][choice[v]] for v in weighs])
-        if not any((other <= mine + budget_bytes / FINE).all() for other in seen):
-            seen.append(mine)
-            yield eliminate_all(graph, light, weighs, choice)
+        if (seen[:n_seen] <= mine + budget_bytes / FINE).all(axis=1).any():
+            continue
+        if n_seen == len(seen):
+            seen = np.concatenate([seen, np.zeros_like(seen)])
+        seen[n_seen] = mine
+        n_seen += 1
+        yield eliminate_all(graph, light, weighs, choice)
 
 
 def others(
@@ -129,12 +145,21 @@ def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> 
 
 def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
     """`cheapest`, without what can never fit."""
-    return (x for x in cheapest(model, budget_bytes) if at_least(program, model, ties, x) <= budget_bytes)
+    alone = alone_each(program, model, ties)
+    if max(map(min, alone), default=0) > budget_bytes:  # then no choice does
+        return iter(())
+    return (choice for choice in cheapest(model, budget_bytes) if at_least(alone, choice) <= budget_bytes)
 
 
-def at_least(program: Program, model: Model, ties: Ties, choice: Sequence[int]) -> int:
-    """Bytes that some operator alone needs whatever is moved or made again: what it reads that was made, or what it makes."""
-    return max((_alone(program, ties, c, model.options[c][o], max) for c, o in enumerate(choice)), default=0)
+def alone_each(program: Program, model: Model, ties: Ties) -> list[list[int]]:
+    """Per class and option the bytes that its operator alone needs whatever is moved or made again: what it reads that was made, or
+    what it makes."""
+    return [[_alone(program, ties, c, option, max) for option in options] for c, options in enumerate(model.options)]
+
+
+def at_least(alone: Sequence[Sequence[int]], choice: Sequence[int]) -> int:
+    """Bytes that some operator of a choice needs, from `alone_each`."""
+    return max((sizes[o] for sizes, o in zip(alone, choice, strict=True)), default=0)
 
 
 def _alone(program: Program, ties: Ties, c: int, strategy: Strategy, how: Callable[[tuple[int, int]], int]) -> int:
@@ -184,18 +209,20 @@ def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) 
     least, found = buckets_of(graph, order)
     found.reverse()
     place = {bucket.variable: k for k, bucket in enumerate(found)}
+    scopes = [tuple(place[u] for u in bucket.scope) for bucket in found]
+    branches = [bucket.variable in branch for bucket in found]
+    order_of = [place[v] for v in range(graph.size)]
     heap = [(least, 0, tuple[int, ...]())]
     for step in range(1, steps + 1):
         if not heap:
             return
         cost_s, _, x = heappop(heap)
         while len(x) < len(found):
-            bucket = found[len(x)]
-            row = np.moveaxis(bucket.regret, 0, -1)[tuple(x[place[u]] for u in bucket.scope)].tolist()
-            best = min(range(len(row)), key=row.__getitem__)
-            if bucket.variable in branch:
+            k = len(x)
+            row, best = found[k].row(tuple([x[at] for at in scopes[k]]))
+            if branches[k]:
                 for o, regret in enumerate(row):
                     if o != best and cost_s + regret < BIG:
                         heappush(heap, (cost_s + regret, step, (*x, o)))
             x, cost_s = (*x, best), cost_s + row[best]
-        yield [x[place[v]] for v in range(graph.size)]
+        yield [x[at] for at in order_of]

@@ -1,0 +1,134 @@
+"""No named policy fits in a budget that is refused where policies are free: of checkpoint, of offload, of both, on one rank and on two.
+
+Problem: what searches propose may be worse than what a policy says. Here the least that a free step can be given is compared with the
+least under each policy, and with the peak that a policy has without a budget.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from least_named import named, peak, tried
+from torch import nn
+
+import colofunc as cf
+from colofunc.planner.recompute.policies import NAMED, Policy
+from colofunc.plugins import build_registry
+from colofunc.transforms.least_budget import least_budget
+from colofunc.transforms.offload import BUILT_IN
+
+KEPT: tuple[str | Policy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
+TIERS = (*(name for name in BUILT_IN if name != "disk"), *build_registry().memory_policies)  # "disk" wants a directory
+
+
+class UNet(nn.Module):
+    """Convolutions with batch norm, down and up again with skips. how: what differs between the ways in which people write it."""
+
+    def __init__(self, how: str, width: int, levels: int) -> None:
+        super().__init__()
+        self.how = how
+        sizes = [width << level for level in range(levels + 1)]
+        steps = [*pairwise(sizes)]
+        joined = 1 if how == "add" else 2
+        self.first = self.block(3, width)
+        self.down = nn.ModuleList(self.block(narrow, wide, stride=2 if how == "strided" else 1) for narrow, wide in steps)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in reversed(steps))
+        self.merge = nn.ModuleList(self.block(joined * narrow, narrow) for narrow, _ in reversed(steps))
+
+    def block(self, inside: int, outside: int, stride: int = 1) -> nn.Module:
+        conv, norm = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=self.how == "biased"), nn.BatchNorm2d(outside)
+        act = nn.ReLU(inplace=self.how == "in place")
+        return nn.Sequential(conv, act, norm) if self.how == "norm last" else nn.Sequential(conv, norm, act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, skips = self.first(x), []
+        for block in self.down:
+            skips.append(x)
+            x = block(x if self.how == "strided" else nn.functional.max_pool2d(x, 2))
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x, skip = up(x), skips.pop()
+            x = merge(x + skip if self.how == "add" else torch.cat([x, skip], 1))
+        return x
+
+
+HOW = ("cat", "add", "in place", "norm last", "strided", "biased")
+
+
+def unet(how: str, width: int = 4, levels: int = 2, picture: int = 16) -> Any:
+    with torch.device("meta"):
+        net = UNet(how, width, levels)
+    return training(net, (4, 3, picture, picture))
+
+
+def perceptron(width: int = 8) -> Any:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+    return training(net, (16, 4))
+
+
+def training(net: nn.Module, batch: tuple[int, ...]) -> Any:
+    optimizer = cf.adapt(torch.optim.AdamW, lr=0.1)
+    step, state = cf.train_step(cf.functional(net), optimizer, loss=lambda out: out.square().mean())
+    return step, state, cf.abstract(batch)
+
+
+def under_policies(base: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """(the policies' names, bytes or None -> the step under them), those that are free first."""
+    kept = ("auto", *KEPT) if "checkpoint" in where else (None,)
+    tiers = TIERS if "offload" in where else (None,)  # "auto" comes first
+    for keeps in kept:
+        for tier in tiers:
+
+            def limited(nbytes: int | None, keeps: Any = keeps, tier: Any = tier) -> Any:
+                step = base if tier is None else cf.offload(base, policy=tier, **({} if nbytes is None else {"budget": nbytes}))
+                return step if keeps is None else cf.checkpoint(step, policy=keeps, budget=nbytes)
+
+            yield f"{getattr(keeps, 'name', keeps)}, {tier}", limited
+
+
+def check_policies(training: Any, mesh: cf.Mesh, where: str, some: slice = slice(None)) -> None:
+    step, *args = training
+    (_, free), *policies = under_policies(cf.shard(step, mesh), where)
+    least = named(free(1), *args)
+    assert least is not None
+    for name, limited in policies[some]:
+        assert peak(limited(None), *args) >= least, name
+        assert (named(limited(1), *args) or 0) >= least, name
+
+
+def test_no_policy_needs_less_of_a_small_unet() -> None:
+    check_policies(unet("norm last", width=2, levels=1, picture=8), cf.Mesh(), "checkpoint", some=slice(1, 2))
+
+
+def test_no_policy_of_memory_needs_less_on_one_rank() -> None:
+    assert TIERS[0] == "auto"
+    check_policies(perceptron(), cf.Mesh(), "offload", some=slice(2, 4))
+
+
+def test_what_a_policy_alone_leads_to_is_named() -> None:
+    """Of several ranks a policy's search may look at a sharding that the free one does not."""
+    free, under_policy = lambda asked: tried(900, asked), lambda asked: tried(800 if asked >= 800 else 950, asked)
+    assert least_budget(free, large=False, named=[free, under_policy]).done.peak_bytes == 800
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", ["checkpoint", "offload", "checkpoint, offload"])
+@pytest.mark.parametrize("how", HOW)
+def test_of_unets_on_one_rank(how: str, where: str) -> None:
+    check_policies(unet(how), cf.Mesh(), where)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", ["checkpoint", "offload"])
+@pytest.mark.parametrize("how", HOW)
+def test_of_unets_on_two_ranks(how: str, where: str) -> None:
+    check_policies(unet(how), cf.Mesh(dp=2), where)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", ["checkpoint", "offload", "checkpoint, offload"])
+@pytest.mark.parametrize("width", [4, 8, 32])
+def test_of_perceptrons_on_two_ranks(width: int, where: str) -> None:
+    check_policies(perceptron(width), cf.Mesh(dp=2), where)
