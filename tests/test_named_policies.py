@@ -109,8 +109,9 @@ def test_no_policy_of_memory_needs_less_on_one_rank() -> None:
 
 def test_what_a_policy_alone_leads_to_is_named() -> None:
     """Of several ranks a policy's search may look at a sharding that the free one does not."""
-    free, under_policy = lambda asked: tried(900, asked), lambda asked: tried(800 if asked >= 800 else 950, asked)
-    assert least_budget(free, large=False, named=[free, under_policy]).done.peak_bytes == 800
+    free, far = lambda asked: tried(900, asked), lambda asked: tried(990, asked)
+    near = lambda asked: tried(950 if asked > 700 else 700, asked)  # noqa: E731
+    assert least_budget(free, large=False, named=[far, near]).done.peak_bytes == 700
 
 
 @pytest.mark.sweep

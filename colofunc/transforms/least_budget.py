@@ -12,7 +12,7 @@ byte less ends with the first plan that fits. So where a byte less was found onc
 there, and the leanest of all that such a search looks at is what many small steps would come to.
 
 On several ranks which shardings are looked at goes by what making values again costs, so a search under a named policy looks at others
-than a free one. The named ones are therefore asked for less than the free one found.
+than a free one. The named ones are therefore asked for less than the free one found, and the one that comes nearest goes all the way.
 """
 
 from __future__ import annotations
@@ -53,20 +53,24 @@ Leanest = Callable[[int], Tried]
 
 def least_budget(leanest: Leanest, large: bool, named: Sequence[Leanest] = ()) -> Tried:
     """The leanest plan found. named: the same search under each named policy; large programs are not searched once more for them."""
+    best = _least(leanest, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
+    if large or not named:
+        return best
+    less = [(under_policy, under_policy(_below(best.least_bytes))) for under_policy in named]
+    # Such a search goes its own way from one byte on; that takes as long as the free one, so the most promising policy alone goes it.
+    promising, _ = min(less, key=lambda one: one[1].done.peak_bytes)
+    found = [best, *(one for _, one in less), _least(promising, MAX_DESCENTS)]
+    return min((one for one in found if not one.done.short), key=lambda one: one.done.peak_bytes, default=best)
+
+
+def _least(leanest: Leanest, searches: int) -> Tried:
+    """The leanest plan that one search leads to."""
     best = leanest(1)
     for _ in range(MAX_RAISES if best.done.short else 0):
         asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // RAISE_PART))
         best = leanest(asked_bytes)
         if not best.done.short:
             break
-    best = _descended(best, leanest, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
-    for under_policy in () if large else named:
-        best = _descended(best, under_policy, MAX_DESCENTS)
-    return best
-
-
-def _descended(best: Tried, leanest: Leanest, searches: int) -> Tried:
-    """The leanest plan that a search leads to from `best` down."""
     halved = True  # not worth a search unless a byte less is found
     for _ in range(searches):
         less = leanest(_below(best.least_bytes) if halved else max(1, best.least_bytes // 2))
