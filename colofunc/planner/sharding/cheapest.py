@@ -58,7 +58,7 @@ class Bucket:
         """
         kept = self.rows.get(others)
         if kept is None:
-            regrets: list[float] = self.regret[(slice(None), *others)].tolist()
+            regrets: list[float] = np.moveaxis(self.regret, 0, -1)[others].tolist()
             kept = self.rows[others] = regrets, min(range(len(regrets)), key=regrets.__getitem__)
         return kept
 
