@@ -210,7 +210,7 @@ def seconds_of(low: Any) -> dict[str, float]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_search_counts_the_kernel_that_the_clock_counts(size: int) -> None:
     """Dropout has only the block-wise kernel, many times slower than what the roofline says."""
-    q = cf.abstract((2, 4, 2048, 64), torch.bfloat16)
+    q = cf.abstract((2, 16, 2048, 64), torch.bfloat16)
 
     def dropped(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.1).float().pow(2).mean()
@@ -218,7 +218,7 @@ def test_the_search_counts_the_kernel_that_the_clock_counts(size: int) -> None:
     low = cf.shard(lambda q: cf.value_and_grad(dropped)(q), cf.Mesh(dp=size, topology="8xh100")).lower(q)
     counted = {node.target: node.kernel.seconds for node in nodes_of(low.program)}
     assert len(counted) == 2
-    assert seconds_of(low) == pytest.approx(counted)
+    assert seconds_of(low) == pytest.approx(counted, rel=0.1)  # the clock counts every launch
 
 
 @pytest.mark.parametrize("plan", [ring, ulysses, gather_kv])

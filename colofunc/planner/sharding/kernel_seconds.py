@@ -8,7 +8,8 @@ lie, so its part of the call can be shown to the kernels as the clock shows them
 
 A rank's rows stand last: under a causal mask the last rank has most to do, and the others wait for it. A pattern with local code of its
 own (a ring) runs the kernel on blocks, as many as its operations are: it is counted by the rate that the kernel has on a block of a
-rank's rows and columns. Everything is memoised by the call and how its operands lie.
+rank's rows and columns. Launches count once, as those of every operator in the search: the host runs ahead. Of a call that takes less
+than a launch on one device the roofline says enough. Everything is memoised by the call and how its operands lie.
 """
 
 from __future__ import annotations
@@ -58,24 +59,34 @@ class KernelSeconds:
     ) -> float | None:
         if rule is None:
             return None
-        arguments = _arguments(call, strategy.ins)
+        whole, arguments = (_arguments(call, shapes) for shapes in (_global_shapes(call), [lay.local_shape for lay in strategy.ins]))
         if arguments["q_offset"] is not None or arguments["k_offset"] is not None or not _has_elements(arguments):
+            return None
+        launch_s = rates_of(self.mesh.topology).launch_s
+        if self._kernel_s(KernelCall(call.target, tuple(whole.items()), capability), candidates) < launch_s:
             return None
         pattern = any(word not in rule.sizes for _, word in strategy.axes)
         arguments.update({"causal": False, "window": 0} if pattern else _last_rows(call, strategy.ins, arguments))
-        rates, shown = rates_of(self.mesh.topology), KernelCall(call.target, tuple(arguments.items()), capability)
-        kernel = choose(candidates, shown, rates)
-        if kernel is None:
-            return None
-        seconds = kernel.cost_s(shown, rates)
-        return seconds * strategy.cost.flops / _flops(shown) if pattern else seconds
+        shown = KernelCall(call.target, tuple(arguments.items()), capability)
+        seconds = self._kernel_s(shown, candidates)
+        return launch_s + (seconds * strategy.cost.flops / _flops(shown) if pattern else seconds)
+
+    def _kernel_s(self, call: KernelCall, candidates: Sequence[Kernel]) -> float:
+        """Of the kernel that a call gets, without launches; 0 where it gets none."""
+        rates = rates_of(self.mesh.topology)
+        kernel = choose(candidates, call, rates)
+        return 0.0 if kernel is None else kernel.cost_s(call, attrs.evolve(rates, launch_s=0.0))
 
 
-def _arguments(call: Call, ins: Sequence[Layout]) -> dict[str, Any]:
-    """All arguments by name, tensors as a rank has them."""
+def _global_shapes(call: Call) -> list[tuple[int, ...]]:
+    return [typ.shape for typ in call.ins]
+
+
+def _arguments(call: Call, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """All arguments by name, tensors of such shapes."""
 
     def like(arg: Any) -> Any:
-        return Like(ins[arg.id].local_shape, call.ins[arg.id].dtype) if type(arg) is Ref else arg
+        return Like(shapes[arg.id], call.ins[arg.id].dtype) if type(arg) is Ref else arg
 
     names = (name for name, _ in signature(call.target))
     return {name: like(arg) for name, arg in zip(names, bound(call.target, call.args, dict(call.kwargs)), strict=True)}
