@@ -4,7 +4,8 @@ Problem: the clock counts the kernel that a call gets, which is several times sl
 in float32 leaves only slow ones; a search that counts the roofline shares out the wrong work. Idea: a strategy says how operands
 lie, so its part of the call can be shown to the kernels as the clock shows them the lowered one.
 
-    own = partial(own_s, kernel_s=KernelSeconds(program, mesh, registry.kernels, rule_of))
+    kernel_s = KernelSeconds(program, mesh, registry.kernels, rule_of)
+    own_s(program, node, strategy, mesh, kernel_s)
 
 A rank's rows stand last: under a causal mask the last rank has most to do, and the others wait for it. A pattern with local code of its
 own (a ring) runs the kernel on blocks, as many as its operations are: it is counted by the rate that the kernel has on a block of a
