@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import colofunc as cf
+from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
@@ -25,6 +27,7 @@ from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes.chunks import buffers_of, chunked
 from colofunc.program.passes.coalesce import updates_late, views_late
+from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.program.passes.packing import pack
 from colofunc.program.passes.schedule import overlap
 from colofunc.testing import check
@@ -229,6 +232,19 @@ def test_collectives_overlap_inside_microbatches(stage: int) -> None:
         work = [k for k, n in enumerate(body.nodes) if n.target == "colofunc.linear"]
         assert all(gathers[layer + 1] < work[layer] for layer in range(LAYERS - 1))
     agrees_to_the_byte(staged, state, batch, overlapped(low.program), low)
+
+
+@pytest.mark.parametrize(("chunk", "calls"), [("auto", 1), (WIDTH * (WIDTH + 1), LAYERS)])
+def test_gradients_of_a_chunk_are_used_in_one_call_on_real_ranks(chunk: int | str, calls: int) -> None:
+    """They arrive together, and their views stand in front of all updates."""
+    step, state, batch = deep(plan=zero(3, "dp", chunk=chunk))
+    low = step.on("distributed").lower(state, batch)
+    running = low.ordered()
+    updates = sum(node.target == "colofunc.adamw_" for node in running.nodes)
+    assert updates == 2 * LAYERS and updates - sum(len(run) - 1 for run in runs_of_updates(running).values()) == calls
+    agrees_to_the_byte(step, state, batch, running, low)
+    with mock.patch.object(distributed, "updates_side_by_side", lambda program: program):
+        assert memory(low.ordered()).peak_bytes == memory(running).peak_bytes
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -44,6 +44,7 @@ from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.passes.loop import within
+from colofunc.program.passes.one_call import updates_side_by_side
 from colofunc.program.passes.schedule import overlap
 
 
@@ -295,7 +296,7 @@ def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     ids = count(1 + max((o for each in (program, *_bodies(program)) for o in each.values), default=-1))
     ahead = partial(overlap, ids=ids) if ahead_bytes == inf else partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
     inside = within(program, lambda body: ahead(outputs_late(views_late(body)), body=True))
-    return ahead(views_late(updates_late(inside)))
+    return updates_side_by_side(ahead(views_late(updates_late(inside))))
 
 
 def _bodies(program: Program) -> list[Program]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 from colofunc.ops.update_lists import MANY
 from colofunc.program.aliases import aliases
-from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.facts import has_wires, is_copy, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import MemoryReport, lies
 
@@ -25,7 +25,8 @@ from colofunc.program.memory import MemoryReport, lies
 def updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
     """`program` with updates of a kind moved down to one another, as far as no tier's peak, as `count` says it, is higher for that.
 
-    Programs with collectives or copies between tiers stay as they are: their order is when what is in flight arrives and is freed.
+    Programs with collectives or copies between tiers stay as they are: their order is when what is in flight arrives and is freed. What
+    real ranks run is gone through once it is in their order (`updates_side_by_side`).
     """
     kinds = [kind_of_update(node, program.values) for node in program.nodes]
     if len(set(kinds) - {None}) == len(kinds) - kinds.count(None) or has_wires(program) or any(map(is_copy, program.nodes)):
@@ -57,6 +58,39 @@ def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport)
             waiting.add(index, reads, writes, frees_bytes.get(index, 0))
     order += waiting.released(kinds)
     return program.reordered(program.nodes[k] for k in order)
+
+
+def updates_side_by_side(program: Program) -> Program:
+    """`program` with updates moved down to one another past the views between them, as of gradients that lie in one chunk.
+
+    For programs with collectives, in the order in which they run: nothing arrives, is made or is freed in between, so no peak is higher.
+    """
+    kinds = [kind_of_update(node, program.values) for node in program.nodes]
+    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
+        return program
+    memory, order, waiting = aliases(program), list[int](), _Waiting()
+    for index, node in enumerate(program.nodes):
+        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        passes = kinds[index] is not None or _only_looks(node, program.values)
+        if waiting.nodes and (not passes or waiting.meets(reads, writes)):
+            order += waiting.released(kinds)
+            waiting = _Waiting()
+        if kinds[index] is None:
+            order.append(index)
+        else:
+            waiting.add(index, reads, writes, 0)
+    order += waiting.released(kinds)
+    return program.reordered(program.nodes[k] for k in order)
+
+
+def _only_looks(node: Node, values: Mapping[int, Value]) -> bool:
+    """Whether a node surely is a view: a slice, or a tensor of one dim in another shape."""
+    if node.target == "aten.slice.Tensor":
+        return True
+    if node.target != "colofunc.rearrange" or len(values[node.refs[0]].shape) != 1:
+        return False
+    _, pattern, names, sizes = node.args
+    return rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)[1] is None
 
 
 class _Waiting:
