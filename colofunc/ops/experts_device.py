@@ -68,7 +68,8 @@ def _hidden(w: Weights, xs: Tensor, run: Run, by: Products) -> Tensor:
 
 def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any) -> Tensor:
     """What `experts` computes."""
-    w = Weights(*given)
+    *parts, _ = given  # what share of the choices is expected to have an expert changes no number
+    w = Weights(*parts)
     out = torch.promote_types(w.gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -93,7 +94,7 @@ def _experts_backward(
     by: Products, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `experts_backward` computes."""
-    *parts, need_weights = given
+    *parts, need_weights, _ = given
     w = Weights(*parts)
     dtype = w.gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)

@@ -68,9 +68,10 @@ class Product:
         part = together * (height * self.i + self.i * self.o) * self.size
         return tables + made + max(part, self.result_bytes)
 
-    def seconds(self, how: str, dtype: torch.dtype, rates: Rates) -> float:
+    def seconds(self, how: str, dtype: torch.dtype, rates: Rates, share: float = 1.0) -> float:
+        """`share`: of the rows that are expected to have a group. Torch's kernel leaves out the others; tiles are as many for all."""
         tiles, height = sizes_of_tiles(self.s, self.e)
-        rows = self.s if how == "grouped" else tiles * height
+        rows = self.s * share if how == "grouped" else tiles * height
         flops = 2 * rows * self.i * self.o
         moved = (rows * (self.i + self.o) + self.e * self.i * self.o) * self.size + 2 * self.result_bytes
         launches = PRODUCT_LAUNCHES[how]
@@ -177,7 +178,7 @@ def _experts_seconds(call: KernelCall, rates: Rates, how: str) -> float:
     layer = Layer.of(call)
     if layer.is_empty:
         return rates.launch_s
-    multiplied_s = sum(product.seconds(how, call["gate_up"].dtype, rates) for product in _products(call, layer))
+    multiplied_s = sum(product.seconds(how, call["gate_up"].dtype, rates, call["share"]) for product in _products(call, layer))
     passes = (2 * layer.d + layer.hidden + 4 * layer.f) * layer.size + 6 * layer.d * layer.wide
     if call.target == EXPERTS_BACKWARD:
         passes += (4 * layer.d + 2 * layer.hidden + 8 * layer.f) * layer.size + 6 * layer.f * layer.wide_weight
