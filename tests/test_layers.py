@@ -275,12 +275,14 @@ def runtime_graph(files: dict[str, str]) -> dict[str, set[str]]:
     """Who runs whom when first imported: importing a.b.c also runs the __init__ of a.b, unless one is inside a.b."""
     graph: dict[str, set[str]] = {}
     for module, source in files.items():
-        tree = ast.parse(source)
-        for node in ast.walk(tree):  # what only the type checker sees does not run
-            if isinstance(node, ast.If) and for_types_only(node):
-                node.body = [ast.Pass()]
+        if "TYPE_CHECKING" in source:  # what only the type checker sees does not run
+            tree = ast.parse(source)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.If) and for_types_only(node):
+                    node.body = [ast.Pass()]
+            source = ast.unparse(ast.fix_missing_locations(tree))
         edges = set()
-        for _, target in targets(module, ast.unparse(ast.fix_missing_locations(tree))):
+        for _, target in targets(module, source):
             parents = [target.rsplit(".", k)[0] for k in range(target.count("."))]
             edges |= {p for p in parents if p in files and not (module + ".").startswith(p + ".")}
         graph[module] = edges - {"colofunc", module}
