@@ -208,6 +208,52 @@ def test_what_the_host_waits_for_and_what_is_launched_is_counted() -> None:
         assert machine.waits == {"item": 1, "shape": 1, "copy to the host": 1, "copy to the card": 1, "device": 1}
 
 
+def test_a_wait_for_a_stream_or_an_event_is_a_wait_of_the_host() -> None:
+    with Machine() as machine:
+        x = torch.ones(4, device="cuda")
+        done = torch.cuda.current_stream().record_event()
+        torch.cuda.current_stream().wait_event(done)  # the stream waits, the host does not
+        assert not done.query() and not machine.waits
+        done.synchronize()
+        torch.cuda.current_stream().synchronize()
+        assert done.query() and machine.waits == {"event": 1, "stream": 1}
+        machine.to_card(x.cpu())
+        assert machine.waits == {"event": 1, "stream": 1, "copy to the host": 1}  # what the pretence does itself does not count
+
+
+def test_an_operator_runs_on_the_stream_of_the_card_where_its_tensors_are() -> None:
+    with Machine(cards=2) as machine:
+        streams = [torch.cuda.Stream(k) for k in range(2)]
+
+        def given() -> list[int]:
+            found = [len(stream.queue) for stream in streams]
+            machine.engine.drain()
+            return found
+
+        x, host = torch.ones(4, device="cuda:1"), torch.ones(4).pin_memory()
+        machine.engine.drain()
+        with torch.cuda.stream(streams[1]), torch.cuda.stream(streams[0]), torch.cuda.device(0):
+            for program in (
+                lambda: x * 2, lambda: x.fill_(3), lambda: torch.ones(4, device="cuda:1"), lambda: x.copy_(host, non_blocking=True),
+                lambda: host.to("cuda:1", non_blocking=True), lambda: x.to("cpu", non_blocking=True),
+            ):  # fmt: skip
+                keep = program()
+                other, own = given()
+                assert own and not other, keep
+                del keep
+                machine.engine.drain()
+
+
+def test_a_copy_between_cards_stands_in_the_streams_of_both() -> None:
+    for seed in range(4):
+        with Machine(cards=2, seed=seed):
+            x = torch.ones(8, device="cuda:0") * 2
+            y = torch.full((8,), 5.0, device="cuda:1")
+            y.copy_(x)
+            x.fill_(7)
+            assert (y * 1).cpu().tolist() == [2.0] * 8 and x.to("cuda:1").cpu().tolist() == [7.0] * 8
+
+
 def test_live_bytes_are_those_of_tensors_that_somebody_has() -> None:
     with Machine(capacity_bytes=4096) as machine:
         x = torch.empty(256, device="cuda")

@@ -54,6 +54,12 @@ class Flights:
         """What a copy, or the host, has to wait for before it reads, or writes, this memory."""
         return [event for event in (self.filled, *(self.read if writes else ())) if event is not None]
 
+    def passed(self, writes: bool) -> None:
+        """The host has waited for what stood before it: nobody need ask for that again."""
+        self.filled = None
+        if writes:
+            self.read = []
+
     def note(self, done: Any, writes: bool) -> None:
         if writes:
             self.filled, self.read = done, []
@@ -138,8 +144,10 @@ class Copier:
         """The host waits until it may read and write these tensors of its own."""
         for x, changed in (*((x, False) for x in reads), *((x, True) for x in writes)):
             flights = None if not self._flights or isinstance(x, OnDisk) else self._flights.get(x.untyped_storage().data_ptr())
-            for event in () if flights is None else flights.before(changed):
-                event.synchronize()
+            if flights is not None:
+                for event in flights.before(changed):
+                    event.synchronize()
+                flights.passed(changed)
 
     def finish(self) -> None:
         """At the end of a step: the host waits for all copies, so that whoever comes later may forget about them."""

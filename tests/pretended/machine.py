@@ -29,6 +29,7 @@ from colofunc.dtensor import plain
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.pages import unpin
+from colofunc.mesh import profile
 from colofunc.ops import random_kernels
 from pretended import random_numbers
 from pretended.memory import SPOILED, Allocator
@@ -36,6 +37,8 @@ from pretended.streams import Engine, Event, Stream
 from pretended.tensors import CPU, OnCard, caller, dispatch
 
 GIB = 1 << 30
+COPIED_BYTES = 1 << 16
+"""Of a copy that is timed."""
 aten = torch.ops.aten
 SIZED_BY_NUMBERS = (
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m, aten.tril_indices.default,
@@ -45,11 +48,13 @@ SIZED_BY_NUMBERS = (
 
 
 class Machine:
-    """`waits`: how often the host waited, by what for; `places`: the same by line of the project; `launches`: kernels by operator."""
+    """`waits`: how often the host waited, by what for; `places`: the same with the function of the project that did; `launches`: kernels
+    by operator. The host is the thread that makes the machine; `beside`: what its other threads, of saves and of the disk, waited for.
+    """
 
     def __init__(self, cards: int = 1, seed: int = 0, capacity_bytes: int = 80 * GIB, name: str = "NVIDIA H100 80GB HBM3", card: int = 0):
         torch._C._ensureCUDADeviceGuardSet()
-        self.engine = Engine(seed)
+        self.engine = Engine(seed, self.host_waits)
         self.fakes = FakeTensorMode()
         self.name = name
         self.cards = [torch.device("cuda", k) for k in range(cards)]
@@ -58,9 +63,11 @@ class Machine:
         self.first_card = card
         self.waits: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.copies = 0
         self.sync_debug_mode: str | int = "default"
+        self._host = threading.get_ident()
         self._thread = threading.local()
         self._registered: dict[int, int] = {}  # address -> bytes that `cudaHostRegister` has pinned
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # address -> torch's own pinned memory
@@ -69,6 +76,9 @@ class Machine:
     # ---- counted ----
 
     def host_waits(self, why: str) -> None:
+        if threading.get_ident() != self._host:
+            self.beside[f"{why}: {caller()}"] += 1
+            return
         self.waits[why] += 1
         self.places[f"{why}: {caller()}"] += 1
         if self.sync_debug_mode in ("warn", 1) and why != "device":  # of that one torch says nothing
@@ -79,7 +89,7 @@ class Machine:
 
     def forget_counts(self) -> None:
         """Begin to count anew, at what lives now."""
-        for counts in (self.waits, self.places, self.launches):
+        for counts in (self.waits, self.places, self.beside, self.launches):
             counts.clear()
         self.copies = 0
         for allocator in self.allocators.values():
@@ -178,7 +188,7 @@ class Machine:
         """A tensor that a user has put on a card before the step begins."""
         device = self.cards[card]
         stream = self.default_streams[device]
-        stream.synchronize()
+        stream.finish()
         return self.placed(x.detach(), device, stream)
 
     def pinned_empty(self, like: Tensor) -> Tensor:
@@ -258,6 +268,8 @@ class Machine:
         # The tensors of a real card are of no class of their own.
         has_operators = plain.has_operators
         around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))
+        # To time copies of a quarter of a GiB takes a card milliseconds, and takes the host, which copies here, minutes.
+        around.enter_context(mock.patch.object(profile, "_CARD_BYTES", COPIED_BYTES))
         around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
         around.enter_context(mock.patch.dict(COPIER._flights, clear=True))
         around.enter_context(mock.patch.object(disk_tensors, "STAGING", disk_tensors.Staging()))  # what it has pinned goes with it

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from colofunc import compat
 from pretended.machine import Machine
@@ -37,11 +38,11 @@ COLLECTIVES = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_to_
 class Handle:
     """What a collective returns: its end is a mark of a stream. It keeps the tensors until somebody's stream waits for it."""
 
-    def __init__(self, machine: Machine, mark: Mark, kept: Sequence[Tensor]) -> None:
-        self._machine, self._mark, self._kept = machine, mark, kept
+    def __init__(self, machine: Machine, device: torch.device, mark: Mark, kept: Sequence[Tensor]) -> None:
+        self._machine, self._device, self._mark, self._kept = machine, device, mark, kept
 
     def wait(self, timeout: Any = None) -> bool:
-        self._machine.current_stream().wait_mark(self._mark)
+        self._machine.current_stream(self._device).wait_mark(self._mark)
         self._kept = ()
         return True
 
@@ -96,6 +97,7 @@ class Nccl:
         said["get_backend_config"] = lambda group=None: self.backend if ":" in self.backend else MIXED
         for name, value in said.items():
             self._around.enter_context(mock.patch.object(dist, name, value))
+        self._around.enter_context(mock.patch.object(distributed_c10d, "new_group", self._new_group))  # for torch's own functions
         self._around.enter_context(mock.patch.object(compat, "bound_device", lambda group: card if self.bound else None))
         self._around.enter_context(mock.patch.object(compat, "abort", lambda group, device: self.aborted.append(group) or True))
         thread = threading.Thread(target=self._pump, daemon=True)
@@ -166,7 +168,7 @@ class Nccl:
 
     def _launch(self, stream: Stream, begin: Callable[[], Sequence[Any]], tensors: Sequence[Tensor]) -> Handle:
         with self.machine.engine.lock:
-            stream.wait_stream(self.machine.current_stream())
+            stream.wait_stream(self.machine.current_stream(stream.device))
             stream.push(Elsewhere(lambda: [Waited(begin())], lambda: None))
             self.sent += 1
-            return Handle(self.machine, stream.mark(), tensors)
+            return Handle(self.machine, stream.device, stream.mark(), tensors)

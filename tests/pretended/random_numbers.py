@@ -35,7 +35,7 @@ def launch(machine: Machine, out: Tensor, x: Tensor | None, seed: Tensor | int, 
         real_out.as_strided((real_out.numel(),), (1,)).copy_(numbers)
 
     machine.launches[f"random {draw.kind}"] += 1
-    machine.current_stream().launch(kernel)
+    machine.current_stream(out.device).launch(kernel)
 
 
 def far_of(draw: Draw, which: int) -> Tensor:

@@ -44,9 +44,10 @@ class Mark:
 class Engine:
     """Runs the work of all streams of a process, when somebody waits for it. Errors of work come out where the host waits."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, waits: Callable[[str], None] = lambda why: None) -> None:
         self.lock = threading.RLock()
         self.ran = 0
+        self.host_waits = waits  # told of each wait of the host, and what for
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
         self._priority: dict[Stream, float] = {}
@@ -207,10 +208,13 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.engine.until(self.mark())
+        """What a program calls: the host waits, and that is counted."""
+        self.engine.host_waits("stream")
+        self.finish()
 
-    def query(self) -> bool:
-        return not self.queue
+    def finish(self) -> None:
+        """Run what it has been given, for the pretence itself."""
+        self.engine.until(self.mark())
 
 
 class Event:
@@ -232,6 +236,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self.stream is not None and self.marked is not None:
+            self.stream.engine.host_waits("event")
             self.stream.engine.until(self.marked)
 
     def query(self) -> bool:

@@ -129,7 +129,7 @@ class _Call:
             kwargs = {**kwargs, "device": machine.device_of(kwargs["device"])}
         self.args, self.kwargs = args, kwargs
         self.flat, self.spec = tree_flatten((args, kwargs))
-        self.stream = machine.current_stream()
+        self.stream = machine.current_stream(self._device())
 
     def result(self) -> Any:
         func = self.func
@@ -141,7 +141,7 @@ class _Call:
             return self._view()
         if func in READ_BY_HOST:
             self.machine.host_waits("item")
-            self.stream.synchronize()
+            self.stream.finish()
             return func(*self._reals()[0], **self._reals()[1])
         if BUILT_WITH_CUDA and not runs_on_a_card(func):
             raise NotImplementedError(f"{func} has no kernel for CUDA")
@@ -216,14 +216,16 @@ class _Call:
     def _at_once(self) -> Any:
         """An operator whose shape depends on numbers: the host waits."""
         self.machine.host_waits("shape")
-        self.stream.synchronize()
+        self.stream.finish()
         args, kwargs = self._reals()
         out = self.func(*args, **kwargs)
         self.machine.launches[str(self.func)] += 1
         return tree_map(lambda x: self.machine.placed(x, self._device(), self.stream) if isinstance(x, Tensor) else x, out)
 
     def _device(self) -> torch.device:
-        return next(x.device for x in self.flat if isinstance(x, OnCard))
+        """The card that it runs on, which CUDA makes the current one meanwhile: that of its first tensor on one, else the one asked for."""
+        there = next((x.device for x in self.flat if isinstance(x, OnCard)), None)
+        return there or self.machine.device_of(self.kwargs.get("device") or "cuda")
 
     def _written(self) -> list[Any] | None:
         """The operands that an operator in place returns; None where results are new."""
@@ -243,7 +245,7 @@ class _Call:
         """Memory for one result."""
         if fake.device.type != "cuda":
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-        return self.machine.room(fake.shape, fake.stride(), fake.dtype, fake.device, self.stream)
+        return self.machine.room(fake.shape, fake.stride(), fake.dtype, fake.device, self.machine.current_stream(fake.device))
 
     def _reals(self, late: bool = False) -> tuple[Any, Any]:
         """The operands as the CPU has them; late: read some time after the call, so that tensors of the host are read now."""
@@ -287,17 +289,23 @@ class _Call:
         pinned = all(isinstance(x, OnCard) or machine.is_pinned(x) for x in (target, source))
         host = target if isinstance(source, OnCard) else source
         to, of = (x.cpu_view if isinstance(x, OnCard) else raw(x) if pinned else x for x in (target, source))
-        if isinstance(host, OnCard) or (pinned and non_blocking):
+        if isinstance(host, OnCard):
+            # The card that is copied from does it, between what the streams of both have been given before and after.
+            sender, receiver = machine.current_stream(source.device), machine.current_stream(target.device)
+            sender.wait_stream(receiver)
+            sender.launch(lambda: to.copy_(of))
+            receiver.wait_stream(sender)
+        elif pinned and non_blocking:
             kept = None if machine.is_registered(host) else host  # torch's own pinned memory is kept until the copy has ended
             self.stream.launch(lambda: (to.copy_(of), kept))
         elif host is source:
             now = source.clone()
             self.stream.launch(lambda: to.copy_(now))
             machine.host_waits("copy to the card")
-            self.stream.synchronize()
+            self.stream.finish()
         else:
             machine.host_waits("copy to the host")
-            self.stream.synchronize()
+            self.stream.finish()
             target.copy_(of)
         machine.copies += 1
 
@@ -327,8 +335,8 @@ def raw(x: Tensor) -> Tensor:
 
 
 def caller() -> str:
-    """The line of the project that a call comes from."""
+    """The function of the project that a call comes from, `executors/copies.py settle`."""
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/pretended/" not in frame.filename and ("/colofunc/" in frame.filename or "<colofunc" in frame.filename):
-            return f"{frame.filename.rsplit('/colofunc/', 1)[-1]}:{frame.lineno} {frame.line}"
+            return f"{frame.filename.rsplit('/colofunc/', 1)[-1]} {frame.name}"
     return "outside of the project"
