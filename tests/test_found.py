@@ -131,10 +131,18 @@ def test_a_mesh_without_topology_is_planned_for_the_card_that_it_runs_on() -> No
         assert rate(topology, "bfloat16") == 989.5e12 * ATTAINED["h100"].half
         assert any("1 GiB are left to" in note for note in low.plan.notes) and low.priced.capacity_bytes("device") == 80535 * MIB
         for mesh, name in (
-            (Mesh(device="cpu"), "gloo-cpu"), (Mesh(dp=2, device="cuda"), "gloo-cpu"), (Mesh(topology="a100-40g"), "a100-40g"),
+            (Mesh(device="cpu"), "gloo-cpu"), (Mesh(dp=2), "gloo-cpu"), (Mesh(dp=2, device="cuda"), "2xh100 (found)"),
+            (Mesh(topology="a100-40g"), "a100-40g"), (Mesh(dp=2, device="cuda", topology="gloo-cpu"), "gloo-cpu"),
         ):  # fmt: skip
             assert cf.shard(step, mesh).lower(*ARGS).priced.topology.name == name
     assert cf.shard(step, Mesh()).lower(*ARGS).priced.topology.name == "gloo-cpu"
+
+
+@pytest.mark.parametrize("axes", [{}, {"dp": 4}])
+def test_a_mesh_that_wants_gpus_where_there_are_none_is_planned_for_the_stated_default(axes: dict[str, int]) -> None:
+    priced = cf.shard(step, Mesh(**axes, device="cuda")).lower(*ARGS).priced
+    assert priced.topology.name == "8xh100 (assumed)" and priced.topology.levels == attainable(PRESETS["8xh100"]).levels
+    assert priced.capacity_bytes("device") == 80 * 10**9 - (3 if axes else 1) * GIB
 
 
 def test_a_plan_leaves_the_margin_to_others() -> None:

@@ -18,10 +18,13 @@ import torch
 
 from colofunc import env
 from colofunc.mesh.attainable import attainable
-from colofunc.mesh.presets import DEVICES, node
+from colofunc.mesh.presets import DEVICES, PRESETS, node
 from colofunc.mesh.topology import Device, Level, Rate, Topology
 
-FOUND, ESTIMATED = " (found)", " (estimated)"
+FOUND, ESTIMATED, ASSUMED = " (found)", " (estimated)", " (assumed)"
+
+CUDA_DEFAULT = "8xh100"
+"""What a mesh that wants GPUs is planned for where none is found and no topology is named."""
 
 HOST_PART = 0.8
 """Of the host's memory."""
@@ -62,6 +65,14 @@ def found_topology(node_devices: int, ranks: int, device: torch.device) -> Topol
     has = {"device": properties.total_memory, "host": _host_bytes()}
     tiers = tuple(attrs.evolve(t, capacity_bytes=has.get(t.name) or t.capacity_bytes) for t in base.tiers)
     return attrs.evolve(attainable(base), tiers=tiers, reserved_bytes=margin_of(device, ranks))
+
+
+def assumed_topology(ranks: int) -> Topology:
+    """The stated default of a mesh that wants GPUs, planned as if it had been found; the host is the preset's."""
+    base = PRESETS[CUDA_DEFAULT]
+    total_bytes = base.tier("device").capacity_bytes
+    assert total_bytes is not None, "a preset of a card says what memory it has"
+    return attrs.evolve(attainable(base), name=CUDA_DEFAULT + ASSUMED, reserved_bytes=margin_bytes(total_bytes, 0, ranks))
 
 
 def _host_bytes() -> int | None:

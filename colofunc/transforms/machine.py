@@ -4,9 +4,10 @@ Problem: a plan is made of seconds, and a mesh without a topology has those of a
 collective starts in milliseconds, thirty small ones are slower than five large ones however they are shared. Idea: with one process
 a rank the ranks are there to be measured, once for a machine and a mesh. Rank 0 says whether that was done before, and what
 was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of themselves finds a preset (`mesh/found.py`).
-Where several ranks are in one process nothing is measured or found: plans of tests are equal everywhere.
+Where several ranks are simulated on the host nothing is measured or found: plans of tests are equal everywhere. A mesh that says
+`device="cuda"` is planned for the GPUs that are here, simulated or not, and where there are none for a stated default.
 
-    priced = as_measured(mesh, watch, say)      # the mesh itself where it names a topology, or is simulated
+    priced = as_measured(mesh, watch, say)      # the mesh itself where it names a topology, or is simulated on the host
 
 Figures lie beside the cached plans (`COLOFUNC_CACHE`); `COLOFUNC_MEASURE=off` measures nothing, `on` measures GPUs too.
 """
@@ -17,7 +18,6 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import attrs
 import torch
@@ -30,7 +30,7 @@ from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh, Topology
 from colofunc.mesh.device import device_of, node_devices, on_gpu, usable_gpus
-from colofunc.mesh.found import found_topology
+from colofunc.mesh.found import assumed_topology, found_topology
 from colofunc.mesh.profile import profile_mesh
 from colofunc.untrusted import Wrong
 
@@ -54,8 +54,8 @@ def as_measured(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> 
     """`mesh` with the figures of the machine that it is on. Collective at the first use of a mesh on real ranks."""
     if not mesh.assumed:
         return mesh
-    if (watch is not None or mesh.size == 1) and on_gpu(mesh) and usable_gpus():
-        return _on_gpus(mesh, watch, say)
+    if on_gpu(mesh) and (watch is not None or mesh.size == 1 or mesh.device == "cuda"):
+        return _on_gpus(mesh, watch, say) if usable_gpus() else mesh.with_topology(assumed_topology(mesh.size))
     if watch is None or not env.measures():
         return mesh
     known = mesh, str(dist.get_backend())
@@ -70,8 +70,11 @@ def _on_gpus(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mes
     card = torch.cuda.get_device_properties(device)
     known = mesh, f"{card.name} {card.total_memory}"
     if known not in _FOUND:
-        with watch or nullcontext():
-            found: Topology = broadcast_object(found_topology(node_devices(), mesh.size, device) if mesh.is_main else None)
+        if watch is None:
+            found = found_topology(node_devices(), mesh.size, device)
+        else:
+            with watch:
+                found = broadcast_object(found_topology(node_devices(), mesh.size, device) if mesh.is_main else None)
         if watch is not None and env.measures_gpus():
             found = cautious(_found(mesh.with_topology(found), watch, say))
         _FOUND[known] = found
