@@ -47,6 +47,18 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
     return out
 
 
+def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part without its padding, which lies behind the elements of each dim; a copy where there is some. x: (local_shape)."""
+    given = x
+    where = mesh.coordinates(rank)
+    for d, (dim, size, padded) in enumerate(zip(layout.dims, layout.shape, layout.padded_shape, strict=True)):
+        if size != padded:
+            index = tuple(slice(None) if axis is None else where[axis] for _, axis in dim)
+            places = torch.arange(padded).reshape([n for n, _ in dim])[index]
+            x = x.narrow(d, 0, int((places < size).sum()))
+    return given if x.shape == given.shape else x.clone(memory_format=torch.contiguous_format)
+
+
 def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """All ranks' parts in rank order."""
     return [part(x, layout, mesh, rank) for rank in range(mesh.size)]

@@ -40,7 +40,7 @@ from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign
-from colofunc.functional.checkpoint.staging import Slab, ahead, snapshot, stage
+from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot, stage
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
 from colofunc.ops.seeds import random_state
@@ -134,7 +134,7 @@ def save(
         run_now(future, lambda: _attempt(job, writing, run))
         (saving := Saving(job.path, future)).wait()
         return saving
-    saving = saver.start(job.path, lambda: _attempt(job, writing, run))
+    saving = saver.start(job.path, as_given(lambda: _attempt(job, writing, run)))
     job.beside.taken.wait()  # set at the latest when the save has ended, however it ends
     return saving
 
@@ -182,6 +182,7 @@ class _Job:
     overwrite: bool = False
     writing: Writing | None = None
     beside: Beside = attrs.field(factory=Beside)
+    arrived: Callable[[], None] = lambda: None  # waits for the copies that the leaves are of
 
     @staticmethod
     def make(path: Path, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
@@ -222,10 +223,11 @@ class _Job:
         return self
 
     def _whole(self, slab: Slab) -> dict[str, torch.Tensor]:
-        """Copies of all leaves on the host, each whole."""
+        """Copies of all leaves on the host, each whole; they have come when `arrived` says so."""
         values = [leaf.tensor.full if isinstance(leaf.tensor, DTensor) else partial(_itself, leaf.tensor) for leaf in self.leaves]
         staged = stage(values, [leaf.tensor.nbytes for leaf in self.leaves], slab, duplicate=True)
-        return {leaf.name: value() for leaf, value in zip(self.leaves, staged, strict=True)}
+        self.arrived = staged.wait
+        return {leaf.name: x for leaf, x in zip(self.leaves, staged.tensors, strict=True)}
 
     # ---- safetensors ----
 
@@ -259,9 +261,7 @@ class _Job:
     def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
         files: list[list[Item]] = []
         held = FILE_BYTES
-        # To read what lies on disk says that steps may go on: not before its turn.
-        items = self.items if self.large else ahead(self.items)
-        for item in items:
+        for item in ahead(self.items):
             if held >= FILE_BYTES:
                 files.append([])
                 held = 0
@@ -307,6 +307,7 @@ class _Job:
         from colofunc.functional.checkpoint.dcp_planner import write
 
         assert self.writing is not None
+        self.arrived()
         try:
             write(self.writing.folder, self.leaves, self.content, self.ranks)
         except RuntimeError as error:

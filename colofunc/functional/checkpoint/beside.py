@@ -18,12 +18,12 @@ from threading import Event
 import attrs
 import torch
 
+from colofunc.dtensor.parts import unpadded
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.disk.held import Held, Reader
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
-from colofunc.functional.checkpoint.regions import unpadded
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +52,7 @@ class Beside:
                     item = attrs.evolve(item, value=partial(self._read, self.holds[-1], part, x, held))
                     behind.append(item)
                 else:
-                    first.append(item)
+                    first.append(attrs.evolve(item, on_disk=isinstance(part, OnDisk)))
         return [*first, *behind]
 
     def _read(self, held: Held, part: OnDisk, x: DTensor, rank: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from colofunc.functional.checkpoint.dcp import boxes, value_of
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf, Ranks
 from colofunc.functional.checkpoint.regions import Region
+from colofunc.functional.checkpoint.staging import ahead
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[Leaf, Item, Region]]  # (name, offset) -> whose, from where, which
 
@@ -77,13 +78,15 @@ def _write_item(leaf: Leaf, box: Region) -> WriteItem:
 
 def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Ranks) -> None:
     """Write this rank's parts, and on rank 0 the metadata. Collective."""
+    written = [(leaf, item) for leaf in leaves for item in leaf.items(ranks.rank)]
+    staged = ahead([item for _, item in written])
     values: Values = {}
-    for leaf in leaves:
-        for item in leaf.items(ranks.rank):
-            for box in boxes(leaf.name, item.region):
-                values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)
+    for (leaf, _), item in zip(written, staged, strict=True):
+        for box in boxes(leaf.name, item.region):
+            values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)
     planner = Planner(values, dict(_simple(content["state"], ())) if ranks.rank == 0 else {}, _paths(content["state"], ()))
-    writer = FileSystemWriter(folder, sync_files=True)
+    # Torch's own way to copy ahead would wait for the stream, and ask in another order; what it is given lies on the host.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         # One process is what is meant here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

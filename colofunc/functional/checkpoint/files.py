@@ -44,12 +44,13 @@ CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @attrs.frozen
 class Item:
-    """A piece to be written: `value()` gives the elements of `region`."""
+    """A piece to be written: `value()` gives the elements of `region`. `on_disk`: it reads them from there, in its turn."""
 
     name: str
     dtype: torch.dtype
     region: Region
     value: Callable[[], torch.Tensor]
+    on_disk: bool = False
 
     @property
     def nbytes(self) -> int:

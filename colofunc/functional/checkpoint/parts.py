@@ -17,13 +17,14 @@ import torch.distributed as dist
 from colofunc import compat
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import make
+from colofunc.dtensor.parts import unpadded
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
-from colofunc.functional.checkpoint.regions import Region, owners, unpadded
+from colofunc.functional.checkpoint.regions import Region, owners
 from colofunc.mesh import Mesh
 
 
@@ -74,12 +75,13 @@ class Leaf:
 
     def written(self, rank: int) -> list[tuple[Item, int]]:
         """What `rank` writes of it, and the mesh rank whose part that is."""
-        whole = len(self.writers) == 1
-        return [
-            (Item(self.name if whole else f"{self.name}{region.text()}", self.tensor.dtype, region, partial(self._value, held)), held)
-            for region, writer, held in self.writers
-            if writer == rank
-        ]
+        on_disk = self.layout is not None and self.layout.tier == "disk"
+        found = []
+        for region, writer, held in self.writers:
+            if writer == rank:
+                name = self.name if len(self.writers) == 1 else f"{self.name}{region.text()}"
+                found.append((Item(name, self.tensor.dtype, region, partial(self._value, held), on_disk), held))
+        return found
 
     def _value(self, held: int) -> torch.Tensor:
         x = self.tensor

@@ -131,18 +131,6 @@ def owners(layout: Layout, mesh: Mesh) -> dict[Region, list[int]]:
     return {region: ranks for region, ranks in found.items() if region.numel or layout.shape.count(0)}
 
 
-def unpadded(part: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """A rank's part without its padding: the elements of `region_of`, in their order."""
-    if not layout.is_padded:
-        return part
-    for d, (dim, size) in enumerate(zip(layout.dims, layout.shape, strict=True)):
-        span = _span(dim, size, mesh.coordinates(rank))
-        kept = attrs.evolve(span, limit=None).indices() < size
-        if not kept.all():
-            part = part.index_select(d, torch.from_numpy(np.flatnonzero(kept)).to(part.device))
-    return part
-
-
 def positions(layout: Layout, mesh: Mesh, rank: int) -> tuple[Pick, ...]:
     """Where the elements of `region_of` lie in the rank's padded part."""
     found: list[Pick] = []

@@ -50,20 +50,29 @@ class Slab:
 
 
 class Staged:
-    """Copies on their way; `value(k)` waits for all of them the first time."""
+    """Copies on their way to `tensors`, in memory of the host; nobody reads them before `wait`."""
 
     def __init__(self, tensors: list[torch.Tensor], events: list[Any]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._events = events
 
-    def value(self, k: int) -> torch.Tensor:
+    def wait(self) -> None:
+        """Until all have come, which takes time once."""
         for event in self._events:
             event.synchronize()
-        return self._tensors[k]
+        self._events = []  # they have passed; a thread that is still in the loop has the list of before
+
+    def value(self, k: int) -> torch.Tensor:
+        self.wait()
+        return self.tensors[k]
+
+    def values(self) -> list[Value]:
+        """Per tensor, what waits for all and gives it."""
+        return [partial(self.value, k) for k in range(len(self.tensors))]
 
 
-def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> list[Value]:
-    """The same values in memory of the host; `nbytes`: of each. Those on a card are copied as the current stream gets there.
+def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> Staged:
+    """The values in memory of the host; `nbytes`: of each. Those on a card are copied as the current stream gets there.
 
     duplicate: what lies on the host is copied too, at once, because it will be written to.
     """
@@ -87,8 +96,7 @@ def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate:
     for stream in streams.values():
         events.append(torch.cuda.Event(blocking=True))
         events[-1].record(stream)
-    staged = Staged(tensors, events)
-    return [partial(staged.value, k) for k in range(len(tensors))]
+    return Staged(tensors, events)
 
 
 def _rounded(nbytes: int) -> int:
@@ -105,7 +113,7 @@ def _sent(room: torch.Tensor, x: torch.Tensor, streams: dict[torch.device, Any])
 
 def snapshot(items: Sequence[Item], slab: Slab) -> list[Item]:
     """The items with copies of their values, begun when this returns: steps may write to what they are of."""
-    values = stage([item.value for item in items], [item.nbytes for item in items], slab, duplicate=True)
+    values = stage([item.value for item in items], [item.nbytes for item in items], slab, duplicate=True).values()
     return [attrs.evolve(item, value=value) for item, value in zip(items, values, strict=True)]
 
 
@@ -117,28 +125,48 @@ class Window:
     values: list[Value] = attrs.field(factory=list)
 
     def begin(self, slab: Slab) -> None:
-        self.values = stage([item.value for item in self.items], [item.nbytes for item in self.items], slab, duplicate=False)
+        staged = stage([item.value for item in self.items], [item.nbytes for item in self.items], slab, duplicate=False)
+        self.values = staged.values()
 
 
 def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]:
-    """The items, whose values are asked for one after another, with those of the next window on their way to the host meanwhile."""
-    windows = list(_windows(items, window_bytes))
+    """The items, whose values are asked for one after another, with those of the next window on their way to the host meanwhile.
+
+    What is read from disk is read when it is asked for. Whoever asks in another order gets the same, and waits more often.
+    """
+    windows = list(_windows([item for item in items if not item.on_disk], window_bytes))
     slabs = Slab(), Slab()
-    begun = 0
+    holds = [-1, -1]  # the window that lies in each slab
 
     def value(number: int, place: int) -> torch.Tensor:
         """Of the item at a place in a window; begins that window and the next."""
-        nonlocal begun
-        while begun <= min(number + 1, len(windows) - 1):  # the slab of window n is free when n + 1 is asked for
-            windows[begun].begin(slabs[begun % 2])
-            begun += 1
+        for near in (number, number + 1):  # the slab of window n is free when n + 1 is asked for
+            if near < len(windows) and holds[near % 2] != near:
+                windows[near].begin(slabs[near % 2])
+                holds[near % 2] = near
         return windows[number].values[place]()
 
-    staged = []
+    values: list[Value] = []
     for number, window in enumerate(windows):
-        for place, item in enumerate(window.items):
-            staged.append(attrs.evolve(item, value=partial(value, number, place)))
+        for place in range(len(window.items)):
+            values.append(partial(value, number, place))
+    staged, in_order = [], iter(values)
+    for item in items:
+        staged.append(item if item.on_disk else attrs.evolve(item, value=next(in_order)))
     return staged
+
+
+def as_given(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for another thread, where what it gives a card stands behind what the current stream of this thread has been given."""
+    if not torch.cuda.is_initialized():
+        return work
+    stream = torch.cuda.current_stream()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    return run
 
 
 def _windows(items: Sequence[Item], window_bytes: int) -> Iterator[Window]:
