@@ -353,6 +353,14 @@ def group_limit_s(group: Any, device: str) -> float | None:
     return None if limit is None else float(limit.total_seconds())
 
 
+def set_group_limit(group: Any, limit_s: float) -> None:
+    """From now on a collective of a process group may take so long; where torch cannot say so it stays as it was."""
+    for device in ("cpu", "cuda"):
+        tell = getattr(backend_of(group, device), "_set_default_timeout", None)
+        if tell is not None:
+            tell(timedelta(seconds=limit_s))
+
+
 def all_groups() -> list[Any]:
     """All process groups of this process, the last one first."""
     names = getattr(getattr(distributed_c10d, "_world", None), "pg_names", {})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pretended import Machine
 import colofunc as cf
 from colofunc.dtensor.spec import bind
 from colofunc.errors import CollectiveError, InputError
+from colofunc.executors.disk.tensors import Room
 from colofunc.mesh import Mesh
 from colofunc.transforms import alike
 from colofunc.transforms.alike import COLUMNS, Alike, bits_sum
@@ -69,7 +72,7 @@ class NoPeers:
 def checked(monkeypatch: pytest.MonkeyPatch, specs: dict[str, str], changes: dict[str, int], every: int = 100) -> None:
     """Compare parts of four ranks; `changes`: leaf -> a rank whose part is another."""
     mesh = Mesh(dp=2, tp=2)
-    layouts = [bind(spec, mesh, (4, 6)) for spec in specs.values()]
+    layouts = [bind(spec, mesh, (5, 6) if "~" in spec else (4, 6)) for spec in specs.values()]
     look = Alike(list(specs), layouts, mesh)
     names = [list(specs)[k] for k in look._which]
 
@@ -81,7 +84,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, specs: dict[str, str], changes: dic
     look.check(outs, NoPeers(), "train at train.py:20", every)  # type: ignore[arg-type]
 
 
-SPECS = {"a": "r c", "b": "(dp r) c", "c": "r (tp c)", "split": "(dp r) (tp c)", "pending": "r c +dp", "disk": "r c @disk"}
+SPECS = {"a": "r c", "b": "(dp r) c", "c": "r (tp c)", "split": "(dp r) (tp c)", "pending": "r c +dp", "disk": "r c @disk",
+         "padded": "(dp r~) c"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,7 @@ SPECS = {"a": "r c", "b": "(dp r) c", "c": "r (tp c)", "split": "(dp r) (tp c)",
         ("a", 2, r"'a' \(4, 6\) 'a b'.* ranks \[2\] differ from \[0\], after train at train.py:20"),
         ("b", 3, r"'b' .* ranks \[3\] differ from \[2\]"), ("b", 0, r"'b' .* ranks \[1\] differ from \[0\]"),
         ("c", 3, r"'c' .* ranks \[3\] differ from \[1\]"), ("pending", 1, r"'pending' .* ranks \[1\] differ from \[0\]"),
+        ("disk", 1, r"'disk' .* ranks \[1\] differ from \[0\]"), ("padded", 3, r"'padded' .* ranks \[3\] differ from \[2\]"),
     ],
 )  # fmt: skip
 def test_the_leaf_and_the_ranks_that_hold_other_copies_are_named(
@@ -100,10 +105,35 @@ def test_the_leaf_and_the_ranks_that_hold_other_copies_are_named(
 
 
 def test_parts_that_nobody_else_holds_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked(monkeypatch, SPECS, {"split": 2, "disk": 1})
+    checked(monkeypatch, SPECS, {"split": 2})
     checked(monkeypatch, {"split": "(dp r) (tp c)"}, {"split": 2})
     with pytest.raises(CollectiveError, match=r"'a' .* and 1 more leaves should be the same .* last 7 steps cannot be trusted"):
         checked(monkeypatch, SPECS, {"a": 1, "b": 1}, every=7)
+
+
+@pytest.mark.parametrize(("spec", "rank", "padding"), [("(dp r~) c", 2, [2]), ("(r~ dp) c", 2, [2]), ("(2 dp r~) c", 0, [3])])
+def test_padding_counts_for_nothing_and_what_lies_on_disk_is_read(spec: str, rank: int, padding: list[int], tmp_path: Path) -> None:
+    mesh = Mesh(dp=2, tp=2)
+    layout = bind(spec, mesh, (5, 6))
+    part = torch.randn(layout.local_shape)
+    kept = [row for row in range(layout.local_shape[0]) if row not in padding]
+
+    def sum_of(x: torch.Tensor) -> int:
+        with mock.patch.object(Mesh, "rank", rank):
+            return int(Alike(["w"], [layout], mesh)._sum(0, x))
+
+    assert sum_of(part) == int(bits_sum(part[kept]))
+    with Machine() as machine:
+        there = machine.to_card(part)
+        machine.forget_counts()
+        with mock.patch.object(Mesh, "rank", rank):
+            found = Alike(["w"], [layout], mesh)._sum(0, there)
+        assert not machine.waits and int(found) == int(bits_sum(part[kept]))
+    other = part.clone()
+    other[padding] = torch.nan
+    assert sum_of(other) == sum_of(Room(tmp_path, [part.nbytes]).keep(part)) == sum_of(part)
+    other[kept[-1], 0] += 1
+    assert sum_of(other) != sum_of(part)
 
 
 # ---- real ranks, one of which rounds otherwise ----

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +27,9 @@ from colofunc.executors import launch as launching
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import Distributed, sub_limit_s
 from colofunc.functional.checkpoint.place import device_for
+from colofunc.mesh import KINDS, profile, transport
 from colofunc.mesh import device as devices
-from colofunc.mesh import transport
+from colofunc.transforms import machine as machines
 
 DP = {"dp": 2}
 
@@ -36,19 +39,10 @@ def problem() -> tuple[Any, Any, Any, Any]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 6)).double()
     model, opt = cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2)
-
-    def step_fn(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> torch.Tensor:
-            out, _ = model.apply(params, model.buffers, batch["x"])
-            return (out - batch["y"]).square().mean()
-
-        loss, grads = cf.value_and_grad(loss_fn)(state["params"])
-        grads, norm = cf.clip_by_global_norm(grads, 1.0)
-        params, opt_state = opt.update(grads, state["opt"], state["params"])
-        return {"params": params, "opt": opt_state}, {"loss": loss, "norm": norm}
-
+    loss = lambda out, batch: (out - batch["y"]).square().mean()  # noqa: E731
+    step_fn, state = cf.train_step(model, opt, loss=loss, clip=1.0, inputs=lambda batch: batch["x"])
     batch = {"x": torch.randn(4, 8).double(), "y": torch.randn(4, 6).double()}
-    return model, step_fn, {"params": model.params, "opt": opt.init(model.params)}, batch
+    return model, step_fn, state, batch
 
 
 def trained(step: Any, steps: int = 3) -> tuple[list[float], Any]:
@@ -120,11 +114,20 @@ def overlapped_copies(_: Nccl | None) -> Any:
     return losses, whole(state["params"]), [node.target for node in step.lower(start, batch).program.nodes]
 
 
+def measured(nccl: Nccl) -> Any:
+    """The figures of a step's plan where somebody wants them measured."""
+    with mock.patch.dict(os.environ, COLOFUNC_MEASURE="on"), mock.patch.multiple(profile, _OFTEN=1, _REPEATS=1):
+        with mock.patch.object(machines, "SECONDS", 0.0), mock.patch.dict(machines._FOUND, clear=True):
+            topology = cf.shard(lambda x: x * 2, cf.Mesh(**DP)).lower(torch.ones(4, 4)).priced.topology
+    return topology.name, {one.kind for one in topology.measured if one.alpha_s >= 0 and one.axis == "dp"}
+
+
 def under_nccl(folder: str) -> Any:
     on_cpu = overlapped_copies(None)
     backend_for.__globals__["_distributed"].cache_clear()  # the same processes, now with cards
     found = on_pretended_cards(host_state, "nccl", folder)
     found["overlapped"] = on_cpu, on_pretended_cards(overlapped_copies, "nccl")
+    found["measured"] = on_pretended_cards(measured, "nccl")
     backend_for.__globals__["_distributed"].cache_clear()  # the same processes, in a group that nobody has named
     return found, on_pretended_cards(distributed_tensors, "undefined")
 
@@ -156,6 +159,7 @@ def test_what_lies_on_the_host_travels_from_a_card(tmp_path: Path) -> None:
         same(product, weight @ torch.ones(8, 3, dtype=torch.float64))
         same(total, float((weight * 2).sum()))
         same(found["written"], weight + 1)
+        assert found["measured"] == ("2xh100 (found) (measured)", set(KINDS))
         assert equal and found["loaded"] == {card} and found["sent"] > 0
         x = torch.arange(12.0).reshape(4, 3)
         assert [device for device, _ in tensors] == [card, card, "cpu", card]
@@ -298,20 +302,25 @@ def test_launched_ranks_have_a_card_each_or_none() -> None:
 
 
 def limits_of_groups() -> Any:
-    """What groups along axes are made with, in a group that is not ours and when ranks have been told."""
-    mesh = cf.Mesh(**DP)
-    tie = backend_for(mesh).watch
-    assert tie is not None
-    before = sub_limit_s(tie)
+    """What groups along axes are made with, in a group that is not ours and when ranks are told; and what has been made before."""
+    mesh = cf.Mesh(dp=2, tp=1)
+    backend: Any = backend_for(mesh)
+    tie = backend.watch
+    there = backend._groups_of(mesh).of(("tp",)).pg, dist.group.WORLD
+    before = sub_limit_s(tie), *(compat.group_limit_s(group, "cpu") for group in there)
     cf.join(mesh, limit_s=55)
-    given = backend_for(mesh)._groups_of(mesh).limit_s
+    assert backend._groups_of(mesh).limit_s == 55.0  # of those that come later
+    after = sub_limit_s(tie), *(compat.group_limit_s(group, "cpu") for group in there)
+    tie.made_group = True  # as where the first step has joined
+    cf.join(mesh, limit_s=44)
+    ours = [compat.group_limit_s(group, "cpu") for group in there]
     tie.exchange("the end", "", 60, last=True)  # rank 0 serves the others until they have come here
-    return before, sub_limit_s(tie), given
+    return before, after, ours
 
 
 @pytest.mark.dist
 def test_groups_along_axes_have_the_limit_of_the_whole() -> None:
-    assert cf.launch(limits_of_groups, 2, timeout_s=77) == [(77.0, 55.0, 55.0)] * 2
+    assert cf.launch(limits_of_groups, 2, timeout_s=77) == [((77.0, 77.0, 77.0), (55.0, 55.0, 77.0), [44.0, 44.0])] * 2
 
 
 def test_gloo_carries_tensors_of_a_card_through_the_host() -> None:

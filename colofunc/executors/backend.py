@@ -132,8 +132,9 @@ def join(mesh: Mesh, *, limit_s: float = Limits().limit_s, notice_s: float = Lim
 
     `notice_s`: after so long a line on both sides says which rank waits where, for whom, and what is known of that one: where it
     was last, whether its process is stopped or has ended. `limit_s`: after so long it is an error; for joining, for a point that
-    all ranks must come to, and for collectives, also of groups along single axes. A process group that you made keeps its own
-    timeout. `cf.save` and `cf.save_pretrained`, which may write for long, have limits of their own. Nothing to do in one process.
+    all ranks must come to, and for collectives, also of groups along single axes and of groups that are there already. A process group
+    that you made keeps its own timeout. `cf.save` and `cf.save_pretrained`, which may write for long, have limits of their own. Nothing to
+    do in one process.
     """
     if notice_s <= 0 or limit_s <= 0:
         raise InputError(f"cf.join: limit_s={limit_s!r} and notice_s={notice_s!r} have to be positive. Try: cf.join(mesh, limit_s=600)")
@@ -141,6 +142,7 @@ def join(mesh: Mesh, *, limit_s: float = Limits().limit_s, notice_s: float = Lim
     if mesh.size > 1 and init_from_env(mesh, limits):
         watch_of_group(limits)
         backend_for(mesh)  # raises where the mesh and the processes do not fit
+        _distributed(dist.group.WORLD).limit()
 
 
 def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:

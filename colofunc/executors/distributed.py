@@ -280,6 +280,14 @@ class Distributed:
             groups = self._groups[mesh] = Groups(mesh, self.rank, self._carriers, sub_limit_s(self.watch))
         return groups
 
+    def limit(self) -> None:
+        """What `cf.join` has said holds for the groups that are there too; a group of all ranks that somebody else made keeps its own."""
+        limit_s = sub_limit_s(self.watch)
+        if self.watch is not None and self.watch.made_group:
+            compat.set_group_limit(dist.group.WORLD, limit_s)
+        for groups in self._groups.values():
+            groups.limit(limit_s)
+
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
 
@@ -327,7 +335,7 @@ def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
     with watch:
         make_group(gpu, timeout=limit, store=store, rank=launch.rank, world_size=launch.world_size)
     _WATCHES[dist.group.WORLD] = watch
-    watch.chosen = True
+    watch.chosen = watch.made_group = True
     return True
 
 

@@ -24,6 +24,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from colofunc import compat
 from colofunc.executors.kernels import reduce_members
 from colofunc.mesh import Mesh
 from colofunc.ops.flat import flat_of
@@ -109,6 +110,13 @@ class Groups:
             if self.rank in ranks:
                 mine = pg
         return mine
+
+    def limit(self, limit_s: float) -> None:
+        """From now on so long, also for the groups that are there; that of all ranks is whose it is."""
+        self.limit_s = limit_s
+        for pg in self._made.values():
+            if pg is not dist.group.WORLD:
+                compat.set_group_limit(pg, limit_s)
 
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""

@@ -74,6 +74,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.chosen = False  # whether the limits were said to us, and not to a process group of somebody else's
+        self.made_group = False  # whether the process group is ours
         self._activity = Activity(rank, size, limits or Limits())
         meeting = meeting or Meeting.of_group(rank, self.limits)
         self._server, address = serve(meeting, rank)

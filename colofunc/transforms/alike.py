@@ -9,7 +9,7 @@ one read of the copies and one small collective:
     sum of (bits of an element as an integer) · (an odd number by its place), modulo 2^64, per leaf and rank
 
 Equal copies have equal sums. Copies that differ have others, unless changes of elements that lie a multiple of `COLUMNS` apart cancel out.
-Leaves on disk, and padded ones, are left out.
+Padding is left out, which holds anything; what lies on disk is read for it, one leaf after another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
+from colofunc.dtensor.parts import unpadded
 from colofunc.errors import CollectiveError
+from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import in_tier
 from colofunc.executors.tap import everyones
 from colofunc.executors.watch import Watch
@@ -61,12 +63,15 @@ class Alike:
         if not self._which:
             return
         device = device_of(self._mesh)
-        sums = torch.stack([in_tier(bits_sum(outs[k][0]), "device", device) for k in self._which])
+        sums = torch.stack([in_tier(self._sum(k, outs[k][0]), "device", device) for k in self._which])
         with watch:
             told = torch.stack(everyones([sums], self._mesh.size)).cpu()
         differs = told != told.gather(0, self._first)
         if bool(differs.any()):
             raise CollectiveError(self._text(differs, where, every))
+
+    def _sum(self, k: int, part: torch.Tensor) -> torch.Tensor:
+        return bits_sum(unpadded(in_memory(part), self._layouts[k], self._mesh, self._mesh.rank))
 
     def _text(self, differs: torch.Tensor, where: str, every: int) -> str:
         wrong = differs.any(0).nonzero().flatten().tolist()
@@ -92,10 +97,9 @@ def state_names(outs: Sequence[str], inputs: Sequence[str]) -> list[str]:
 
 
 def _copied(layout: Layout, mesh: Mesh) -> bool:
-    """Whether some ranks hold the same part of it, which can be read."""
+    """Whether some ranks hold the same part of it."""
     taken = {*layout.axes, *(axis for axis, _ in layout.pending)}
-    copies = any(size > 1 and axis not in taken for axis, size in mesh.axes)
-    return copies and layout.tier != "disk" and not layout.is_padded
+    return any(size > 1 and axis not in taken for axis, size in mesh.axes)
 
 
 def _first_holders(layout: Layout, mesh: Mesh) -> list[int]:
