@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pretended import Machine, OnCard, on_card
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
 from colofunc.executors.pages import pages
 
@@ -305,6 +306,15 @@ def test_nothing_runs_in_the_middle_of_a_piece_of_work() -> None:
             gc.set_threshold(*threshold)
         gc.collect()
     assert ran == ["first begins", "first ends with 5000 lists", "second"]
+
+
+def test_work_that_runs_in_the_middle_of_an_operator_on_fake_tensors_is_done() -> None:
+    """The collector runs anywhere, and what it lets go of may wait for the card."""
+    with Machine() as machine:
+        x = torch.ones(3, device="cuda") * 2
+        with in_kernel_invocation_manager(machine.fakes):
+            machine.engine.drain()
+        assert x.tolist() == [2.0] * 3
 
 
 def test_a_thread_has_cards_too_and_begins_with_the_first() -> None:

@@ -89,10 +89,7 @@ class Engine:
             stream = max(ready, key=self._priority.__getitem__)
             work = stream.queue.popleft()
             self.ran += 1
-            with contextlib.ExitStack() as around:
-                around.enter_context(_disable_current_modes())
-                around.enter_context(torch._C.DisableTorchFunction())
-                around.enter_context(torch.inference_mode())  # it may write to tensors that were made in that mode, and to others
+            with _apart():
                 try:
                     work.run(self)
                 except Exception as error:  # as on a card: told to the host when it next waits
@@ -114,6 +111,22 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Whatever the host is at when it comes to run work: tracing, or the middle of an operator on fake tensors.
+
+    There torch computes shapes only, for all tensors: kernels would write nothing, and collectives would not begin.
+    """
+    shapes_only = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(False)
+    try:
+        # In inference mode it may write to tensors that were made there, and to others.
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            yield
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(shapes_only)
 
 
 class Work:
@@ -160,7 +173,7 @@ class Elsewhere(Work):
 
     def ready(self) -> bool:
         if self._pending is None:
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            with _apart():
                 self._pending = self._begin()
         return all(pending.is_completed() for pending in self._pending)
 
