@@ -73,11 +73,11 @@ def test_the_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> N
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python, command = environment / "bin" / "python", environment / "bin" / "colofunc"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, str(wheel)], check=True, env=clean)  # pip takes what lies on PYTHONPATH for installed
     site = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
     behind = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     Path(site, "dependencies.pth").write_text("\n".join(behind) + "\n")
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(python), "-c", TRIED], cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     place, value = done.stdout.split()

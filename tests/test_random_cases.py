@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from colofunc_plugins import zero
 from random_cases import MOST_REFUSED
+from torch.torch_version import TorchVersion
 
 import colofunc as cf
 
@@ -160,7 +161,11 @@ def test_a_chunk_that_does_not_say_that_it_is_a_view_is_one():
         cf.testing.compare(step(x), chunk_beside_its_base(x))
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 4), (2, 4, 6, 4)])
+OLDEST = TorchVersion(torch.__version__) < "2.12"
+THREE_DIMS = pytest.mark.skipif(OLDEST, reason="torch 2.11 itself gives attention of three dims in another order of memory")
+
+
+@pytest.mark.parametrize("shape", [pytest.param((4, 6, 4), marks=THREE_DIMS), (2, 4, 6, 4)])
 def test_attention_of_a_contiguous_query_has_a_result_that_can_be_viewed(shape):
     def step(x, transposed):
         flat = F.scaled_dot_product_attention(x, x, x).view(-1)

@@ -23,7 +23,7 @@ STEPS = 14
 def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS, say: Callable[[object], None] = print) -> str:
     """Train to `steps` from wherever the folder stands, saving every step in the background; a hash of the end.
 
-    say: is told the step from which it goes on, as soon as that is known.
+    say: is told the step from which it goes on, and each step whose save has begun.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -48,6 +48,7 @@ def train(path: str, axes: str, pause_s: float = 0.0, steps: int = STEPS, say: C
             trained, _ = step(state["train"], batch)
             state = {"train": trained, "steps": state["steps"] + 1}
             savings.append(cf.save(f"{path}/step-{state['steps']}", state, batches=batches, wait=False, keep=2))
+            say(state["steps"])
             time.sleep(pause_s)
             if state["steps"] == steps:
                 break
@@ -95,32 +96,46 @@ def test_the_hash_sees_random_numbers_and_data(tmp_path) -> None:
         assert train(str(found), "dp") != whole
 
 
+KILLS = 4
+KILLED_STEPS = 20  # more than are seen before all kills
+
+
 def in_a_process(pipe: Connection, path: str) -> None:
-    pipe.send(train(path, "dp", pause_s=0.05, say=pipe.send))
+    pipe.send(train(path, "dp", pause_s=0.05, steps=KILLED_STEPS, say=pipe.send))
+
+
+def heard(pipe: Connection, most: int) -> int | str:
+    """The last of that many messages: a step, or the hash of the end, after which nothing comes."""
+    said = pipe.recv()
+    for _ in range(most - 1):
+        if isinstance(said, str):
+            break
+        said = pipe.recv()
+    return said
 
 
 @pytest.mark.dist
 def test_killed_at_any_moment_it_resumes_bit_for_bit(tmp_path) -> None:
-    """SIGKILL after a while that is drawn anew each time, until a run gets through."""
-    want = train(str(tmp_path / "whole"), "dp")
+    """SIGKILL two or three steps after each start, at a moment of the step that is drawn; the last run gets through."""
+    want = train(str(tmp_path / "whole"), "dp", steps=KILLED_STEPS)
     processes = multiprocessing.get_context("forkserver")  # the server has torch already, as for real ranks
     draw = random.Random(0)
-    kills, starts = 0, []
-    for _ in range(12):
+    kills, starts, said = 0, [], None
+    while not isinstance(said, str):
         mine, theirs = processes.Pipe(duplex=False)
         child = processes.Process(target=in_a_process, args=(theirs, str(tmp_path / "run")))
         child.start()
         theirs.close()
         starts.append(mine.recv())
-        time.sleep(draw.uniform(0.1, 0.7))
-        if child.is_alive() and kills < 4:
-            child.kill()
-            child.join()
-            kills += 1
-            continue
-        got = mine.recv()
-        child.join(120)
-        assert child.exitcode == 0
-        break
+        if kills == KILLS:
+            said = heard(mine, KILLED_STEPS + 1)
+            child.join(120)
+            assert child.exitcode == 0
+            break
+        said = heard(mine, draw.randint(2, 3))
+        time.sleep(draw.uniform(0.0, 0.06))
+        child.kill()
+        child.join()
+        kills += 1
     assert kills >= 2 and len(set(starts)) >= 2, starts
-    assert got == want
+    assert said == want
