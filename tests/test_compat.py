@@ -39,6 +39,7 @@ TESTED = {
     "_get_default_store": "test_group_store",
     "_get_backend": "test_groups",
     "_timeout": "test_groups",
+    "_set_default_timeout": "test_groups",
     "_world": "test_groups",
     "_init_group": "test_init_optimizer_group",
     "_backward_hooks": "test_gradient_hooks",
@@ -403,11 +404,14 @@ def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         world = torch.distributed.group.WORLD
         assert compat.all_groups() == [world] and compat.bound_device(world) is None
         assert compat.group_limit_s(world, "cpu") == 77.0 and compat.group_limit_s(world, "cuda") is None
+        compat.set_group_limit(world, 99.0)
+        assert compat.group_limit_s(world, "cpu") == 99.0
         assert compat.backend_of(world, "cuda") is None and not compat.abort(world, "cuda")
         ended = []
         monkeypatch.setattr(compat, "backend_of", lambda group, device: SimpleNamespace(abort=lambda: ended.append((group, device))))
         assert compat.abort(world, "cuda") and ended == [(world, "cuda")]
         assert compat.group_limit_s(world, "cpu") is None  # an other backend without options
+        compat.set_group_limit(world, 77.0)  # nor with a limit that can be set: nothing happens
         monkeypatch.delattr(compat.distributed_c10d, "_world")
         assert compat.all_groups() == []
         monkeypatch.undo()
