@@ -262,7 +262,9 @@ def _room(topology: Topology, name: str, text: str, option: str) -> int | None:
             f"{option} {text} is a part of the {name}'s memory, which topology {topology.name!r} does not limit; "
             "write bytes such as 6GiB, or name a --device"
         )
-    return int(part * has) if part is not None and has is not None else has if nbytes is None else nbytes
+    if part is not None and has is not None:
+        return int(part * has)
+    return has if nbytes is None else nbytes
 
 
 def _with_room(topology: Topology, name: str, nbytes: int | None) -> Topology:

@@ -301,15 +301,10 @@ def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     """
     if any(is_copy(node) for node in program.nodes):
         return program
-    ids = count(1 + max((o for each in (program, *_bodies(program)) for o in each.values), default=-1))
+    ids = count(program.next_id)
     ahead = partial(overlap, ids=ids) if ahead_bytes == inf else partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
     inside = within(program, lambda body: ahead(outputs_late(views_late(body)), body=True))
     return updates_side_by_side(ahead(views_late(updates_late(inside))))
-
-
-def _bodies(program: Program) -> list[Program]:
-    found = [node.loop.body for node in program.nodes if node.loop is not None]
-    return [body for each in found for body in (each, *_bodies(each))]
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:

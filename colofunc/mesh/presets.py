@@ -219,15 +219,12 @@ _SERVER_PCIE4 = Box(
     host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
 # Cards in slots: a bridge joins two of 600 GB/s both ways, others meet on PCIe, which is what a plan may count on.
-_SERVER_PCIE5 = Box(
+_SERVER_PCIE5 = attrs.evolve(
+    _SERVER_PCIE4,
     inner=_level("pcie", _PCIE5, 10),
     outer=_level("infiniband", 50e9, 6, "uplink"),
     host_bytes=2 * TB,
-    disk_bytes=7680 * GB,
     pcie_bytes_per_s=_PCIE5,
-    disk_read_bytes_per_s=14e9,
-    disk_write_bytes_per_s=7.6e9,
-    host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
 # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA.
 _DGX_1 = Box(
@@ -251,32 +248,25 @@ _PC_PCIE4 = Box(
     disk_write_bytes_per_s=5e9,
     host_bytes_per_s=25e9,  # 2 x DDR4-3200
 )
-_PC_PCIE5 = Box(
+_PC_PCIE5 = attrs.evolve(
+    _PC_PCIE4,
     inner=_level("pcie", _PCIE5, 10),
-    outer=_level("ethernet", 1.25e9, 50, "uplink"),
-    host_bytes=128 * GB,
-    disk_bytes=2 * TB,
     pcie_bytes_per_s=_PCIE5,
     disk_read_bytes_per_s=14e9,
     disk_write_bytes_per_s=12e9,
     host_bytes_per_s=45e9,  # 2 x DDR5-5600
 )
 # A card with 8 lanes.
-_PC_PCIE4_X8 = Box(
+_PC_PCIE4_X8 = attrs.evolve(
+    _PC_PCIE4,
     inner=_level("pcie", _PCIE4 / 2, 10),
-    outer=_level("ethernet", 1.25e9, 50, "uplink"),
     host_bytes=32 * GB,
     disk_bytes=TB,
     pcie_bytes_per_s=_PCIE4 / 2,
-    disk_read_bytes_per_s=7e9,
-    disk_write_bytes_per_s=5e9,
-    host_bytes_per_s=25e9,
 )
-_PC_PCIE3 = Box(
+_PC_PCIE3 = attrs.evolve(
+    _PC_PCIE4_X8,
     inner=_level("pcie", _PCIE3, 10),
-    outer=_level("ethernet", 1.25e9, 50, "uplink"),
-    host_bytes=32 * GB,
-    disk_bytes=TB,
     pcie_bytes_per_s=_PCIE3,
     disk_read_bytes_per_s=3.5e9,
     disk_write_bytes_per_s=3e9,

@@ -328,7 +328,12 @@ def _of_each(name: str, inputs: tuple[Any, ...], found: Lengths, given: tuple[An
     for n, g in zip(counts, given, strict=True):
         if n >= 0 and g is not None and (not isinstance(g, (list, tuple)) or len(g) != n):
             raise PluginError(f"backward of operator {name!r} gave no list of {n} gradients for a list of {n} tensors. Try: None for all")
-        every += [g] if n < 0 else [None] * n if g is None else list(g)
+        if n < 0:
+            every.append(g)
+        elif g is None:
+            every += [None] * n
+        else:
+            every += g
     return every
 
 

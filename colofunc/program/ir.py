@@ -179,23 +179,29 @@ class Program:
         last = {id: positions[-1] for id, positions in self.readers.items()}
         return last | dict.fromkeys(self.outputs, len(self.nodes))
 
+    def with_bodies(self) -> Iterator[Program]:
+        """The program and the bodies of its loops, of loops inside them too."""
+        yield self
+        for node in self.nodes:
+            if node.loop is not None:
+                yield from node.loop.body.with_bodies()
+
     @cached_property
     def next_id(self) -> int:
         """An id that neither the program nor a body of its loops has, and none above it."""
-        bodies = [node.loop.body.next_id for node in self.nodes if node.loop is not None]
-        return max([*bodies, 1 + max(self.values, default=-1)])
+        return 1 + max((id for each in self.with_bodies() for id in each.values), default=-1)
 
     # ---- changes: `Editor` makes them node by node ----
 
     def with_nodes(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
         return attrs.evolve(self, nodes=tuple(nodes), values=self.values if values is None else values)
 
-    def reordered(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
+    def reordered(self, nodes: Iterable[Node]) -> Program:
         """The program with its nodes in another order, for passes that move them.
 
         Raises ProgramError where a node reads, or the program returns, what no node before it has made.
         """
-        return self.with_nodes(nodes, values).in_order()
+        return self.with_nodes(nodes).in_order()
 
     def in_order(self) -> Program:
         """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""

@@ -69,17 +69,10 @@ def _asked(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | 
 
 def check_where(where: Mapping[str, str], program: Program) -> None:
     """Raises PlanError where a glob names no module of the step."""
-    paths = sorted({node.path for each in _bodies(program) for node in each.nodes if node.path})
+    paths = sorted({node.path for each in program.with_bodies() for node in each.nodes if node.path})
     for glob in where:
         if not any(fnmatchcase(path, glob) for path in paths):
             raise PlanError(f"cf.offload(where=): no operator stands in a module {glob!r}{near(glob, paths, 'modules')}")
-
-
-def _bodies(program: Program) -> Iterator[Program]:
-    yield program
-    for node in program.nodes:
-        if node.loop is not None:
-            yield from _bodies(node.loop.body)
 
 
 def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | None], limit: int) -> frozenset[int]:

@@ -178,7 +178,7 @@ def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], 
 
 def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program]]:
     """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
-    chains = {id(p): measured(chain_of(p, node_s)) for p in _bodies(program)}
+    chains = {id(p): measured(chain_of(p, node_s)) for p in program.with_bodies()}
     sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
     if not sweeps:
         return
@@ -189,13 +189,6 @@ def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program
             return part if not mine else chains[id(part)].replay(mine[min(k, len(mine) - 1)].order)
 
         yield lambda change=change: within(change(program), change)  # type: ignore[misc]
-
-
-def _bodies(program: Program) -> Iterator[Program]:
-    yield program
-    for node in program.nodes:
-        if node.loop is not None:
-            yield from _bodies(node.loop.body)
 
 
 def _sweeps(chain: Chain) -> Iterable[Sweep]:

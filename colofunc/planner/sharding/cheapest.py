@@ -119,7 +119,7 @@ def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budg
     """Of any step the fastest choices found in which no operator alone holds more than parts of the budget, and none more than
     all of it beside inputs that never leave the device: these may be brought down to it, whatever they hold before anything is
     moved or made again."""
-    alone = [np.array([_alone(program, ties, c, s, sum) for s in options], dtype=float) for c, options in enumerate(model.options)]
+    alone = [np.array(sizes, dtype=float) for sizes in alone_each(program, model, ties, sum)]
     beside = [sizes + stays * (sizes > 0) for sizes, stays in zip(alone, _stays(program, model, ties, start), strict=True)]
     for held, rooms in ((beside, ()), (alone, ROOMS)):
         least = max((float(sizes.min()) for sizes in held), default=0.0)
@@ -139,8 +139,14 @@ def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> 
         layout = model.options[ties.of_input(k)][start[ties.of_input(k)]].outs[0]
         if program.values[i].role not in MOVABLE and k not in given and layout is not None:
             size[i] = layout.local_numel * program.values[i].dtype.itemsize
-    nodes = [program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None for item, *_ in ties.members]
-    return [0 if node is None else sum(size.values()) - sum(size.get(i, 0) for i in set(node.refs)) for node in nodes]
+    stays: list[int] = []
+    for item, *_ in ties.members:
+        if item < ties.n_inputs:
+            stays.append(0)
+            continue
+        read = set(program.nodes[item - ties.n_inputs].refs)
+        stays.append(sum(nbytes for id, nbytes in size.items() if id not in read))
+    return stays
 
 
 def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
@@ -151,10 +157,15 @@ def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> It
     return (choice for choice in cheapest(model, budget_bytes) if at_least(alone, choice) <= budget_bytes)
 
 
-def alone_each(program: Program, model: Model, ties: Ties) -> list[list[int]]:
-    """Per class and option the bytes that its operator alone needs whatever is moved or made again: what it reads that was made, or
-    what it makes."""
-    return [[_alone(program, ties, c, option, max) for option in options] for c, options in enumerate(model.options)]
+def alone_each(program: Program, model: Model, ties: Ties, how: Callable[[tuple[int, int]], int] = max) -> list[list[int]]:
+    """Per class and option the bytes that its operator alone needs: of what it reads and what it makes, taken together by `how`.
+
+    By max, which is needed whatever is moved or made again: it may write over what it reads, and what was given need not be there.
+    """
+    found: list[list[int]] = []
+    for c, options in enumerate(model.options):
+        found.append([_alone(program, ties, c, option, how) for option in options])
+    return found
 
 
 def at_least(alone: Sequence[Sequence[int]], choice: Sequence[int]) -> int:

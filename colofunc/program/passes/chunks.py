@@ -225,12 +225,17 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     families: dict[Any, list[int]] = {}
     for id in order:
         families.setdefault(family[id], []).append(id)
-    auto = [[numel[id] for id in ids] for key, ids in families.items() if key[2] == "auto"]
-    found = chunk_size(*auto, least=min(LARGE, sum(map(sum, auto)) // FEWEST)).chunk if auto else 0
+    searched: list[list[int]] = []  # elements of the parameters of each family whose chunks are to be sized
+    for key, ids in families.items():
+        if key[2] == "auto":
+            searched.append([numel[id] for id in ids])
+    found = chunk_size(*searched, least=min(LARGE, sum(map(sum, searched)) // FEWEST)).chunk if searched else 0
     members: list[list[int]] = []
     for key, ids in families.items():
         size = found if key[2] == "auto" else int(key[2])
-        members += [[ids[k] for k in some] for some in pack([numel[id] for id in ids], size)]
+        sizes = [numel[id] for id in ids]
+        for positions in pack(sizes, size):
+            members.append([ids[k] for k in positions])
     return {id: k for k, some in enumerate(members) for id in some}, members
 
 
