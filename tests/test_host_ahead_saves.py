@@ -19,7 +19,6 @@ D = torch.float64
 
 
 ARRIVED = "event: functional/checkpoint/staging.py wait"  # for a snapshot, or for a window of one
-GIVEN_BACK = "device: executors/pages.py unpin"  # pinned memory of a save that was waited for, when it has ended
 
 
 def state_of(n: int = 6) -> dict[str, torch.Tensor]:
@@ -44,7 +43,7 @@ def test_a_save_waits_for_the_card_by_events_only_and_holds_what_was_then(wait: 
             saving.wait()
             # Whoever waits for the save waits for the copies, once; else its thread does.
             assert (machine.places if wait else machine.beside)[ARRIVED] == 1
-            assert not machine.places.keys() - ({ARRIVED, GIVEN_BACK} if wait else set()), machine.places
+            assert not machine.places.keys() - ({ARRIVED} if wait else set()), machine.places
             assert not machine.beside.keys() - {ARRIVED}, machine.beside
         loaded = cf.load(tmp_path / f"{seed}-{wait}")
         for name, x in want.items():
@@ -115,7 +114,7 @@ def test_what_lies_on_the_card_is_staged_where_other_parts_lie_on_disk(wait: boo
                 x.fill_(0)
         saving.wait()
         found = machine.places if wait else machine.beside
-        assert found[ARRIVED] == 1 and not (machine.places + machine.beside).keys() - {ARRIVED, GIVEN_BACK}
+        assert found[ARRIVED] == 1 and not (machine.places + machine.beside).keys() - {ARRIVED}
     loaded = cf.load(tmp_path / "saved")["more"]
     for name, x in loaded.items():
         assert torch.equal(x, want[name]), name

@@ -218,8 +218,7 @@ def test_modes_of_models(name: str, axis: str, plan: Any) -> None:
 
 
 UPDATES = "event: executors/copies.py settle"  # an operator of the host, as an update there, reads a gradient that is on its way
-COPIES = "event: executors/copies.py finish"  # at the end of a step: copies of state, which anybody may read from then on
-WAITS = {"host": {UPDATES}, "host, accumulate": {UPDATES}, "host, zero(3)": {UPDATES}, "budget": {UPDATES, COPIES}}
+WAITS = {"host": {UPDATES}, "host, accumulate": {UPDATES}, "host, zero(3)": {UPDATES}, "budget": {UPDATES}}
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "ranks" not in way])

@@ -37,6 +37,7 @@ class Held:
     consumed_by: str = ""
     writes: int = 0
     name: str = ""  # of the leaf that was consumed
+    lent: bool = False  # a caller has a part, or has given it
 
 
 @attrs.define(eq=False)
@@ -111,7 +112,7 @@ def _shown(cls: Any, values: Sequence[torch.Tensor], text: str, key: str, ranks:
 
 
 def _detached(cls: Any, x: Any) -> Any:
-    out = cls(x.parts, x.sharding, x.mesh, x._backend, owned=x.owned)
+    out = cls(x.parts_in_flight, x.sharding, x.mesh, x._backend, owned=x.owned)
     out._held, out._origin = x._held, x._origin
     return out
 

@@ -27,10 +27,12 @@ from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
-from colofunc.executors.pools import in_tier
+from colofunc.executors.copies import COPIER
+from colofunc.executors.disk.tensors import OnDisk
+from colofunc.executors.pools import in_tier, pinned_like
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.ops.flat import together
+from colofunc.ops.flat import are_adjacent, together
 
 Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]
@@ -58,8 +60,16 @@ def place(
     where = device_of(mesh) if device is None else device
     if where.type == "cpu" and not x.is_cuda:
         return made
-    settled = {id(s): in_tier(s, layout.tier, where) for s in made}
+    keep = in_tier if isinstance(x, (DTensor, LazyTensor)) or copy else _own
+    settled = {id(s): keep(s, layout.tier, where) for s in made}
     return [settled[id(s)] for s in made]
+
+
+def _own(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
+    """A caller's tensor where a value of that tier lies. On the host it is a copy: a card may read it when the caller has gone on."""
+    if tier != "host" or not x.is_cpu or isinstance(x, OnDisk):
+        return in_tier(x, tier, device)
+    return pinned_like(x).copy_(x)
 
 
 def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
@@ -76,8 +86,9 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
     if isinstance(x, DTensor):
         if x.mesh != mesh:
             raise elsewhere(what, x, mesh)
-        shards = convert_shards(x.parts, x.sharding, layout, mesh, backend)
-        return [s.clone() for s in shards] if copy and x.sharding is layout else shards
+        if x.sharding is layout:
+            return [s.clone() for s in x.parts] if copy else x.parts_in_flight
+        return convert_shards(x.parts, x.sharding, layout, mesh, backend)
     if x.is_meta:
         raise InputError(
             f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, "
@@ -107,6 +118,8 @@ def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> 
         for mine in zip(*(inputs[k] for k in run), strict=True):
             key = tuple(map(id, mine))  # ranks that hold the same parts go on sharing them
             if key not in done:
+                if not are_adjacent(mine):
+                    COPIER.arrived(mine)
                 done[key] = together(mine)
             lanes.append(done[key])
         for place_in_run, k in enumerate(run):

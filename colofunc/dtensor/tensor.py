@@ -29,6 +29,7 @@ from colofunc.dtensor.parts import global_shape, join, part, row_major
 from colofunc.dtensor.spec import Spec, bind, spec_of
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.copies import COPIER
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.meta import user_line
 
@@ -127,16 +128,26 @@ class DTensor(torch.Tensor):
         """All ranks' parts in rank order (simulated mesh only)."""
         if len(self.parts) != self.mesh.size:
             raise InputError("x.shards shows all ranks' parts and exists on a simulated mesh only; use x.local here")
+        self._held.lent = True
         return list(self.parts)
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's part (on a simulated mesh: rank 0's). Never communicates."""
+        self._held.lent = True
         return self.parts[0]
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The parts of the ranks that this process owns."""
+        """The parts of the ranks that this process owns. Where they lie beside a card the host waits until copies of them have ended."""
+        found = self.parts_in_flight
+        if self.sharding.tier == "host":
+            COPIER.arrived(found)
+        return found
+
+    @property
+    def parts_in_flight(self) -> list[torch.Tensor]:
+        """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the host."""
         origin = self._origin
         lost = self._held if self._held.shards is None else origin.root if origin is not None and origin.root.shards is None else None
         if lost is not None:
@@ -158,6 +169,11 @@ class DTensor(torch.Tensor):
     def is_consumed(self) -> bool:
         """Whether a step has taken its memory, so that it has no value any more."""
         return self._held.shards is None
+
+    @property
+    def lent(self) -> bool:
+        """Whether a caller has been given a part that lies on the host, so that he may write to it behind any step."""
+        return self._held.lent and self.sharding.tier == "host"
 
     def consume(self, by: str) -> None:
         """Give the parts away: later reads, also of views, raise ConsumedError naming `by`."""
@@ -188,7 +204,8 @@ class DTensor(torch.Tensor):
             return f"DTensor(consumed by {self._held.consumed_by})"
         head = f"DTensor({tuple(self.shape)}, {self.sharding.text()!r}, {self.mesh}, {self.dtype}"
         if self.sharding.is_replicated and self.numel() == 1:
-            head += f", value={self.local.detach().item():.6g}" if self.dtype.is_floating_point else f", value={self.local.item()}"
+            number = self.parts[0].detach().item()
+            head += f", value={number:.6g}" if self.dtype.is_floating_point else f", value={number}"
         return head + ")"
 
     def __format__(self, spec: str) -> str:
@@ -328,7 +345,9 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
                 f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, "
                 f"which has parts {layout.local_shape}; give shape= where the global size is not the obvious one"
             )
-    return DTensor(settled([x.detach() for x in shards], layout, mesh), layout, mesh, backend)
+    out = DTensor(settled([x.detach() for x in shards], layout, mesh), layout, mesh, backend)
+    out._held.lent = True
+    return out
 
 
 def _apart(shards: list[torch.Tensor], source: DTensor) -> list[torch.Tensor]:
@@ -376,7 +395,9 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
         ctx.source = x.sharding.with_pending(())
         shards = convert_shards(x.parts, x.sharding, layout, x.mesh, x._backend)
-        return DTensor(_apart(shards, x), layout, x.mesh, x._backend, role=x.role)
+        out = DTensor(_apart(shards, x), layout, x.mesh, x._backend, role=x.role)
+        out._held.lent = x._held.lent  # they may share memory
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -4,9 +4,10 @@
     copying.wait()                                        # the device's later work waits for it; the host goes on
 
 Host memory is written and read by three parties that do not wait for one another: both streams, and the host itself. So each
-piece of it (`Flights`) remembers the event behind the last copy into it and those behind copies out of it since; whoever comes
-next waits for what stands in its way: a stream for events, the host in `settle`. Memory of the device needs none of it: it is
-allocated, and after the wait given back, in the order of the stream that computes. `finish` ends all of it with the step.
+piece of it remembers the copies of it (`in_use`); whoever comes next waits for what stands in its way: a stream for events, the host
+in `settle`. Memory of the device needs none of it: it is allocated, and after the wait given back, in the order of the stream that
+computes. The host leaves a step without waiting: the copies of the next one wait for these, and outside of steps the host waits when
+it looks at what a copy has to do with (`arrived`). At the end of the process nobody looks, so nobody waits.
 
 On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of its store, into and
 from pinned memory where there is a card; it is they that wait for copies of that memory.
@@ -18,10 +19,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 
 from colofunc.executors.disk.tensors import SCRATCH, Moving, OnDisk, reading, writing
+from colofunc.executors.in_use import IN_USE, Flights, InUse
+from colofunc.executors.pages import give_back
 from colofunc.executors.pools import Pool
 from colofunc.ops.copies import duplicate
 
@@ -41,30 +43,6 @@ class Copying:
             self._ready()
             self._ready = self._source = None
         return self.result
-
-
-@attrs.define
-class Flights:
-    """Events of the copies of one piece of host memory: behind the last one into it, and behind those out of it since."""
-
-    filled: Any = None
-    read: list[Any] = attrs.field(factory=list)
-
-    def before(self, writes: bool) -> list[Any]:
-        """What a copy, or the host, has to wait for before it reads, or writes, this memory."""
-        return [event for event in (self.filled, *(self.read if writes else ())) if event is not None]
-
-    def passed(self, writes: bool) -> None:
-        """The host has waited for what stood before it: nobody need ask for that again."""
-        self.filled = None
-        if writes:
-            self.read = []
-
-    def note(self, done: Any, writes: bool) -> None:
-        if writes:
-            self.filled, self.read = done, []
-        else:
-            self.read.append(done)
 
 
 class Engines:
@@ -91,10 +69,10 @@ class Engines:
 class Copier:
     """The copy engines of the devices in this process, made at the first use."""
 
-    def __init__(self, engines: Engines | None = None) -> None:
+    def __init__(self, engines: Engines | None = None, in_use: InUse | None = None) -> None:
         self._engines = engines or Engines()
         self._streams: dict[tuple[torch.device, str], Any] = {}
-        self._flights: dict[int, Flights] = {}  # by the address of the memory
+        self._in_use = InUse() if in_use is None else in_use
 
     def start(
         self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device, pool: Pool | None = None
@@ -126,7 +104,7 @@ class Copier:
         else:
             target = self._engines.empty(source, None if writes else device)
         current, stream = self._engines.current(device), self._stream(device, kind)
-        flights = self._of(target if writes else source)
+        flights = self._in_use.of(target if writes else source)
         stream.wait_stream(current)  # what it reads is computed, and who had the target's memory before has ended
         for event in flights.before(writes):
             stream.wait_event(event)
@@ -136,28 +114,34 @@ class Copier:
 
     def _before(self, x: torch.Tensor, writes: bool) -> Callable[[], None] | None:
         """What a thread calls before it reads or writes this memory of the host, so that the host itself need not wait."""
-        flights = None if not self._flights or isinstance(x, OnDisk) else self._flights.get(x.untyped_storage().data_ptr())
+        flights = self._known(x)
         events = () if flights is None else tuple(flights.before(writes))
         return partial(_passed, events) if events else None
 
     def settle(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
         """The host waits until it may read and write these tensors of its own."""
         for x, changed in (*((x, False) for x in reads), *((x, True) for x in writes)):
-            flights = None if not self._flights or isinstance(x, OnDisk) else self._flights.get(x.untyped_storage().data_ptr())
+            flights = self._known(x)
             if flights is not None:
                 for event in flights.before(changed):
                     event.synchronize()
                 flights.passed(changed)
 
-    def finish(self) -> None:
-        """At the end of a step: the host waits for all copies, so that whoever comes later may forget about them."""
-        for flights in self._flights.values():
-            for event in flights.before(writes=True):
-                event.synchronize()
-        self._flights.clear()
+    def arrived(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Outside of a step, and in any thread: the host waits until it may read and write these tensors."""
+        if self._in_use:
+            for x in tensors:
+                passed = self._before(x, writes=True)
+                if passed is not None:
+                    passed()
 
-    def _of(self, x: torch.Tensor) -> Flights:
-        return self._flights.setdefault(x.untyped_storage().data_ptr(), Flights())
+    def finish(self) -> None:
+        """At the end of a step, for which the host does not wait: what has passed by now is forgotten, and its memory goes."""
+        self._in_use.forget()
+        give_back()
+
+    def _known(self, x: torch.Tensor) -> Flights | None:
+        return None if isinstance(x, OnDisk) or not x.is_cpu else self._in_use.known(x)
 
     def _stream(self, device: torch.device, kind: str) -> Any:
         way = "in" if kind == "to_device" else "out"
@@ -171,5 +155,5 @@ def _passed(events: Iterable[Any]) -> None:
         event.synchronize()
 
 
-COPIER = Copier()
+COPIER = Copier(in_use=IN_USE)
 """One for the process, as its engines are."""

@@ -136,7 +136,7 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
     shape = torch.empty_like(x, device="meta", memory_format=torch.preserve_format)
     if not shape.nbytes:
         return torch.empty_like(shape, device="cpu", memory_format=torch.preserve_format)
-    flat = torch.from_numpy(pages(rounded(shape.nbytes, 0), pinned=True)[: shape.nbytes])
+    flat = torch.from_numpy(pages(rounded(shape.nbytes, 0), pinned=True, seen=True)[: shape.nbytes])
     return flat.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from colofunc.errors import InputError, ProgramError
+from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import HostCount, first_rows, reduce_members, with_zeros, without_rest
@@ -139,6 +140,7 @@ def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequen
     for k in positions:
         for j in range(starts[k], starts[k + 1]):
             if j in overlap:
+                COPIER.arrived((flat[j],))
                 flat[j] = flat[j].clone()
 
 

@@ -23,6 +23,7 @@ from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.parts import unpadded
 from colofunc.errors import CollectiveError
+from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import in_tier
 from colofunc.executors.tap import everyones
@@ -63,6 +64,7 @@ class Alike:
         if not self._which:
             return
         device = device_of(self._mesh)
+        COPIER.arrived(outs[k][0] for k in self._which)
         sums = torch.stack([in_tier(self._sum(k, outs[k][0]), "device", device) for k in self._which])
         with watch:
             told = torch.stack(everyones([sums], self._mesh.size)).cpu()

@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from colofunc.executors.copies import COPIER
 from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
@@ -211,6 +213,7 @@ class _Look:
         """And its outputs, as the executor itself runs it."""
         low = self.low
         outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
+        COPIER.arrived(chain.from_iterable(outs))
         for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
             worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.allowed.of(owner, want))
             self.values, self.ran = self.values + 1, self.ran + 1

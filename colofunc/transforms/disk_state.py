@@ -91,7 +91,7 @@ def named(directory: str | bool | None) -> str:
 
 
 def _is_there(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, DTensor) and all(map(_has_place, leaf.parts))
+    return isinstance(leaf, DTensor) and all(map(_has_place, leaf.parts_in_flight))
 
 
 def _has_place(part: torch.Tensor) -> bool:

@@ -58,6 +58,7 @@ def program_tap(program: Program, whole: Program, look: Look) -> Tap:
         axes = [(loop.axis, loop.trips) for loop, _ in writer.loops]
         counters = "".join(f"{counter}, " for _, counter in writer.loops)
         for value in comparable(node, writer.program, whole, [axis for axis, _ in axes]):
+            writer.settle([name for lane in range(writer.lanes) for name in writer.on_host([value.id], lane)], [])
             seen = partial(_told, look, value, node, tuple(axes))
             writer.line(f"{writer.bind(seen, 'look')}(({counters}), ({', '.join(writer.where[value.id])},))")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,6 +21,7 @@ from colofunc.dtensor.lazy import make
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.distributed import broadcast_object, main_seed
 from colofunc.executors.pools import in_tier
@@ -122,6 +124,7 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
         shards.append([drawn] * len(backend.ranks(low.mesh)))
         seed = drawn.cpu()
     shards += low.hidden_parts(backend)
+    COPIER.arrived(chain.from_iterable(shards))  # they are looked at and copied here
     return Arguments(backend, leaves, shards, device_of(low.mesh), seed, low.hidden, low.hidden_dtypes)
 
 

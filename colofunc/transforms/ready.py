@@ -25,6 +25,7 @@ from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, consume_all, home_of
 from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.watch import Watch
@@ -153,6 +154,10 @@ class Ready:
         return Alike(names, self.low.output_layouts, self.low.mesh)
 
     @cached_property
+    def _captured(self) -> tuple[DTensor, ...]:
+        return tuple(x for x in self.low.hidden if type(x) is DTensor)
+
+    @cached_property
     def _donated(self) -> frozenset[int]:
         return frozenset(self.low.donated)
 
@@ -172,7 +177,7 @@ class Ready:
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
         low = self.low
-        inputs = self._placed(leaves, name)
+        inputs, lent = self._placed(leaves, name)
         if low.traced.uses_seed:
             seed = main_seed(self.watch, draw_seed(), self.device)
             inputs.append([seed] * len(self.backend.ranks(low.mesh)))
@@ -187,13 +192,15 @@ class Ready:
                 given.append(leaf)
                 given_names.append(low.traced.names[position])
         outs = self._ran(inputs, given, name)
+        for leaf in (*lent, *(x for x in self._captured if x.lent)):  # the caller may write there as soon as this returns
+            COPIER.arrived(leaf.parts_in_flight)
         consume_all(given, name, given_names)
         if agree_every and self.watch is not None:
             self._alike.check(outs, self.watch, name, agree_every)
         return low.traced.unpack(self._wrapped(outs))
 
-    def _placed(self, leaves: Sequence[Leaf], name: str) -> list[Shards]:
-        """The parts of each leaf."""
+    def _placed(self, leaves: Sequence[Leaf], name: str) -> tuple[list[Shards], list[DTensor]]:
+        """The parts of each leaf; those leaves of which the caller has memory on the host."""
         inputs: list[Shards] = []
         elsewhere: list[int] = []
         for leaf, home in zip(leaves, self.homes, strict=True):
@@ -203,7 +210,8 @@ class Ready:
             inputs.append(parts or [])
         if elsewhere:
             self._bring(leaves, elsewhere, inputs, name)
-        return inputs
+        away = (leaves[k] for k in elsewhere)
+        return inputs, [leaf for leaf in away if type(leaf) is DTensor and leaf.lent]
 
     def _bring(self, leaves: Sequence[Leaf], which: Sequence[int], inputs: list[Shards], name: str) -> None:
         """Place those leaves that are not at home."""
@@ -225,7 +233,7 @@ class Ready:
 
     def _ran(self, inputs: list[Shards], given: Sequence[DTensor], name: str) -> list[Shards]:
         """The results; where it fails in the middle of an update, the `given` state is lost and says so."""
-        written = list(chain.from_iterable(leaf.parts for leaf in given))
+        written = list(chain.from_iterable(leaf.parts_in_flight for leaf in given))
         before = compat.versions(written)
         disk = Together(chain.from_iterable(inputs))
         scratch = self.scratch

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -26,9 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
 from colofunc.dtensor import plain
+from colofunc.executors import pages
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk import tensors as disk_tensors
-from colofunc.executors.pages import unpin
+from colofunc.executors.in_use import IN_USE
+from colofunc.executors.pages import give_back, let_go
 from colofunc.mesh import profile
 from colofunc.ops import random_kernels
 from pretended import random_numbers
@@ -203,6 +205,11 @@ class Machine:
         at = x.data_ptr()
         return any(begin <= at < begin + nbytes for begin, nbytes in self._registered.items())
 
+    def check_registered(self, address: int | None) -> None:
+        """A copy that runs late finds the pages still there."""
+        if address is not None and not any(begin <= address < begin + nbytes for begin, nbytes in self._registered.items()):
+            raise RuntimeError("a copy reads or writes pinned memory that was given back: on a card an illegal memory access")
+
     def is_pinned(self, x: Tensor) -> bool:
         if x.device.type != "cpu":
             return False
@@ -213,7 +220,6 @@ class Machine:
         return 0
 
     def _unregister(self, address: int) -> int:
-        self.engine.drain()  # it waits for the card
         return 0 if self._registered.pop(int(address), None) is not None else 1
 
     # ---- what torch says ----
@@ -271,24 +277,29 @@ class Machine:
         # To time copies of a quarter of a GiB takes a card milliseconds, and takes the host, which copies here, minutes.
         around.enter_context(mock.patch.object(profile, "_CARD_BYTES", COPIED_BYTES))
         around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
-        around.enter_context(mock.patch.dict(COPIER._flights, clear=True))
+        around.enter_context(mock.patch.dict(IN_USE._flights, clear=True))
+        around.enter_context(mock.patch.object(pages, "_LEFT", deque()))
         around.enter_context(mock.patch.object(disk_tensors, "STAGING", disk_tensors.Staging()))  # what it has pinned goes with it
         self.set_card(self.first_card)
         around.callback(_factories(self)._destroy)
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(Exception) if error[0] is not None else contextlib.nullcontext():
+        failed = error[0] is not None
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
             self.engine.drain()
-        _unpin_all()
+        _let_all_go()
+        self.engine.drain()  # what was recorded for that
+        give_back()
+        assert failed or not pages._LEFT, "all has passed, so nothing is kept"
         self._around.close()
 
 
-def _unpin_all() -> None:
+def _let_all_go() -> None:
     """Pages that outlive the machine are let go with it: afterwards there is no runtime to ask."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         about = finalizer.peek()
-        if about is not None and about[1] is unpin:
+        if about is not None and about[1] is let_go:
             finalizer()
 
 

@@ -297,7 +297,8 @@ class _Call:
             receiver.wait_stream(sender)
         elif pinned and non_blocking:
             kept = None if machine.is_registered(host) else host  # torch's own pinned memory is kept until the copy has ended
-            self.stream.launch(lambda: (to.copy_(of), kept))
+            address = host.data_ptr() if kept is None and host.numel() else None
+            self.stream.launch(lambda: (machine.check_registered(address), to.copy_(of), kept))
         elif host is source:
             now = source.clone()
             self.stream.launch(lambda: to.copy_(now))

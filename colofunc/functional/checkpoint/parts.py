@@ -90,7 +90,8 @@ class Leaf:
     def part(self, held: int) -> torch.Tensor:
         """The part of a mesh rank of this process, of a tensor that is distributed."""
         assert isinstance(self.tensor, DTensor)
-        return self.tensor.parts[held] if len(self.tensor.parts) == self.tensor.mesh.size else self.tensor.local
+        parts = self.tensor.parts
+        return parts[held] if len(parts) == self.tensor.mesh.size else parts[0]
 
 
 def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
