@@ -6,7 +6,7 @@ sample of executions.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from oracle_convert import Oracle, State, mask_of
 
 from colofunc.dtensor import convert_search
 from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
+from colofunc.dtensor.convert_normal import normal
+from colofunc.dtensor.convert_refine import Puzzle, refine
 from colofunc.dtensor.layout import Layout, make_layout, replicated
 from colofunc.dtensor.parts import join, parts
 from colofunc.dtensor.spec import Spec
@@ -241,22 +243,57 @@ ON_TWO_LARGE_AXES = (
 TRADES = [("(a dp) (tp b)", "(a tp) (dp b)"), ("(dp tp a) b", "(tp dp a) b"), ("a (tp dp b)", "a (dp tp b)")]
 
 
-@pytest.mark.parametrize(("src", "dst"), TRADES + random.Random(3).sample([*itertools.permutations(ON_TWO_LARGE_AXES, 2)], 12))
-def test_conversions_between_large_axes_run_and_are_found_soon(src: str, dst: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axes of 16 and 8 ranks are up to seven pieces of two; the moves that the search tries are counted."""
-    tried = 0
+THREE = Mesh(dp=4, cp=2, tp=8, topology="64xh100-80g")
+ON_THREE_AXES = (
+    "(dp cp tp a) b", "(tp cp dp a) b", "(cp dp tp a) b", "(dp tp a) (cp b)", "(tp cp a) (dp b)", "(dp a) (tp cp b)", "a (cp tp dp b)",
+    "(dp cp a) b +tp", "(tp a) b +dp +cp", "(a tp cp) (dp b)", "(a dp) (cp tp b)", "(cp a) (tp b)", "(tp a) (cp b)",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """How many moves the search has tried."""
+    count = itertools.count()
     real = convert_search._moves
 
     def counted(*args: Any) -> Iterator[Any]:
-        nonlocal tried
         for move in real(*args):
-            tried += 1
+            next(count)
             yield move
 
     monkeypatch.setattr(convert_search, "_moves", counted)
     convert_search.answer.cache_clear()
+    yield lambda: next(count)
+
+
+@pytest.mark.parametrize(("src", "dst"), TRADES + random.Random(3).sample([*itertools.permutations(ON_TWO_LARGE_AXES, 2)], 12))
+def test_conversions_between_large_axes_run_and_are_found_soon(src: str, dst: str, tried: Callable[[], int]) -> None:
+    """Axes of 16 and 8 ranks are up to seven pieces of two."""
     check_run(*(Spec(text).bind(LARGE, (128, 128)) for text in (src, dst)), LARGE)
-    assert tried <= 5_000
+    assert tried() <= 5_000
+
+
+@pytest.mark.parametrize(("src", "dst"), random.Random(5).sample([*itertools.permutations(ON_THREE_AXES, 2)], 12))
+def test_conversions_between_three_axes_run_and_are_found_soon(src: str, dst: str, tried: Callable[[], int]) -> None:
+    """4, 2 and 8 ranks are up to six pieces of two, and what is left of such a puzzle is as large again."""
+    check_run(*(Spec(text).bind(THREE, (64, 64)) for text in (src, dst)), THREE)
+    assert tried() <= 15_000
+
+
+@pytest.mark.parametrize(("src", "dst"), random.Random(7).sample([*itertools.permutations(ON_THREE_AXES, 2)], 20))
+def test_a_large_puzzle_costs_at_most_what_one_permutation_and_the_rest_cost(src: str, dst: str) -> None:
+    a, b = (Spec(text).bind(THREE, (64, 64)) for text in (src, dst))
+    puzzle = refine(a, b, THREE)
+    assert isinstance(puzzle, Puzzle)
+    alike = normal(puzzle, THREE)
+    for nbytes in (1 << 6, 1 << 20, 1 << 30):
+        q = convert_search.Question(alike.pieces, nbytes, alike.prices)
+        start, goal = tuple(p.start for p in q.pieces), tuple(p.goal for p in q.pieces)
+        found = convert_search.answer(q)
+        assert found is not None
+        for way in (convert_search._permuting_first(q, start, goal), convert_search._permuting_last(q, start, goal)):
+            if way is not None:
+                assert convert_search._cost(q, start, found) <= convert_search._cost(q, start, way)
 
 
 @pytest.mark.parametrize("mesh", [LARGE, Mesh(dp=32, tp=8, topology="ideal"), Mesh(dp=64, tp=16, topology="gloo-cpu")], ids=repr)

@@ -22,7 +22,8 @@ reached is the best.
 
 Note [Trading places]. One permutation of ranks brings pieces of equal size into each other's slots, however many they are.
 So a large puzzle is two small questions: which slots are left and entered, whoever does it, and who is where. Pieces stay in
-slots that are wanted, only the others are searched for, and one permutation puts all in order, at the end that has less data.
+slots that are wanted, only the others are searched for, and one permutation puts all in order, first or last. The cheaper of the
+two is a way to begin with: the search over all moves looks for a cheaper one among so many states, and keeps to it otherwise.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ from colofunc.mesh import KINDS, Mesh
 # States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
 PATIENCE = 600
 
+# The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is one.
+PATIENCE_BESIDE_KNOWN = 50
+HASTE_BESIDE_KNOWN = 2.0
+
 # Pieces up to which a puzzle is searched as it is. (dp tp o) -> (tp dp o) of 16 and 8 ranks is one of seven, all of two ranks,
 # and a search over their subsets takes seconds: Note [Trading places].
-MOST_SEARCHED = 6
+MOST_SEARCHED_WHOLE = 4
 
 # Pieces that a single permutation of the search exchanges; more, where nothing else is to be done, are one permutation all the same.
 MOST_EXCHANGED = 4
@@ -102,22 +107,36 @@ class Question:
 
 @lru_cache(maxsize=1 << 16)
 def answer(q: Question) -> tuple[Step, ...] | None:
-    """The cheapest steps from start to goal; None where the peak limit leaves no way."""
+    """The cheapest steps from start to goal that are found; None where the peak limit leaves no way."""
     start = tuple(p.start for p in q.pieces)
     goal = tuple(p.goal for p in q.pieces)
-    reorders = min(start, default=COPY) >= 0 and sorted(start) == sorted(goal)
-    if len(q.pieces) <= (MOST_EXCHANGED if reorders else MOST_SEARCHED):
+    if len(q.pieces) <= MOST_SEARCHED_WHOLE:
         return _search(q, start, goal)
-    first, last = _part_bytes(q, start), _part_bytes(q, goal)
-    leaves_room = q.limit is None or 2 * min(first, last) <= q.limit
-    sizes = tuple(p.size for p in q.pieces)
-    if first < last:
-        met = _staying(sizes, goal, start)
-        rest = _search(q, met, goal) if met != start and leaves_room else None
-        return _search(q, start, goal) if rest is None else (_permute(start, met), *rest)
-    met = _staying(sizes, start, goal)
-    rest = _search(q, start, met) if met != goal and leaves_room else None
-    return _search(q, start, goal) if rest is None else (*rest, _permute(met, goal))
+    known = [way for way in (_permuting_first(q, start, goal), _permuting_last(q, start, goal)) if way is not None]
+    return _search(q, start, goal, min(known, key=lambda way: _cost(q, start, way), default=None))
+
+
+def _permuting_first(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+    """One permutation, then what is left: Note [Trading places]."""
+    met = _staying(tuple(p.size for p in q.pieces), goal, start)
+    if met == start or not _leaves_room(q, start):
+        return None
+    rest = _search(q, met, goal)
+    return None if rest is None else (_permute(start, met), *rest)
+
+
+def _permuting_last(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+    """All that no permutation does, then one."""
+    met = _staying(tuple(p.size for p in q.pieces), start, goal)
+    if met == goal or not _leaves_room(q, goal):
+        return None
+    rest = _search(q, start, met)
+    return None if rest is None else (*rest, _permute(met, goal))
+
+
+def _leaves_room(q: Question, where: Locations) -> bool:
+    """Whether a permutation there, which has a part beside the one that it makes, stays within the limit."""
+    return q.limit is None or 2 * _part_bytes(q, where) <= q.limit
 
 
 def _part_bytes(q: Question, where: Locations) -> float:
@@ -157,8 +176,9 @@ def _permute(here: Locations, there: Locations) -> Step:
     return "permute", tuple(k for k, loc in enumerate(here) if loc != there[k]), there
 
 
-def _search(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
-    """A* from locations of a question's pieces to others."""
+def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None) -> tuple[Step, ...] | None:
+    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon."""
+    most = None if known is None else _cost(q, start, known)
     pieces = tuple(attrs.evolve(p, start=a, goal=b) for p, a, b in zip(q.pieces, start, goal))
     sizes = tuple(p.size for p in pieces)
     whole = float(q.nbytes * prod(p.size for p in q.pieces if p.start >= 0))
@@ -173,29 +193,50 @@ def _search(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] 
         _, _, state = heapq.heappop(queue)
         if state == goal:
             return _trace_back(start, goal, came)
+        if known is not None and len(done) >= PATIENCE_BESIDE_KNOWN:
+            return known
         if state in done:
             continue
         done.add(state)
         seconds, wire, moves = best[state]
         held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
         before = whole / held
-        haste = 1.0 if len(done) < PATIENCE else 4.0
+        haste = _haste(len(done), known is not None)
         for kind, who, after in _moves(pieces, state):
             nbytes = whole / prod(n for n, loc in zip(sizes, after) if loc >= 0)
             if q.limit is not None and 2 * max(before, nbytes) > q.limit:
                 continue
             move_s, move_bytes = price(kind, who, max(before, nbytes))
             cost = (seconds + move_s, wire + move_bytes, moves + 1)
-            known = best.get(after)
-            if known is None or cost < known:
+            before_it = best.get(after)
+            if before_it is None or cost < before_it:
+                left_s, left_bytes, left = bound(after)
+                if most is not None and (cost[0] + left_s, cost[1] + left_bytes, cost[2] + left) >= most:
+                    continue
                 best[after] = cost
                 came[after] = (state, kind, who)
-                left_s, left_bytes, left = bound(after)
                 count += 1
                 done.discard(after)
                 hope = (cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2] + left)
                 heapq.heappush(queue, (hope, count, after))
-    return None
+    return known
+
+
+def _cost(q: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
+    """What a way costs, in the units of the search."""
+    price, held = _pricer(q), start
+    seconds, wire = 0.0, 0.0
+    for kind, who, after in steps:
+        move_s, move_bytes = price(kind, who, max(_part_bytes(q, held), _part_bytes(q, after)))
+        seconds, wire, held = seconds + move_s, wire + move_bytes, after
+    return seconds, wire, len(steps)
+
+
+def _haste(looked_at: int, way_known: bool) -> float:
+    """How often the least that is left counts; more than once is quicker, and no longer sure to be the cheapest."""
+    if way_known:
+        return HASTE_BESIDE_KNOWN
+    return 1.0 if looked_at < PATIENCE else 4.0
 
 
 def _trace_back(
