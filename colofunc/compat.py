@@ -382,3 +382,34 @@ def wrapper(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 # What `F.grouped_mm` calls; the public function is not seen by function modes.
 grouped_mm: Any = getattr(torch, "_grouped_mm", torch.nn.functional.grouped_mm)
+
+
+# What `torch.nn.attention.flex_attention` tells its operators beside what it is given. Its kernels know these words without defaults.
+_FLEX_OPTIONS = {
+    "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
+}  # fmt: skip
+_flex: Any = torch.ops.higher_order
+
+Buffers = tuple[torch.Tensor, ...]
+
+
+def flex_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
+    score_buffers: Buffers, mask_buffers: Buffers,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse / ln 2) of the operator behind FlexAttention; the public function has no backward that is given another lse."""
+    buffers = (score_buffers, mask_buffers)
+    out, lse, *_ = _flex.flex_attention(q, k, v, score, block_mask, scale, dict(_FLEX_OPTIONS), *buffers)
+    return out, lse
+
+
+def flex_attention_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
+    grad_lse: torch.Tensor | None, score: Callable[..., Any], score_gradients: Callable[..., Any], block_mask: tuple[Any, ...],
+    scale: float, score_buffers: Buffers, mask_buffers: Buffers,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv); `lse` and its gradient count in base 2."""
+    told = (score, score_gradients, block_mask, scale, dict(_FLEX_OPTIONS), score_buffers, mask_buffers)
+    dq, dk, dv, _ = _flex.flex_attention_backward(q, k, v, out, lse, grad, grad_lse, *told)
+    return dq, dk, dv

@@ -8,10 +8,15 @@ process of its own (`in_a_process`).
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import multiprocessing
+import re
+import tempfile
 import types
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -77,6 +82,9 @@ def as_if_there_were_a_card() -> None:
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = cuda.random.set_rng_state = lambda *args, **kwargs: None
+    # Torch before 2.15 makes a real tensor of the device first.
+    fake_tensor: Any = torch._subclasses.fake_tensor
+    fake_tensor.init_gpu_context = lambda device: None
     triton.runtime.driver.set_active(Driver())
 
 
@@ -152,5 +160,100 @@ def triton_of(name: str) -> list[str]:
 
 def in_a_process(name: str) -> list[str]:
     """`triton_of` in a process of its own."""
+    return _in_a_process(triton_of, name)
+
+
+def _in_a_process(function: Any, *args: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        return pool.submit(triton_of, name).result(DEADLINE_S)
+        return pool.submit(function, *args).result(DEADLINE_S)
+
+
+# ---- attention by FlexAttention ----
+
+# (b, h, g, rows, columns, elements of a head of keys, of values)
+Sizes = tuple[int, int, int, int, int, int, int]
+
+
+def flex_call(kind: str, sizes: Sizes, backward: bool) -> dict[str, torch.Tensor]:
+    """Empty operands on a card, of the words in `kind`: documents, mask, bias, positions, grad_lse. For fake tensors."""
+    b, h, g, s, t, e, f = sizes
+
+    def heads(n: int, length: int, width: int) -> torch.Tensor:
+        return torch.empty(b, length, n, width, dtype=torch.bfloat16, device="cuda:0").transpose(1, 2)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="cuda:0")
+
+    x = {"q": heads(h, s, e), "k": heads(g, t, e), "v": heads(g, t, f)}
+    if "mask" in kind:
+        x["bias"] = torch.empty(b, 1, s, t, dtype=torch.bool, device="cuda:0")
+    if "bias" in kind:
+        x["bias"] = torch.empty(1, h, s, t, dtype=torch.bfloat16, device="cuda:0")
+    if "documents" in kind:
+        x |= {"code": integers(b, 1, t), "least": integers(b, 1, s), "most": integers(b, 1, s)}
+    if "positions" in kind:
+        x |= {"row": integers(s), "column": integers(t)}
+    if backward:
+        x |= {"out": heads(h, s, f), "lse": torch.empty(b, h, s, device="cuda:0"), "grad_out": heads(h, s, f)}
+    if backward and "grad_lse" in kind:
+        x["grad_lse"] = torch.empty(b, h, s, device="cuda:0")
+    return x
+
+
+def flex_codes(kinds: list[str], sizes: Sizes, assembled: bool) -> list[str]:
+    """Of each kind, forward and backward; `assembled`: and their kernels are compiled to the card's code. For a process of its own."""
+    import torch._inductor.config as settings
+
+    from colofunc.ops import attention_flex as flexible
+
+    as_if_there_were_a_card()
+    settings.compile_threads = 1
+    codes = []
+    for kind in kinds:
+        for function, results in ((flexible.forward_function, 2), (flexible.backward_function, 3)):
+            with FakeTensorMode():
+                x = flex_call(kind, sizes, results == 3)
+                told = flexible.Kind(tuple(x), 0.125, "causal" in kind, 300 if "window" in kind else 0)
+                codes.append(code_of(flexible.graph_of(function, told, results), list(x.values())))
+            if assembled:
+                assemble(codes[-1])
+    return codes
+
+
+def flex_in_a_process(kinds: list[str], sizes: Sizes, assembled: bool) -> list[str]:
+    """`flex_codes` in a process of its own."""
+    found: list[str] = _in_a_process(flex_codes, kinds, sizes, assembled)
+    return found
+
+
+def assemble(code: str) -> None:
+    """Compile the Triton kernels that a code has, down to a binary for the card; raises what Triton or its assembler say."""
+    from torch._inductor.runtime import triton_helpers
+
+    helpers: Any = triton_helpers
+    helpers.set_driver_to_gpu = lambda: None  # it looks for a driver's library
+    found = re.findall(r"async_compile\.triton\('(\w+)', '{3}(.*?)'{3}", code, re.DOTALL)
+    assert found, "no kernel"
+    for name, source in found:
+        _loaded(name, source).precompile(warm_cache_only=True)
+
+
+def _loaded(name: str, source: str) -> Any:
+    """A kernel from a file of its own, because Triton reads its source there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location("kernel", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+
+def allocated_bytes(code: str) -> int:
+    """What a code allocates on the card, all together."""
+    found = re.findall(r"empty_strided_cuda\(\(([\d, ]*)\), \(([\d, ]*)\), torch\.(\w+)\)", code)
+    total = 0
+    for shape, _, dtype in found:
+        total += math.prod(int(n) for n in shape.split(",") if n.strip()) * getattr(torch, dtype).itemsize
+    return total

@@ -3,6 +3,7 @@
 import ast
 import io
 import logging
+import math
 import subprocess
 import sys
 from datetime import timedelta
@@ -553,6 +554,27 @@ def test_compile_graph_keeps_the_layout_of_convolutions_on_a_cpu(device: str, op
     with mock.patch("torch._dynamo.lookup_backend", return_value=compiler):
         compat.compile_graph(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.empty(1, device=device)], "inductor")
     assert given == options
+
+
+def test_flex_attention_is_what_the_public_function_calls() -> None:
+    """Numbers, base 2 of the log-sum-exp, and the words that torch's own function adds for its kernels."""
+    from torch.nn.attention import flex_attention as public
+
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, n, 16, dtype=torch.float64) for n in (5, 7, 7, 5))
+    grad_lse = torch.randn(1, 2, 5, dtype=torch.float64)
+    blocks = public.BlockMask.from_kv_blocks(torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int(), seq_lengths=(5, 7)).as_tuple()
+    score = lambda score, *pair: score  # noqa: E731
+    out, lse = compat.flex_attention(q, k, v, score, blocks, 0.3, (), ())
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.3
+    wanted = scores.softmax(-1) @ leaves[2], scores.logsumexp(-1)
+    torch.testing.assert_close((out, lse * math.log(2)), wanted)
+    slopes = torch.autograd.grad(wanted, leaves, (grad, grad_lse))
+    joint = lambda score, b, h, i, j, grad: [grad, None, None, None, None]  # noqa: E731
+    more = (grad, grad_lse * math.log(2), score, joint, blocks, 0.3, (), ())
+    torch.testing.assert_close(compat.flex_attention_backward(q, k, v, out, lse, *more), slopes)
+    assert public._apply_kernel_options(q, k, v, True, {"BACKEND": "TRITON"}) == compat._FLEX_OPTIONS
 
 
 @pytest.mark.sweep

@@ -1,4 +1,5 @@
 """Slice 5: attention beside torch's flash kernels, forward and with the backward, and with a mask of documents beside FlexAttention.
+Flash and FlexAttention stand beside one another too, and so do FlexAttention and a dense mask: what the guards choose between.
 
 Eight calls in a row are one run, each with the result of the one before as its query, so that the start of a run counts for little.
 """
@@ -108,6 +109,40 @@ def documents(setup: Setup) -> list[Row]:
     return rows_of("documents, forward and backward", flops, mine, theirs, why, "FlexAttention", setup)
 
 
+def kernels(setup: Setup) -> list[Row]:
+    """The same attention by two kernels: causal by flash and by FlexAttention, documents by FlexAttention and by a dense mask."""
+    tokens = setup.sizes.lengths[-1]
+    x = operands(setup, tokens)
+    of = torch.arange(tokens, device="cuda") // (tokens // 4)
+    why = setup.without("eager", "inductor")
+    by_flex = None if why else partial(eager_backward, flex(torch.zeros_like(of)), x)
+    found = beside("causal", {"flash": staged(partial(with_backward, causal), x), "FlexAttention": by_flex}, why, setup)
+    by_flex, by_mask = (staged(partial(with_backward, partial(masked, of)), x) for _ in range(2))
+    return [*found, *beside("documents", {"FlexAttention": by_flex, "a dense mask": dense(by_mask)}, "", setup)]
+
+
+def beside(what: str, runs: dict[str, Run | None], why: str, setup: Setup) -> list[Row]:
+    """Two ways, and what the first takes of the second's time."""
+    first, second = runs
+    ratio = f"{what}, {first} / {second}, time"
+    given = {name: run for name, run in runs.items() if run is not None}
+    if len(given) < 2:
+        return [not_run(ratio, why)]
+    taken = side_by_side(given, setup.sizes.repeats)
+    rows = [Row(f"{what} by {name}, forward and backward", f"{1e3 * s / CALLS:.4g} ms") for name, s in taken.items()]
+    return [*rows, Row(ratio, f"{taken[first] / taken[second]:.3f}")]
+
+
+def dense(run: Callable[[], Any]) -> Run:
+    """Without flash, FlexAttention is not taken either: the efficient kernel is, with a mask of all pairs."""
+
+    def by_a_dense_mask() -> Any:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return run()
+
+    return by_a_dense_mask
+
+
 def masked(of: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """of: (s,), the document of each token."""
     at = torch.arange(len(of), device=q.device)
@@ -127,4 +162,5 @@ def flex(of: Tensor, compiler: Callable[..., Any] = torch.compile) -> Attend:
 
 SLICE = Slice(5, "Attention beside flash, 32 query and 8 key heads of 128, bfloat16, causal", (
     *(Part(f"{n} tokens", partial(length, k)) for k, n in enumerate(REAL.lengths)), Part("documents", documents),
+    Part("kernels beside one another", kernels),
 ))  # fmt: skip

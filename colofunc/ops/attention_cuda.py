@@ -5,11 +5,12 @@ Problem: torch has several fused kernels, and each takes only some calls. Idea: 
     flash       bfloat16, float16; causal, windows, offsets, stripes (bands, see `attention_bands`), grouped heads
     cudnn       the same, without offsets and windows; taken where torch's switch for flash is off
     efficient   float32 too; nothing masked, or causal from the top left corner
-    biased      the efficient kernel with a bias: given ones and their gradient, documents, padding, offsets on the device; a mask
-                is made for as many rows at once as `MAX_BIAS` allows, mostly all
+    flex        FlexAttention, see `attention_flex`: documents, padding, masks, biases without gradient, offsets on the device
+    biased      the efficient kernel with a bias: the same and the gradient of a bias; a mask is made for as many rows at once as
+                `MAX_BIAS` allows, mostly all
 
-What none of them takes is computed block-wise by `attention`: float64, gradients of the log-sum-exp, and dropout, whose bits are
-ours (`ops/random.py`) and not those that torch's kernels draw. Torch's switches hold here too: `torch.nn.attention.sdpa_kernel`.
+What none of them takes is computed block-wise by `attention`: float64, and dropout, whose bits are ours (`ops/random.py`) and not those
+that torch's kernels draw. Torch's switches hold here too: `torch.nn.attention.sdpa_kernel`.
 
 Results: out (b, h, s, f) with memory order (b, s, h, f), lse (b, h, s) float32 and contiguous. Rows that see nothing never reach a
 flash kernel. Blocks of a ring enter backward with the merged out and lse, which the kernels take as they are.

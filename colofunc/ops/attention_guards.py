@@ -1,6 +1,7 @@
 """Which of torch's CUDA kernels takes a call of attention, how long it runs and what memory of its own it holds.
 
-The records of the kernels in `attention_cuda`; guards look at shapes, dtypes, options and at positions that the host knows.
+The records of the kernels in `attention_cuda` and `attention_flex`; guards look at shapes, dtypes, options and at positions that the
+host knows.
 
 Sources: conditions of torch's `sdp_utils` and of the flash API that torch builds; Dao, FlashAttention-2 (2307.08691), figures 4 to
 6, for the shares of peak rates.
@@ -17,8 +18,10 @@ import torch
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_bands import Comb, Cut, combs, visible_pairs
 from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
+from colofunc.ops.attention_flex import BLOCK, flex, flex_backward
 from colofunc.ops.attention_parts import OTHER_MAX_SCORES
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates
+from colofunc.ops.random_kernels import has_triton
 
 FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,12 +30,24 @@ MAX_GRID = 65535
 # Flash kernels have heads of up to so many elements; backward above the second only where shared memory is large.
 MAX_HEAD, MAX_HEAD_SMALL = 256, 192
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))
+# FlexAttention has heads of at least so many elements, and is compiled, which takes seconds, where there is so much to do: below, what it
+# saves in a step of many layers is earned back in thousands of steps.
+LEAST_FLEX_HEAD, LEAST_FLEX_FLOPS = 16, 2e10
 
 
 # ---- guards ----
 
 
 def _fused(call: KernelCall, dtypes: Sequence[torch.dtype]) -> bool:
+    """What all of torch's fused kernels ask."""
+    return _computed(call, dtypes) and not _has_grad_lse(call)
+
+
+def _has_grad_lse(call: KernelCall) -> bool:
+    return call.target == BACKWARD and call["grad_lse"] is not None
+
+
+def _computed(call: KernelCall, dtypes: Sequence[torch.dtype]) -> bool:
     """What all of torch's kernels ask."""
     q, k, v = call["q"], call["k"], call["v"]
     if torch.version.hip is not None or call.capability < (7, 0) or call["dropout"] != 0.0:
@@ -41,8 +56,7 @@ def _fused(call: KernelCall, dtypes: Sequence[torch.dtype]) -> bool:
         return False
     if q.dtype == torch.bfloat16 and call.capability < (8, 0):
         return False
-    backward = call.target == BACKWARD
-    return max(q.shape[:2]) <= MAX_GRID and not (backward and call["grad_lse"] is not None)
+    return max(q.shape[:2]) <= MAX_GRID
 
 
 def _positions(x: Like | None) -> tuple[int, int] | None:
@@ -54,8 +68,11 @@ def _positions(x: Like | None) -> tuple[int, int] | None:
 
 def _calls(call: KernelCall) -> tuple[Comb, ...] | None:
     """What a kernel without a bias would be called with; None where that does not say it all."""
-    if call["code"] is not None or call["bias"] is not None:
-        return None
+    return None if call["code"] is not None or call["bias"] is not None else _bands(call)
+
+
+def _bands(call: KernelCall) -> tuple[Comb, ...] | None:
+    """What positions alone show; None where the host does not know, or they make no bands."""
     places = _positions(call["q_offset"]), _positions(call["k_offset"])
     return combs(call["causal"], call["window"], *places, call["q"].shape[2], call["k"].shape[2])
 
@@ -108,20 +125,48 @@ def _biased_takes(call: KernelCall) -> bool:
     return bias is None or bias.dtype in (torch.bool, call["q"].dtype)
 
 
+def _flex_takes(call: KernelCall) -> bool:
+    """What fused kernels take with a bias of all pairs, or not at all: documents, padding, positions that lie on the device or make no
+    bands, biases without gradient, gradients of the log-sum-exp. Where flash is switched off, this is too: it is the same algorithm.
+    """
+    if not (has_triton() and torch.backends.cuda.flash_sdp_enabled()) or not _computed(call, HALVES) or call.capability < (8, 0):
+        return False
+    (_, _, s, e), t, f, bias = call["q"].shape, call["k"].shape[2], call["v"].shape[3], call["bias"]
+    large = call.target == FORWARD or max(e, f) <= MAX_HEAD_SMALL or call.capability in LARGE_SHARED
+    if min(s, t) < BLOCK or min(e, f) < LEAST_FLEX_HEAD or max(e, f) > MAX_HEAD or e % 8 or f % 8 or not large:
+        return False
+    if bias is not None and (_needs_dbias(call) or bias.numel < 2 or not (bias.dtype.is_floating_point or bias.dtype == torch.bool)):
+        return False
+    lacking = _calls(call) is None or _has_grad_lse(call)
+    return lacking and _flops(call, _band_pairs(call)) >= LEAST_FLEX_FLOPS
+
+
+def _band_pairs(call: KernelCall) -> int:
+    """Pairs of a row and a column that positions leave; all where the host does not know. Of documents nobody knows beforehand."""
+    found = _bands(call)
+    return call["q"].shape[2] * call["k"].shape[2] if found is None else sum(visible_pairs(comb.cut) for comb in found)
+
+
 # ---- seconds and bytes ----
 
-# Shares of a device's peak rate that kernels reach on long rows. cuDNN's is not measured yet: it stands behind flash.
-SHARES = {"flash": 0.6, "cudnn": 0.55, "efficient": 0.35, "blockwise": 0.3}
+# Shares of a device's peak rate that kernels reach on long rows. cuDNN's and FlexAttention's are not measured yet: they stand behind flash.
+SHARES = {"flash": 0.6, "cudnn": 0.55, "flex": 0.5, "efficient": 0.35, "blockwise": 0.3}
+# Kernels that make the lists of blocks, as inductor writes them: forward, and backward, which wants them by columns too.
+FLEX_LAUNCHES = {FORWARD: 12, BACKWARD: 20}
+
+
+def _flops(call: KernelCall, pairs: int) -> int:
+    passes = 2 if call.target == FORWARD else 5  # products that backward makes, scores among them
+    return passes * call["q"].shape[0] * call["q"].shape[1] * pairs * (call["q"].shape[3] + call["v"].shape[3])
 
 
 def _seconds(call: KernelCall, rates: Rates, share: str, pairs: int | None = None) -> float:
     q, k, v = call["q"], call["k"], call["v"]
-    (b, h, _, e), f = q.shape, v.shape[3]
+    (b, h, s, _), f = q.shape, v.shape[3]
     found = _calls(call) or ()
     pairs = sum(visible_pairs(comb.cut) for comb in found) if pairs is None else pairs
-    passes = 2 if call.target == FORWARD else 5  # products that backward makes, scores among them
-    flops = passes * b * h * pairs * (e + f)
-    moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * q.shape[2] * f * q.dtype.itemsize
+    flops = _flops(call, pairs)
+    moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * s * f * q.dtype.itemsize
     return max(flops / (SHARES[share] * rates.flops_per_s(q.dtype)), moved / rates.bytes_per_s) + max(1, len(found)) * rates.launch_s
 
 
@@ -130,6 +175,13 @@ def _biased_seconds(call: KernelCall, rates: Rates) -> float:
     s, t = call["q"].shape[2], call["k"].shape[2]
     made = bias_heads(call["bias"], call["code"]) * s * t * call["q"].dtype.itemsize
     return _seconds(call, rates, "efficient", s * t) + 3 * made / rates.bytes_per_s + 4 * rates.launch_s
+
+
+def _flex_seconds(call: KernelCall, rates: Rates) -> float:
+    """Where positions show something, a bias or a mask that is read, and lists of blocks."""
+    bias = call["bias"]
+    read_s = 0.0 if bias is None else bias.nbytes / rates.bytes_per_s
+    return _seconds(call, rates, "flex", _band_pairs(call)) + read_s + FLEX_LAUNCHES[call.target] * rates.launch_s
 
 
 def _pads(call: KernelCall, wide: int) -> int:
@@ -189,6 +241,19 @@ def _biased_bytes(call: KernelCall) -> int:
     return _efficient_bytes(call) + made + (b * h * rows * t * q.dtype.itemsize if _needs_dbias(call) else 0)
 
 
+def _flex_bytes(call: KernelCall) -> int:
+    """Numbers of rows, lists of blocks with what sorts them, numbers of each block, positions; results whose operands lie otherwise."""
+    q, k, bias, code = call["q"], call["k"], call["bias"], call["code"]
+    (b, h, s, _), t, f = q.shape, k.shape[2], call["v"].shape[3]
+    rows, columns = -(-s // BLOCK), -(-t // BLOCK)
+    masks = bias_heads(bias if bias is not None and bias.dtype == torch.bool else None, code)
+    bounds = 1 + (0 if code is None else code.shape[0] * code.shape[1])
+    per_row, per_pair = (2, 16) if call.target == FORWARD else (3, 48)
+    held = 4 * per_row * b * h * s + per_pair * masks * (rows + 1) * (columns + 1) + 16 * bounds * (2 * rows + columns) + 24 * (s + t)
+    results = b * h * s * f * q.dtype.itemsize if call.target == FORWARD else q.nbytes + k.nbytes + call["v"].nbytes
+    return held + results
+
+
 def _kernel(target: str, guard: Any, cost_s: Any, workspace: Any, fn: Callable[..., Any]) -> Kernel:
     return Kernel(target, "cuda", guard, cost_s, workspace, fn, ("q_offset", "k_offset"))
 
@@ -198,6 +263,7 @@ _TAKES: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
     (_cudnn_takes, partial(_seconds, share="cudnn"), _cudnn_bytes, cuda.cudnn, cuda.cudnn_backward),
     (_efficient_takes, partial(_seconds, share="efficient"), _efficient_bytes, cuda.efficient, cuda.efficient_backward),
     (_biased_takes, _biased_seconds, _biased_bytes, cuda.biased, cuda.biased_backward),
+    (_flex_takes, _flex_seconds, _flex_bytes, flex, flex_backward),
 )
 FUSED: tuple[Kernel, ...] = tuple(
     _kernel(target, guard, cost_s, workspace, fn)

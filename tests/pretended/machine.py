@@ -32,8 +32,8 @@ from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.in_use import IN_USE
 from colofunc.executors.pages import give_back, let_go
 from colofunc.mesh import profile
-from colofunc.ops import random_kernels
-from pretended import random_numbers
+from colofunc.ops import attention_flex, random_kernels
+from pretended import flex, random_numbers
 from pretended.memory import SPOILED, Allocator
 from pretended.streams import Engine, Event, Stream
 from pretended.tensors import CPU, OnCard, caller, dispatch
@@ -271,6 +271,7 @@ class Machine:
             around.enter_context(mock.patch.object(where, name, value))
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
         around.enter_context(mock.patch.object(random_kernels, "launch", partial(random_numbers.launch, self)))
+        around.enter_context(mock.patch.object(attention_flex, "launch", flex.as_written))
         # The tensors of a real card are of no class of their own.
         has_operators = plain.has_operators
         around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))
