@@ -18,9 +18,27 @@ from bench import jointly
 from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
+from colofunc.planner import jointly as jointly_planned
 from colofunc.transforms import within
 
 # ---- tests ----
+
+
+def test_shardings_between_the_fastest_and_the_leanest_are_found_without_a_plan() -> None:
+    """The dearer of two that hold the same is on no line; at most so many prices are asked for, furthest apart first."""
+    there = {"fast": (1.0, 100), "good": (1.5, 60), "also": (2.0, 40), "lean": (4.0, 10), "bad": (5.0, 60)}
+    asked = list[float]()
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+        asked.append(price_s)
+        leanest = "lean" if aim is not None else ""
+        name = leanest or min(there, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposed(name, *there[name], key=[name])
+
+    assert [one.plan for one in jointly_planned.frontier(propose, 8)] == ["fast", "good", "also", "lean"]
+    assert asked[:2] == [0.0, 0.0] and asked[2] == 3.0 / 90
+    assert len(asked) < 8
+    assert [one.plan for one in jointly_planned.frontier(propose, 0)] == ["fast", "lean"]
 
 
 def test_the_oracle_by_hand() -> None:
@@ -29,6 +47,10 @@ def test_the_oracle_by_hand() -> None:
     at = lambda units, **to: optimum(attrs.evolve(case, budget=units * 4 * UNIT + 8, **to))  # noqa: E731
     assert at(6) == 3.0
     assert at(5) == INF  # backward needs w, x, dw and the batch
+
+
+def test_what_holds_more_and_takes_longer_is_on_no_line() -> None:
+    assert jointly_planned._line([(100, 1.0), (60, 5.0), (10, 4.0), (10, 4.5), (40, 2.0)]) == [(10, 4.0), (40, 2.0), (100, 1.0)]
 
 
 @pytest.mark.parametrize("seed", [22, 61, 71, 89, 116, 165, 3032, 3208, 3255])

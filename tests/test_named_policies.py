@@ -14,9 +14,11 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
+from colofunc.planner.fitted import Fitted
+from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy
 from colofunc.plugins import build_registry
-from colofunc.transforms.least_budget import least_budget
+from colofunc.transforms.least_budget import Tried, least_budget
 from colofunc.transforms.offload import BUILT_IN
 
 KEPT: tuple[str | Policy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
@@ -107,11 +109,33 @@ def test_no_policy_of_memory_needs_less_on_one_rank() -> None:
     check_policies(perceptron(), cf.Mesh(), "offload", some=slice(2, 4))
 
 
-def test_what_a_policy_alone_leads_to_is_named() -> None:
-    """Of several ranks a policy's search may look at a sharding that the free one does not."""
-    free, far = lambda asked: tried(900, asked), lambda asked: tried(990, asked)
-    near = lambda asked: tried(950 if asked > 700 else 700, asked)  # noqa: E731
-    assert least_budget(free, large=False, named=[far, near]).done.peak_bytes == 700
+def test_what_a_sharding_of_the_pool_leads_to_is_named() -> None:
+    """On several ranks a search may look at no sharding that is lean enough."""
+    asked = list[int]()
+
+    def near(nbytes: int) -> Tried:
+        asked.append(nbytes)
+        return tried(950 if nbytes < 940 else 700, nbytes)
+
+    free, far = lambda nbytes: tried(900, nbytes), lambda nbytes: tried(990, nbytes)
+    assert least_budget(free, large=False, pool=[far, near]).done.peak_bytes == 700
+    assert asked == [1, 949, 350, 699]
+
+
+def test_where_nothing_fits_all_policies_with_a_name_are_counted() -> None:
+    step, *args = unet("add", width=2, levels=1, picture=8)
+    program = cf.shard(step, cf.Mesh()).lower(*args).program
+    whole = Fitted(program, 1000, 0.0)
+
+    def counted(budget_bytes: int) -> int:
+        """How many policies are tried where each needs 900 bytes."""
+        count = lambda one, like=None, moves=True: Fitted(one, 900, 1.0)  # noqa: E731
+        return len(fastest._named(program, lambda node, values: 1.0, lambda one: 0.5, count, [whole], budget_bytes))
+
+    assert counted(899) == len(fastest.CANDIDATES) + len(fastest.MORE)
+    assert counted(900) == len(fastest.CANDIDATES)
+    names = {policy.name for policy in (*fastest.CANDIDATES, *fastest.MORE)}
+    assert names == {*NAMED, *(f"every({n})" for n in range(2, 9))}  # every(1) is "nothing"
 
 
 @pytest.mark.sweep

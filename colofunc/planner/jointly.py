@@ -38,6 +38,9 @@ FINE = 1e-3
 """A plan within this relative distance of the fastest sharding is not improved further."""
 FAR, FEW = 2, 2
 """Where every sharding needs more than FAR times the budget, nothing is searched; where the leanest plan does, at most FEW prices are."""
+FRONTIER, FRONTIER_LARGE = 8, 2
+"""At most this many searches at prices between the fastest sharding and the leanest, where no plan tells a price; the second for large
+programs."""
 LOOK, LITTLE = 256, 0.01
 """At most LOOK shardings to which no price leads are looked at, and only those whose relative gain may exceed LITTLE."""
 
@@ -87,6 +90,46 @@ def together(
     be proposed.
     """
     return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most, least)
+
+
+def frontier(propose: Propose[P], most: int) -> list[Proposed[P]]:
+    """Shardings from the fastest to the leanest, whatever is done with them afterwards: the two, and those at prices between.
+
+    `propose` gives the leanest where nothing keeps to the bytes asked for. Where neighbours are furthest apart is looked first.
+    """
+    found, asked = [propose(None, 0.0), propose(1, 0.0)], list[float]()
+    for _ in range(most):
+        line = _line((one.peak_bytes, one.cost_s) for one in found)
+        apart = sorted(pairwise(line), key=lambda pair: pair[0][0] - pair[1][0])
+        price_s = next((p for p in map(_price_between, apart) if not _near_any(p, asked)), None)
+        if price_s is None:
+            break
+        asked.append(price_s)
+        found.append(propose(None, price_s))
+    different = list[Proposed[P]]()
+    for one in sorted(found, key=lambda one: one.cost_s):
+        if all(one.key != other.key for other in different):
+            different.append(one)
+    return different
+
+
+def _line(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of (bytes, seconds) those that no other beats in both, from lean to fast."""
+    line = list[tuple[int, float]]()
+    for nbytes, cost_s in sorted(points):
+        if not line or cost_s < line[-1][1]:
+            line.append((nbytes, cost_s))
+    return line
+
+
+def _price_between(pair: tuple[tuple[int, float], tuple[int, float]]) -> float:
+    """Seconds a byte at which a lean plan and a fast one cost the same."""
+    lean, fast = pair
+    return (lean[1] - fast[1]) / (fast[0] - lean[0])
+
+
+def _near_any(price_s: float, asked: Iterable[float]) -> bool:
+    return any(0.9 < price_s / other < 1.1 for other in asked)
 
 
 class _Together(Generic[P]):
@@ -154,7 +197,7 @@ class _Together(Generic[P]):
         begin = self.price_s(first)
         ahead, asked = [begin, DEARER * begin], list[float]()
         for _ in range(searches):
-            new = (p for p in (*ahead, *self.between()) if not any(0.9 < p / other < 1.1 for other in asked))
+            new = (p for p in (*ahead, *self.between()) if not _near_any(p, asked))
             price_s = next(new, None)
             if price_s is None:
                 return
@@ -177,12 +220,10 @@ class _Together(Generic[P]):
 
     def between(self) -> list[float]:
         """Prices at which two plans that are next to each other cost the same; a third may beat both there. Nearest the best first."""
-        line = list[tuple[int, float]]()
-        for nbytes, cost_s in sorted(self.seen):  # from lean to fast, without those that others beat in both
-            line = [*(other for other in line if other[1] > cost_s), (nbytes, cost_s)]
+        line = _line(self.seen)
         best = self.best.proposed.peak_bytes if self.best is not None else self.aim
         pairs = sorted(pairwise(line), key=lambda pair: min(abs(pair[0][0] - best), abs(pair[1][0] - best)))
-        return [(lean[1] - fast[1]) / (fast[0] - lean[0]) for lean, fast in pairs if fast[0] > lean[0]]
+        return [_price_between(pair) for pair in pairs]
 
     def price_s(self, one: Scored[P]) -> float:
         """Seconds that a byte costs that a plan has too much, as the best does away with them."""

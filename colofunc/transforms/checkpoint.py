@@ -23,7 +23,7 @@ from typing import Any
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.recompute.fastest import CANDIDATES, by_policy, fit
+from colofunc.planner.recompute.fastest import by_policy, fit
 from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import NONE, Constraints
@@ -49,9 +49,8 @@ def checkpoint(
     limit, part = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
     options = {"budget_bytes": limit, "budget_part": part, "policy": chosen}
     wider = "" if chosen is None else "policy='auto' in cf.checkpoint"
-    by_name = () if chosen is not None else tuple(partial(_refit, named) for named in CANDIDATES)
     refit, check = partial(_refit, chosen), partial(_check, chosen)
-    intent = Intent("checkpoint", options, refit=refit, by_name=by_name, constrain=check, wider=wider)
+    intent = Intent("checkpoint", options, refit=refit, constrain=check, wider=wider)
     if step_fn is None:
         return lambda fn: stage(fn, intent, StepCompiler)
     staged: Staged = stage(step_fn, intent, StepCompiler)

@@ -11,8 +11,9 @@ A search for one byte looks at little (`planner/jointly.py` gives up early where
 byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next: nothing is far too small
 there, and the leanest of all that such a search looks at is what many small steps would come to.
 
-On several ranks which shardings are looked at goes by what making values again costs, so a search under a named policy looks at others
-than a free one. The named ones are therefore asked for less than the free one found, and the one that comes nearest goes all the way.
+On several ranks which shardings a search looks at goes by what making values again costs, so one under a named policy looks at others
+than a free one. Therefore a pool of shardings from the fastest to the leanest, which depends on the program alone, is completed as well:
+the same ones under each policy, and a free step counts every named policy in each of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
 """At most this many searches below the least peak so far; the second for large programs, whose searches take long."""
 MAX_RAISES, RAISE_PART = 16, 8
 """Where another tier is short, the device's budget is raised by 1/RAISE_PART at a time, at most this many times."""
+FINISHERS = 2
+"""Of the pool so many, the leanest, are asked for less than they were counted with."""
 GIB_FROM_BYTES = 1 << 27
 """Budgets from here on are written in GiB with two decimals, smaller ones in bytes."""
 
@@ -51,29 +54,35 @@ Leanest = Callable[[int], Tried]
 """Bytes -> of a search within so many the first plan that fits, or else the leanest."""
 
 
-def least_budget(leanest: Leanest, large: bool, named: Sequence[Leanest] = ()) -> Tried:
-    """The leanest plan found. named: the same search under each named policy; large programs are not searched once more for them."""
-    best = _least(leanest, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
-    if large or not named:
-        return best
-    less = [(under_policy, under_policy(_below(best.least_bytes))) for under_policy in named]
-    # Such a search goes its own way from one byte on; that takes as long as the free one, so the most promising policy alone goes it.
-    promising, _ = min(less, key=lambda one: one[1].done.peak_bytes)
-    found = [best, *(one for _, one in less), _least(promising, MAX_DESCENTS)]
-    return min((one for one in found if not one.done.short), key=lambda one: one.done.peak_bytes, default=best)
+def least_budget(search: Leanest, large: bool, pool: Sequence[Leanest] = ()) -> Tried:
+    """The leanest plan found. pool: shardings that are looked at whatever is asked for, each completed for so many bytes."""
+    best = _raised(search, _less_of(pool, search(1)))
+    return _descended(search, best, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
 
 
-def _least(leanest: Leanest, searches: int) -> Tried:
-    """The leanest plan that one search leads to."""
-    best = leanest(1)
+def _less_of(pool: Sequence[Leanest], best: Tried) -> Tried:
+    """The leanest of the pool and what was found: all are asked for little, the best few for less than that."""
+    tried = sorted(((complete(1), complete) for complete in pool), key=lambda one: _rank(one[0]))
+    for one, complete in tried[:FINISHERS]:
+        best = min(best, _descended(complete, one, MAX_DESCENTS), key=_rank)
+    return best
+
+
+def _raised(search: Leanest, best: Tried) -> Tried:
+    """Where another tier is short, the first plan for more bytes of the device where none is."""
     for _ in range(MAX_RAISES if best.done.short else 0):
         asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // RAISE_PART))
-        best = leanest(asked_bytes)
+        best = search(asked_bytes)
         if not best.done.short:
             break
+    return best
+
+
+def _descended(search: Leanest, best: Tried, searches: int) -> Tried:
+    """The leanest plan that one search leads to, from one that was found."""
     halved = True  # not worth a search unless a byte less is found
     for _ in range(searches):
-        less = leanest(_below(best.least_bytes) if halved else max(1, best.least_bytes // 2))
+        less = search(_below(best.least_bytes) if halved else max(1, best.least_bytes // 2))
         if not less.done.short and less.done.peak_bytes < best.done.peak_bytes:
             best, halved = less, not halved
         elif halved:
@@ -81,6 +90,10 @@ def _least(leanest: Leanest, searches: int) -> Tried:
         else:
             halved = True
     return best
+
+
+def _rank(one: Tried) -> tuple[bool, int]:
+    return bool(one.done.short), one.done.peak_bytes
 
 
 def said(nbytes: int) -> str:

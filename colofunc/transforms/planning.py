@@ -192,7 +192,6 @@ def gathered(
         ways=_ways(staged, seen, registry, constraints),
         timed=timed,
         wider=[i.wider for i in staged.intents if i.wider],
-        by_name=[refit for i in staged.intents for refit in i.by_name],
     )
     asked = (_asked(staged.intents), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks)
     return Planning(program, priced, registry, candidates, constraints, named, axes, budget_bytes, parts, ending, asked)

@@ -36,7 +36,6 @@ class Intent:
     first, or another where that keeps to a budget in less time.
     `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
     `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
-    `by_name`: of a `refit` that is free to choose, the same under each named policy.
     `move`: from the plugins' policies of memory, the tiers of inputs that lie somewhere, and positions of what the step captured -> whether
     somebody has it in memory, `within.Move`: copies between tiers.
     `wider`: what to write instead where its policy forbids what would need less memory.
@@ -53,7 +52,6 @@ class Intent:
     constrain: Callable[[Any, Any, Any], Any] | None = None
     within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     refit: Callable[[Any, Any, Any, Any], Any] | None = None
-    by_name: Sequence[Callable[[Any, Any, Any, Any], Any]] = ()
     move: Callable[[Any, Any, Any], Any] | None = None
     wider: str = ""
 

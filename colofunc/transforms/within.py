@@ -20,7 +20,7 @@ import attrs
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.jointly import SEARCHES, Proposed, together
+from colofunc.planner.jointly import FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
@@ -41,7 +41,7 @@ from colofunc.program.passes.one_call import updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, assigned, decide
-from colofunc.transforms.least_budget import Tried, least_budget, said
+from colofunc.transforms.least_budget import Leanest, Tried, least_budget, said
 
 SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
@@ -71,7 +71,7 @@ class Ending:
 
     `passes`: of plugins and transforms. `ways`: what comes behind them, the fastest first where there are several. `chunks`: input
     position -> elements of the chunks that it lies in. `temporaries`: whether they are written over. `count`: the accountant of the
-    executor that will run it. `refit`: of `checkpoint`; `by_name`: the same under each named policy, where it is free to choose.
+    executor that will run it. `refit`: of `checkpoint`.
     `move`: of `offload`, for the program in the `order` in which that executor runs it, with so many bytes gathered ahead.
     `timed`: how long operators take, where that was measured. `wider`: what to write where policies forbid what needs less memory.
     """
@@ -89,7 +89,6 @@ class Ending:
     ways: Sequence[Rewrite] = AS_IT_IS
     timed: Timed | None = None
     wider: Sequence[str] = ()
-    by_name: Sequence[Refit] = ()
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
@@ -236,11 +235,12 @@ def within(
         fits, lean = search(some, asked_bytes, any_that_fits=True)
         return fits or lean
 
-    # On one rank there is one sharding, in which every named policy was counted.
-    named_ones = [attrs.evolve(ending, refit=refit) for refit in ending.by_name] if ending.mesh.size > 1 else []
     large = len(ending.program.nodes) > LARGE
-    least = least_budget(partial(again, ending), large, [partial(again, some) for some in named_ones])
+    several = ending.mesh.size > 1 and ending.gives_way  # on one rank there is one sharding, in which every named policy was counted
+    pool = _pool(make, assign, ending, FRONTIER_LARGE if large else FRONTIER) if several else []
+    least = least_budget(partial(again, ending), large, pool)
     if least.done.fits(budget_bytes):  # only what was asked for less was led there
+        least = _fastest_of(pool, budget_bytes) or least
         plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
         return _told(ending, attrs.evolve(least.decided, plan=plan), least.done)
     if leanest.done.short and leanest.done.peak_bytes <= budget_bytes:
@@ -304,6 +304,32 @@ def _searched(
         return first.tried, first.tried
     fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
     return fastest, Tried(lean.proposed.plan(), lean.done, budget_bytes)
+
+
+def _fastest_of(pool: Sequence[Leanest], budget_bytes: int) -> Tried | None:
+    """Of shardings that are completed for a budget the fastest that fits."""
+    best, best_s = None, inf
+    for complete in pool:
+        one = complete(budget_bytes)
+        took_s = one.decided.plan.cost_s + one.done.more_s
+        if one.done.fits(budget_bytes) and took_s < best_s:
+            best, best_s = one, took_s
+    return best
+
+
+def _pool(make: Callable[..., Decided], assign: Callable[..., Assignment], ending: Ending, most: int) -> list[Leanest]:
+    """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed for so many bytes."""
+
+    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
+        try:
+            return _proposed(make, assign(aim, price_s), None)
+        except OverBudget as refused:
+            return _proposed(make, refused.leanest, None)
+
+    def complete(sharding: Sharding, asked_bytes: int) -> Tried:
+        return Tried(sharding(), ending.finish(sharding(), asked_bytes), asked_bytes)
+
+    return [partial(complete, proposed.plan) for proposed in frontier(propose, most)]
 
 
 def finished(ending: Ending, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:

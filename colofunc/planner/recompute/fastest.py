@@ -36,6 +36,8 @@ SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
 """Memory is divided into WORK / stages slots, at least SLOTS and at most MOST_SLOTS: the fewer stages, the finer."""
 CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
 """Policies that are counted beside those that are searched for."""
+MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
+"""Those that are counted, too, where nothing fits: no policy with a name may need less than what is refused."""
 LEVELS, SHORT = 6, 5
 """Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 FEW = 64
@@ -108,20 +110,33 @@ def _all(
 def _named(
     program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int
 ) -> list[Fitted]:
-    """What policies with a name keep, as far as it may be faster than what was found."""
+    """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits."""
     named = list[Fitted]()
+    for policies in (CANDIDATES, MORE):
+        orders = sorted((_by_policy_everywhere(program, node_s, policy) for policy in policies), key=again_s)
+        named += _faster(orders, again_s, tried, (*found, *named), budget)
+        if any(one.fits(budget) for one in (*found, *named)):
+            break
+    return named
+
+
+def _faster(
+    orders: Sequence[Program], again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int
+) -> list[Fitted]:
+    """Of orders from fast to lean, those counted that may be faster than what was found."""
+    counted = list[Fitted]()
     best_s = min((one.more_s for one in found if one.fits(budget)), default=inf)
     whole = found[0]
-    for one in sorted((_by_policy_everywhere(program, node_s, policy) for policy in CANDIDATES), key=again_s):
+    for one in orders:
         if again_s(one) >= best_s:
             break
         # Where copies have to be searched for, a sketch says whether that is worth it.
         if whole.hint is not None and best_s < inf and tried(one, whole).more_s >= best_s:
             continue
-        named.append(tried(one))
-        if named[-1].fits(budget):
-            best_s = min(best_s, named[-1].more_s)
-    return named
+        counted.append(tried(one))
+        if counted[-1].fits(budget):
+            best_s = min(best_s, counted[-1].more_s)
+    return counted
 
 
 def _unmoved(
