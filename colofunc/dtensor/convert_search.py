@@ -43,7 +43,7 @@ from colofunc.mesh import KINDS, Mesh
 PATIENCE = 600
 
 # The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is one.
-PATIENCE_BESIDE_KNOWN = 50
+PATIENCE_BESIDE_KNOWN = 15
 HASTE_BESIDE_KNOWN = 2.0
 
 # Pieces up to which a puzzle is searched as it is. (dp tp o) -> (tp dp o) of 16 and 8 ranks is one of seven, all of two ranks,
@@ -350,6 +350,7 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
     held = {loc for loc in state if loc >= 0}
     wanted = {p.goal for p in pieces if p.goal >= 0}
     roomy = all(p.scratch >= 0 for p in pieces)
+    large = len(pieces) > MOST_SEARCHED_WHOLE  # Note [Trading places]
 
     def with_(who: tuple[int, ...], locations: Iterable[int]) -> Locations:
         after = list(state)
@@ -362,6 +363,8 @@ def _moves(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         p = pieces[k]
         if p.goal >= 0 and p.goal not in held:
             return [p.goal]
+        if large and p.scratch >= 0:  # not one that another will have to leave: who trades places does so in one permutation
+            return [p.scratch]
         goals = {o.goal for o in pieces if o.goal >= 0 and o.size == p.size}
         if roomy or len(pieces) > 3:
             return sorted({*goals, p.scratch} - held - {-1})
@@ -423,6 +426,8 @@ def _exchanges(
     """Permutations of ranks: pieces of equal size that are not at home exchange roles, one of them gets home."""
     away = [k for k, loc in enumerate(state) if loc != pieces[k].goal]
     for r, orders in _DERANGED.items():
+        if r > 2 and len(pieces) > MOST_SEARCHED_WHOLE:  # a known way has the permutation of more
+            continue
         for who in combinations(away, r):
             roles = [state[k] for k in who]
             if max(roles) < 0 or roles.count(roles[0]) == r or any(pieces[k].size != pieces[who[0]].size for k in who):
