@@ -6,7 +6,8 @@ least under each policy, and with the peak that a policy has without a budget.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from colofunc.planner.fitted import Fitted
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy
 from colofunc.plugins import build_registry
+from colofunc.program.ir import Program
+from colofunc.transforms.decide import Decided
 from colofunc.transforms.least_budget import Tried, least_budget
 from colofunc.transforms.offload import BUILT_IN
+from colofunc.transforms.within import _fastest_of
 
 KEPT: tuple[str | Policy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
 TIERS = (*(name for name in BUILT_IN if name != "disk"), *build_registry().memory_policies)  # "disk" wants a directory
@@ -55,6 +59,9 @@ class UNet(nn.Module):
         return x
 
 
+BOTH = "checkpoint, offload"
+EACH, PARTS = [("checkpoint", slice(None)), ("offload", slice(None))], [(BOTH, slice(k, None, 3)) for k in range(3)]
+"""(what limits memory, which of the policies are held against the free step): of both there are ninety, too many for one test."""
 HOW = ("cat", "add", "in place", "norm last", "strided", "biased")
 
 
@@ -90,7 +97,7 @@ def under_policies(base: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield f"{getattr(keeps, 'name', keeps)}, {tier}", limited
 
 
-def check_policies(training: Any, mesh: cf.Mesh, where: str, some: slice = slice(None)) -> None:
+def check_policies(training: Any, mesh: cf.Mesh, where: str, some: slice) -> None:
     step, *args = training
     (_, free), *policies = under_policies(cf.shard(step, mesh), where)
     least = named(free(1), *args)
@@ -122,6 +129,29 @@ def test_what_a_sharding_of_the_pool_leads_to_is_named() -> None:
     assert asked == [1, 949, 350, 699]
 
 
+def test_of_the_pool_the_fastest_that_fits_is_taken() -> None:
+    def of_pool(peak_bytes: int, cost_s: float, more_s: float) -> Any:
+        decided = SimpleNamespace(plan=SimpleNamespace(cost_s=cost_s))
+        program = Program((), (), (), {}, {}, (), "inplace")
+        return lambda nbytes: Tried(cast(Decided, decided), Fitted(program, peak_bytes, more_s), nbytes)
+
+    pool = [of_pool(500, 1.0, 3.0), of_pool(800, 1.0, 1.0), of_pool(900, 1.0, 0.0), of_pool(700, 3.0, 0.0)]
+    taken = _fastest_of(pool, 899)
+    assert taken is not None and taken.done.peak_bytes == 800
+    assert _fastest_of(pool, 499) is None
+
+
+@pytest.mark.sweep
+def test_a_budget_that_a_named_policy_meets_on_two_ranks_is_met_and_no_slower() -> None:
+    step, *args = unet("add")
+    step = cf.shard(step, cf.Mesh(dp=2))
+    budget = named(cf.checkpoint(step, policy=cf.every(3), budget=1), *args)
+    assert budget is not None
+    free, third = (cf.checkpoint(step, policy=policy, budget=budget).lower(*args) for policy in ("auto", cf.every(3)))
+    assert max(low.memory().peak_bytes["device"] for low in (free, third)) <= budget
+    assert free.plan.cost_s <= third.plan.cost_s
+
+
 def test_where_nothing_fits_all_policies_with_a_name_are_counted() -> None:
     step, *args = unet("add", width=2, levels=1, picture=8)
     program = cf.shard(step, cf.Mesh()).lower(*args).program
@@ -139,21 +169,21 @@ def test_where_nothing_fits_all_policies_with_a_name_are_counted() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("where", ["checkpoint", "offload", "checkpoint, offload"])
+@pytest.mark.parametrize(("where", "some"), EACH + PARTS)
 @pytest.mark.parametrize("how", HOW)
-def test_of_unets_on_one_rank(how: str, where: str) -> None:
-    check_policies(unet(how), cf.Mesh(), where)
+def test_of_unets_on_one_rank(how: str, where: str, some: slice) -> None:
+    check_policies(unet(how), cf.Mesh(), where, some)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("where", ["checkpoint", "offload"])
+@pytest.mark.parametrize(("where", "some"), EACH)
 @pytest.mark.parametrize("how", HOW)
-def test_of_unets_on_two_ranks(how: str, where: str) -> None:
-    check_policies(unet(how), cf.Mesh(dp=2), where)
+def test_of_unets_on_two_ranks(how: str, where: str, some: slice) -> None:
+    check_policies(unet(how), cf.Mesh(dp=2), where, some)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("where", ["checkpoint", "offload", "checkpoint, offload"])
+@pytest.mark.parametrize(("where", "some"), EACH + PARTS)
 @pytest.mark.parametrize("width", [4, 8, 32])
-def test_of_perceptrons_on_two_ranks(width: int, where: str) -> None:
-    check_policies(perceptron(width), cf.Mesh(dp=2), where)
+def test_of_perceptrons_on_two_ranks(width: int, where: str, some: slice) -> None:
+    check_policies(perceptron(width), cf.Mesh(dp=2), where, some)
