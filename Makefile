@@ -8,7 +8,7 @@ OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11
 # The tests that touch private names of torch most: .ci/run has them run with the oldest torch too.
 OLDEST_PART := $(patsubst %,tests/test_%.py,compat trace trace_inside trace_writes ops operators compiled dtensor precision \
-	optimizers attention_cuda cuda_kernels device real_ranks distributed)
+	optimizers attention_cuda attention_flex cuda_kernels device real_ranks distributed)
 JOBS ?= 2
 ARGS ?=
 

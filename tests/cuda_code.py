@@ -160,10 +160,10 @@ def triton_of(name: str) -> list[str]:
 
 def in_a_process(name: str) -> list[str]:
     """`triton_of` in a process of its own."""
-    return _in_a_process(triton_of, name)
+    return in_own_process(triton_of, name)
 
 
-def _in_a_process(function: Any, *args: Any) -> Any:
+def in_own_process(function: Any, *args: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
         return pool.submit(function, *args).result(DEADLINE_S)
 
@@ -222,7 +222,7 @@ def flex_codes(kinds: list[str], sizes: Sizes, assembled: bool) -> list[str]:
 
 def flex_in_a_process(kinds: list[str], sizes: Sizes, assembled: bool) -> list[str]:
     """`flex_codes` in a process of its own."""
-    found: list[str] = _in_a_process(flex_codes, kinds, sizes, assembled)
+    found: list[str] = in_own_process(flex_codes, kinds, sizes, assembled)
     return found
 
 
@@ -235,10 +235,10 @@ def assemble(code: str) -> None:
     found = re.findall(r"async_compile\.triton\('(\w+)', '{3}(.*?)'{3}", code, re.DOTALL)
     assert found, "no kernel"
     for name, source in found:
-        _loaded(name, source).precompile(warm_cache_only=True)
+        loaded(name, source).precompile(warm_cache_only=True)
 
 
-def _loaded(name: str, source: str) -> Any:
+def loaded(name: str, source: str) -> Any:
     """A kernel from a file of its own, because Triton reads its source there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
