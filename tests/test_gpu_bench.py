@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -20,14 +21,15 @@ import torch
 import torch.distributed as dist
 from pretended import Machine
 from pretended.nccl import Nccl
+from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed import device_mesh, fsdp
 
 import colofunc as cf
 from bench import Row
 from bench.gpu import __main__ as command
-from bench.gpu import attention, compiled, experts, nccl, offload, one, runner
+from bench.gpu import attention, compiled, experts, host, nccl, offload, one, runner
 from bench.gpu import zoo as models_of_the_zoo
-from bench.gpu.measuring import Step, eager, seconds_in, staged_run
+from bench.gpu.measuring import STEP, Step, eager, host_waits_of, profiled_waits, seconds_in, staged_run
 from bench.gpu.models import Llama, Opt, weight
 from bench.gpu.parts import Part, Setup, Slice, lacks_here
 from bench.gpu.record import GPU, NOTHING, Record
@@ -41,12 +43,13 @@ PRETENDED = {
     "eager": "the pretended card has no autograd, and eager PyTorch finds no attention kernel there",
     "inductor": "the pretended card runs nothing that is compiled for it",
     "compute-sanitizer": "compute-sanitizer wants a real card",
+    "CUPTI": "the pretended card counts waits itself",
 }
 SHORT = "these sizes have fewer"
 """Parts for lengths and models that the tiny sizes do not have."""
 SWEPT = {
     3: (
-        "waits, dropout", "waits, microbatches", "waits, ZeRO-3 on two simulated ranks",
+        "waits, dropout", "waits, all state and updates on the host", "waits, microbatches", "waits, ZeRO-3 on two simulated ranks",
         "waits, a ring of two simulated ranks", "waits, experts on two simulated ranks",
     ),
     7: ("OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
@@ -89,6 +92,7 @@ def check(of: Slice, folder: Path) -> None:
         assert found[part.name]
         for row in found[part.name]:
             assert not row.figure.startswith("failed"), row
+            assert not (part.name.startswith("waits") and row.met is False), row  # a pretended card counts them as a real one
             said = row.figure.removeprefix("not run: ")
             assert said == row.figure or said in PRETENDED.values() or said.startswith(SHORT), row
         needs = [need for need in part.needs if need in PRETENDED]
@@ -250,6 +254,43 @@ def test_the_compiler_finds_nothing_of_what_was_compiled_before(monkeypatch: pyt
     monkeypatch.setattr(compiled, "nothing_kept", lambda: begun.append("fresh") or nullcontext())
     assert compiled.growth(lambda: begun.append("few") or 1.0, lambda: begun.append("many") or 2.0) == (1.0, 2.0)
     assert begun == ["fresh", "few", "fresh", "few", "fresh", "many"]
+
+
+def called(name: str, start: float, end: float, device: Any = torch.autograd.DeviceType.CPU) -> Any:
+    """An event as torch's profiler gives it."""
+    return FunctionEvent(id=0, name=name, thread=1, start_us=start, end_us=end, device_type=device)
+
+
+def test_waits_of_the_host_are_counted_among_the_events_of_a_profiler() -> None:
+    card = torch.autograd.DeviceType.CUDA
+    before = [called("cudaDeviceSynchronize", 1, 9), called(STEP, 10, 50), called(STEP, 200, 300, card)]
+    within = [
+        called("cudaLaunchKernel", 11, 12), called("cudaEventSynchronize", 13, 20), called("cudaStreamWaitEvent", 21, 22),
+        called("cudaEventQuery", 22, 23), called("cudaMemcpyAsync", 23, 24), called("cudaStreamSynchronize", 24, 30),
+        called("aten::item", 23, 31), called("gemm", 12, 90, card), called("cudaEventSynchronize", 40, 60), called("cudaMemcpy", 35, 36),
+    ]  # fmt: skip
+    behind = [called("cudaDeviceSynchronize", 51, 99)]  # the profiler's own
+    counted = host_waits_of([*before, *within, *behind])
+    assert counted == {"cudaEventSynchronize": 2, "cudaStreamSynchronize": 1, "cudaMemcpy": 1}
+    assert not host_waits_of([before[1], *behind])
+    with pytest.raises(ValueError, match="no event"):
+        host_waits_of(within)
+
+
+def test_a_profiled_call_is_marked() -> None:
+    with mock.patch.object(torch.cuda, "synchronize"):
+        assert profiled_waits(lambda: torch.ones(2) + 1) == {}
+
+
+@pytest.mark.parametrize("cupti", [True, False])
+def test_the_row_of_waits_is_of_the_profiler_where_it_sees_the_card(cupti: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ours", lambda make, batch, wrap: lambda: None)
+    monkeypatch.setattr(host, "ids", lambda of: None)
+    monkeypatch.setattr(host, "waits", lambda: nullcontext(["copies.py:7", "copies.py:7"]))
+    monkeypatch.setattr(host, "profiled_waits", lambda run: Counter(cudaEventSynchronize=3))
+    (row,) = host.host_waits("a LLaMA", Setup(TINY, {} if cupti else {"CUPTI": "not here"}))
+    assert row.figure == ("3 (3 cudaEventSynchronize; 2 at copies.py:7)" if cupti else "2 (2 at copies.py:7)") and row.met is False
+    assert host.host_waits(host.UPDATED_ON_HOST, Setup(TINY, {}))[0].met is None
 
 
 def test_seconds_are_read_as_they_are_written() -> None:

@@ -13,7 +13,7 @@ from colofunc_plugins import experts, ring, zero
 
 import colofunc as cf
 from bench import Row
-from bench.gpu.measuring import eager, host_seconds, ids, ours, staged_run, training, waits
+from bench.gpu.measuring import eager, host_seconds, ids, ours, profiled_waits, staged_run, training, waits
 from bench.gpu.models import Llama, Mixture, Opt
 from bench.gpu.parts import Part, Setup, Slice, at_most, not_run
 
@@ -24,9 +24,16 @@ def on_card(*plans: Any, **axes: int) -> Wrap:
     return lambda fn: cf.shard(fn, cf.Mesh(**axes, device="cuda"), *plans)
 
 
+def kept_on_host(update: str) -> cf.MemoryPolicy:
+    """All state in memory of the host."""
+    return cf.MemoryPolicy("host", lambda states, room: ["host"] * len(states), update, activations=False)
+
+
+UPDATED_ON_HOST = "all state and updates on the host"
+"""There the host waits for each gradient that it computes with."""
 WAYS = (
-    "a LLaMA", "dropout", "all state on the host", "microbatches", "ZeRO-3 on two simulated ranks", "a ring of two simulated ranks",
-    "experts", "experts on two simulated ranks",
+    "a LLaMA", "dropout", "all state on the host", UPDATED_ON_HOST, "microbatches", "ZeRO-3 on two simulated ranks",
+    "a ring of two simulated ranks", "experts", "experts on two simulated ranks",
 )  # fmt: skip
 
 
@@ -44,7 +51,8 @@ def way(name: str, setup: Setup) -> tuple[Callable[[], torch.nn.Module], Wrap]:
     every: dict[str, tuple[Callable[[], torch.nn.Module], Wrap]] = {
         "a LLaMA": (llama, one),
         "dropout": (lambda: Opt(of.shape, dtype, of.length, 0.1), one),
-        "all state on the host": (llama, lambda fn: cf.offload(one(fn), policy="host")),
+        "all state on the host": (llama, lambda fn: cf.offload(one(fn), policy=kept_on_host("device"))),
+        UPDATED_ON_HOST: (llama, lambda fn: cf.offload(one(fn), policy=kept_on_host("host"))),
         "microbatches": (llama, lambda fn: cf.accumulate(one(fn), 2)),
         "ZeRO-3 on two simulated ranks": (llama, two),
         "a ring of two simulated ranks": (llama, on_card(ring("cp"), cp=2)),
@@ -61,8 +69,15 @@ def host_waits(name: str, setup: Setup) -> list[Row]:
         step()
     with waits() as found:
         step()
-    places = ", ".join(f"{n} at {place}" for place, n in Counter(found).most_common(3))
-    return [at_most("waits of the host within a step", len(found), 0, f"{len(found)}" + (f" ({places})" if found else ""))]
+    at = [f"{n} at {place}" for place, n in Counter(found).most_common(3)]
+    count, calls = len(found), list[str]()
+    if not setup.without("CUPTI"):
+        counted = profiled_waits(step)
+        count, calls = counted.total(), [f"{n} {call}" for call, n in counted.most_common()]
+    words = "; ".join(filter(None, (", ".join(calls), ", ".join(at))))
+    text = f"{count}" + (f" ({words})" if words else "")
+    what = "waits of the host within a step"
+    return [Row(what, text) if name == UPDATED_ON_HOST else at_most(what, count, 0, text)]
 
 
 def node(setup: Setup) -> list[Row]:

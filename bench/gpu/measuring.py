@@ -7,7 +7,8 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,7 +104,10 @@ def host_seconds(run: Run, repeats: int) -> float:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Where the host waited for the card meanwhile, as `torch.cuda.set_sync_debug_mode` tells it."""
+    """Where the host waited for the card meanwhile, as `torch.cuda.set_sync_debug_mode` tells it.
+
+    On a real card it says nothing of waits for events and for the whole card (`profiled_waits` counts them); a pretended one does.
+    """
     found: list[str] = []
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as told:
@@ -114,6 +118,33 @@ def waits() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found += [f"{w.filename.rsplit('/', 1)[-1]}:{w.lineno}" for w in told if "called a synchronizing CUDA operation" in str(w.message)]
+
+
+HOST_WAITS = frozenset({"cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"})
+"""Calls of the CUDA runtime in which the host waits; copies of torch are `cudaMemcpyAsync`, with one of these behind them if they wait."""
+STEP = "one step of the benchmark"
+
+
+def host_waits_of(events: Iterable[Any], mark: str = STEP) -> Counter[str]:
+    """How often the host waited for the card, by the call in which it did, in the profiler's events between begin and end of `mark`.
+
+    Torch's profiler itself waits for the card when it ends, which is behind the mark.
+    """
+    held = list(events)
+    marks = [e.time_range for e in held if e.name == mark and e.device_type == torch.autograd.DeviceType.CPU]
+    if not marks:
+        raise ValueError(f"the profiler has no event {mark!r}")
+    begin, end = min(m.start for m in marks), max(m.end for m in marks)
+    return Counter(e.name for e in held if e.name in HOST_WAITS and begin <= e.time_range.start <= end)
+
+
+def profiled_waits(run: Run) -> Counter[str]:
+    """How often the host waits for the card in a call, as CUPTI tells torch's profiler: waits for events too."""
+    kinds = torch.profiler.ProfilerActivity
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as told, torch.profiler.record_function(STEP):
+        run()
+    return host_waits_of(told.events())
 
 
 def ids(of: Training) -> dict[str, torch.Tensor]:

@@ -77,12 +77,18 @@ def lacks_here() -> dict[str, str]:
     needs: dict[str, Need] = {
         "a card": lambda: "" if torch.cuda.is_available() else "there is no usable GPU",
         "compute-sanitizer": lambda: "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the path",
+        "CUPTI": _no_cupti,
         "inductor": lambda: _module("triton"),
         "nccl": lambda: "" if torch.distributed.is_available() and torch.distributed.is_nccl_available() else "this torch has no NCCL",
         "grouped_mm": lambda: "" if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no F.grouped_mm",
         **{name: (lambda name=name: _module(name)) for name in ("pytest", "transformers", "timm")},
     }
     return {need: why for need, ask in needs.items() if (why := ask())}
+
+
+def _no_cupti() -> str:
+    found = torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    return "" if found else "torch's profiler does not see the card here"
 
 
 def _module(name: str) -> str:
