@@ -15,7 +15,7 @@ from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
 from colofunc.mesh.attainable import ATTAINED, attainable
 from colofunc.mesh.cost import rate
-from colofunc.mesh.found import found_topology, margin_bytes, preset_of
+from colofunc.mesh.found import auto_bytes, found_topology, margin_bytes, preset_of
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
 from colofunc.transforms import machine
@@ -100,6 +100,15 @@ def test_the_margin_is_stated_and_grows_with_what_is_taken(total: int, taken: in
     assert margin_bytes(total, taken, ranks) == reserved
 
 
+@pytest.mark.parametrize("total", [24 * GIB, 80 * GIB, 192 * GIB])
+def test_a_budget_auto_leaves_an_8th_to_the_allocator_on_a_machine_that_was_found(total: int) -> None:
+    base = PRESETS["8xh100"]
+    tiers = tuple(attrs.evolve(tier, capacity_bytes=total) if tier.name == "device" else tier for tier in base.tiers)
+    assert auto_bytes(attrs.evolve(base, tiers=tiers)) == total  # it was named: so be it
+    assert auto_bytes(attrs.evolve(base, tiers=tiers, reserved_bytes=3 * GIB)) == (total - 3 * GIB) * 7 // 8
+    assert auto_bytes(PRESETS["ideal"]) is None
+
+
 def test_what_is_reserved_is_no_plan_s(tmp_path: Any) -> None:
     base = PRESETS["8xh100"]
     topology = attrs.evolve(base, reserved_bytes=3 * GIB)
@@ -153,6 +162,20 @@ def test_a_plan_leaves_the_margin_to_others() -> None:
         assert cf.shard(step, Mesh()).lower(*args).memory().peak_bytes["device"] > 6.5 * GIB
     with Machine(capacity_bytes=7 * GIB), pytest.raises(PlanError, match="no plan found within"):
         cf.shard(step, Mesh()).lower(*args)
+
+
+def test_a_budget_auto_leaves_more_than_one_that_is_said() -> None:
+    rows = 12 * GIB // 8 // 1024  # 6 GiB
+    args = cf.abstract((rows, 1024)), cf.abstract((1024, 4))
+    with Machine(capacity_bytes=15 * GIB // 2):  # of which plans may use 6.6 GiB
+        plain = cf.shard(step, Mesh())
+        assert cf.checkpoint(plain, budget="6.5GiB").lower(*args).plan.peak_bytes > 6 * GIB
+        assert not any("auto" in note for note in plain.lower(*args).plan.notes)
+        with pytest.raises(PlanError, match=r"no plan found within|least"):
+            cf.checkpoint(plain).lower(*args)
+    with Machine(capacity_bytes=9 * GIB):
+        notes = cf.checkpoint(cf.shard(step, Mesh())).lower(*args).plan.notes
+        assert any("a budget 'auto' is 7 GiB, less by what the caching allocator may lose" in note for note in notes), notes
 
 
 @pytest.mark.parametrize(

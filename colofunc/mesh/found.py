@@ -37,6 +37,12 @@ COLLECTIVES_BYTES = 2 << 30
 """Buffers of NCCL's communicators, of which a mesh has one for each set of axes."""
 MOST_RESERVED = 8
 """At most this part (its 8th) of a small card is the stated margin."""
+FRAGMENTS = 8
+"""An 8th of what plans may use is left beside `budget="auto"`: what torch's caching allocator loses between blocks that are in use.
+
+Its rules, played with planned steps (`python -m bench fragmentation`), want up to an 8th more than is alive where a budget made a plan
+recompute and copy, and a hundredth where all is kept. `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` loses less.
+"""
 ROUND_BYTES = 256 << 20
 """What is taken already counts in such pieces, so that plans of two starts are the same."""
 
@@ -104,6 +110,18 @@ def margin_bytes(total_bytes: int, taken_bytes: int, ranks: int) -> int:
     stated_bytes = min(CONTEXT_BYTES + rest_bytes, most_bytes)
     pieces = -(-taken_bytes // ROUND_BYTES) * ROUND_BYTES
     return min(max(stated_bytes, pieces + min(rest_bytes, most_bytes)), total_bytes - 1)
+
+
+def auto_bytes(topology: Topology) -> int | None:
+    """What a budget "auto" comes to on each device; None is unlimited. On a machine that was found less than plans may use.
+
+    A topology that somebody has named is taken at its word.
+    """
+    capacity_bytes = topology.tier("device").capacity_bytes
+    if capacity_bytes is None:
+        return None
+    usable_bytes = capacity_bytes - topology.reserved_bytes
+    return usable_bytes - usable_bytes // FRAGMENTS if topology.reserved_bytes else usable_bytes
 
 
 def _in_slots(level: Level, base: Topology) -> Level:

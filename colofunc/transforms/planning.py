@@ -28,6 +28,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
 from colofunc.mesh import Mesh
+from colofunc.mesh.found import auto_bytes
 from colofunc.mesh.sizes import Room
 from colofunc.ops.kernels import Table
 from colofunc.planner.offload.fastest import offload
@@ -214,8 +215,15 @@ def _least_budget(staged: Staged, priced: Mesh) -> int | None:
     budgets = [priced.capacity_bytes("device")]
     for intent in staged.intents:
         given = intent.options.get("budget_bytes"), intent.options.get("budget_part")
+        if is_auto(intent):
+            budgets.append(auto_bytes(priced.topology))
         budgets.append(bytes_in(priced, "device", given, f"cf.{intent.transform}(budget", "6GiB"))
     return min((budget for budget in budgets if budget is not None), default=None)
+
+
+def is_auto(intent: Intent) -> bool:
+    """Whether a transform that keeps to a budget was given "auto"."""
+    return "budget_bytes" in intent.options and intent.options["budget_bytes"] is None and intent.options["budget_part"] is None
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:

@@ -24,6 +24,7 @@ from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
+from colofunc.mesh.found import auto_bytes
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
@@ -40,7 +41,7 @@ from colofunc.transforms.agree import equal_captured, from_main, same, share
 from colofunc.transforms.kept import is_again
 from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.machine import as_measured
-from colofunc.transforms.planning import Placed, Seen, gathered, mesh_of, shard_options
+from colofunc.transforms.planning import Placed, Seen, gathered, is_auto, mesh_of, shard_options
 from colofunc.transforms.staged import Staged
 
 MUCH_BYTES = 4 << 30
@@ -90,7 +91,7 @@ def prepare(
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
-        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced)))
+        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(map(is_auto, staged.intents)))))
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,
@@ -121,12 +122,19 @@ def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> See
     return seen
 
 
-def _margin(priced: Mesh) -> str:
-    """What a plan does not use of a card."""
+def _margin(priced: Mesh, auto: bool) -> str:
+    """What a plan does not use of a card. auto: its budget is all that there is."""
     usable_bytes, reserved_bytes = priced.capacity_bytes("device"), priced.topology.reserved_bytes
     return (
         f"of a card's memory plans may use {size_text(usable_bytes or 0)}; {size_text(reserved_bytes)} are left to what is there already, "
-        "the driver's context, buffers of collectives and workspaces of libraries"
+        "the driver's context, buffers of collectives and workspaces of libraries" + (_fragments(priced) if auto else "")
+    )
+
+
+def _fragments(priced: Mesh) -> str:
+    return (
+        f"; a budget 'auto' is {size_text(auto_bytes(priced.topology) or 0)}, less by what the caching allocator may lose to fragments. "
+        "A budget in bytes is taken as it is"
     )
 
 
