@@ -25,6 +25,7 @@ from colofunc.program.check import check_program
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
+from colofunc.program.passes import one_call
 from colofunc.program.passes.chunks import buffers_of, chunked
 from colofunc.program.passes.coalesce import updates_late, views_late
 from colofunc.program.passes.one_call import runs_of_updates
@@ -235,8 +236,9 @@ def test_collectives_overlap_inside_microbatches(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "calls"), [("auto", 1), (WIDTH * (WIDTH + 1), LAYERS)])
-def test_gradients_of_a_chunk_are_used_in_one_call_on_real_ranks(chunk: int | str, calls: int) -> None:
-    """They arrive together, and their views stand in front of all updates."""
+def test_gradients_of_a_chunk_are_used_in_one_call_on_real_ranks(chunk: int | str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They arrive together, and their views stand in front of all updates; large ones, which do not wait for other chunks."""
+    monkeypatch.setattr(one_call, "SMALL_BYTES", 0)
     step, state, batch = deep(plan=zero(3, "dp", chunk=chunk))
     low = step.on("distributed").lower(state, batch)
     running = low.ordered()

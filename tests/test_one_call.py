@@ -6,7 +6,9 @@ import re
 import attrs
 import pytest
 import torch
+from colofunc_plugins import tensor, zero
 from test_executors import per_rank, program
+from test_offload import training
 from torch import nn
 
 import colofunc as cf
@@ -15,12 +17,14 @@ from colofunc.ops.define import KERNELS
 from colofunc.ops.update_lists import MANY
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
-from colofunc.program.passes.one_call import kind_of_update, runs_of_updates, updates_in_one_call
+from colofunc.program.passes import one_call
+from colofunc.program.passes.one_call import kind_of_update, runs_of_updates, small_updates_in_one_call, updates_in_one_call
 from colofunc.program.serialize import load, save
 
 R = Ref
 D = torch.float64
 ONE = cf.Mesh()
+SMALL_BYTES = one_call.SMALL_BYTES
 
 
 # ---- the functions of many parameters ----
@@ -116,11 +120,11 @@ def names(p):
     return [node.target.split(".")[1] for node in p.nodes]
 
 
-def same_results(p, q):
+def same_results(p, q, mesh=ONE):
     torch.manual_seed(0)
     inputs = [[torch.rand(s, dtype=D)] for s in ((4,), (4,), (4,), (), ())]
-    first = run_simulated(p, ONE, [[x[0].clone()] for x in inputs])
-    second = run_simulated(q, ONE, [[x[0].clone()] for x in inputs])
+    first = run_simulated(p, mesh, [[x[0].clone()] for x in inputs])
+    second = run_simulated(q, mesh, [[x[0].clone()] for x in inputs])
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
 
 
@@ -190,7 +194,8 @@ def test_tensors_of_several_dtypes_are_updated_alone() -> None:
     assert updates_in_one_call(p, memory) is p
 
 
-def test_a_program_with_collectives_or_copies_keeps_its_order() -> None:
+def test_a_program_with_collectives_keeps_its_order_and_one_with_copies_that_of_large_updates(monkeypatch) -> None:
+    monkeypatch.setattr(one_call, "SMALL_BYTES", 0)
     for target, args in (("colofunc.all_reduce", (R(2), ("dp",), 1, "sum")), ("colofunc.to_host", (R(2),))):
         p = updates([(target, args, (7,))])
         assert updates_in_one_call(p, memory) is p
@@ -234,6 +239,78 @@ def test_gradients_that_would_be_the_peak_are_freed_one_by_one() -> None:
     wide = [("aten.neg.default", (R(2),), (5,)), sgd(0, 5), ("aten.exp.default", (R(2),), (6,)), sgd(1, 6)]
     alone = program([0, 1, 2, 3], wide, [0, 1], [(1000,)] * 3 + [(), ()] + [(1000,)] * 2)
     assert updates_in_one_call(alone, memory).nodes == alone.nodes
+
+
+# ---- past collectives and copies ----
+
+
+PAST = {
+    "a collective": [("colofunc.all_gather_start", (R(2), ("dp",), 1), (7,)), ("colofunc.wait", (R(7),), (10,))],
+    "a copy": [("colofunc.to_host", (R(2),), (7,))],
+}
+
+
+def with_between(what, peak=64):
+    p = updates(PAST[what], peak)
+    values = {**p.values, 7: attrs.evolve(p.values[7], shape=(1, 4), place="device" if what == "a collective" else "host")}
+    if what == "a collective":
+        values[10] = attrs.evolve(values[7], id=10)
+    return attrs.evolve(p, values=values)
+
+
+def counted(p):
+    return memory(p, sent=True)
+
+
+@pytest.mark.parametrize("what", PAST)
+def test_a_small_update_waits_for_the_next_one_past(what, monkeypatch) -> None:
+    p = with_between(what)
+    q = small_updates_in_one_call(p, counted)
+    assert names(q)[-2:] == ["sgd_", "sgd_"] and runs_of_updates(p) == {} and len(runs_of_updates(q)) == 1
+    assert counted(q).peak_bytes == counted(p).peak_bytes
+    same_results(p, q, cf.Mesh(dp=1))
+    assert small_updates_in_one_call(with_between(what, peak=1), counted).nodes == with_between(what, peak=1).nodes  # it would hold more
+    monkeypatch.setattr(one_call, "SMALL_BYTES", 31)  # a parameter and its gradient take 32
+    assert small_updates_in_one_call(p, counted) is p
+
+
+def test_a_collective_of_what_is_updated_does_not_begin_later() -> None:
+    p = updates([("colofunc.all_gather_start", (R(0), ("dp",), 1), (7,))])
+    q = small_updates_in_one_call(p, counted)
+    assert names(q) == ["new_zeros", "neg", "sgd_", "all_gather_start", "exp", "sin", "sgd_"]
+
+
+@pytest.mark.parametrize("way", ["copies", "sums over tp", "chunks over dp"])
+def test_updates_of_a_lowered_step_are_one_call_past(way, monkeypatch) -> None:
+    """Of collectives that come one by one, or of gradients between copies of activations; the calls of one by one beside them."""
+    step, state, batch = training(layers=3, rows=1024 if way == "copies" else 64, pairs=way == "sums over tp")
+
+    def lowered(small_bytes):
+        monkeypatch.setattr(one_call, "SMALL_BYTES", small_bytes)
+        if way != "copies":
+            axis, plan = ("tp", tensor("1d", "tp")) if way == "sums over tp" else ("dp", zero(3, "dp", chunk=32 * 33))
+            mesh = cf.Mesh(**{axis: 4}, topology="8xa100-80g")
+            return cf.shard(step, mesh, plan).on("distributed").lower(state, batch)
+        mesh = cf.Mesh(topology="a100-40g")
+        whole = cf.shard(step, mesh).lower(state, batch).memory().peak_bytes["device"]
+        return cf.offload(cf.shard(step, mesh), budget=int(0.8 * whole)).lower(state, batch)
+
+    found = []
+    for small_bytes in (0, SMALL_BYTES):
+        low = lowered(small_bytes)
+        running, updates = low.ordered(), sum(node.target in MANY for node in low.program.nodes)
+        # The clock counts each update as a call of its own.
+        seconds = low.lanes().end_s - (updates - update_calls(running)) * low.priced.topology.device.launch_s
+        found.append((update_calls(running), len(running.nodes), low.memory().peak_bytes, seconds))
+    (apart, *one_by_one, apart_s), (together, *at_once, together_s) = found
+    assert apart > 4 and together == 1 and one_by_one == at_once
+    assert together_s <= apart_s
+
+
+def update_calls(p):
+    """How often the host calls an update of the device."""
+    updates = sum(kind_of_update(node, p.values) is not None for node in p.nodes)
+    return updates - sum(len(run) - 1 for run in runs_of_updates(p).values())
 
 
 # ---- whole steps ----

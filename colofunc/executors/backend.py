@@ -155,19 +155,22 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     return processes == mesh.size
 
 
-def held(program: Program, mesh: Mesh, name: str | None = None) -> MemoryReport:
+def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False) -> MemoryReport:
     """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
 
-    A step that was put on "distributed" counts as on real ranks before there are any.
+    A step that was put on "distributed" counts as on real ranks before there are any. grouped: see `ordered`; no peak is another by it.
     """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return memory(ordered(program, mesh, name), sent=real)
+    return memory(ordered(program, mesh, name, grouped=grouped), sent=real)
 
 
-def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf) -> Program:
-    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of its use."""
+def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False) -> Program:
+    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of its use.
+
+    grouped: with small updates side by side, which is the very order; plans are searched without it.
+    """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return overlapped(program, ahead_bytes) if real else program
+    return overlapped(program, ahead_bytes, grouped) if real else program
 
 
 def _process_group(mesh: Mesh) -> Any:

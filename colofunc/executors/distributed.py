@@ -42,9 +42,10 @@ from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.ops.copies import COPIES
 from colofunc.program.facts import has_wires, is_copy, written
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.memory import memory
 from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.one_call import updates_side_by_side
+from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
 
 
@@ -263,7 +264,7 @@ class Distributed:
         return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound, whole=whole)
 
     def order(self, program: Program) -> Program:
-        return overlapped(program)
+        return overlapped(program, grouped=True)
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
         return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
@@ -292,19 +293,21 @@ class Distributed:
         return self._kept.get(program, mesh)(inputs)
 
 
-def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
+def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False) -> Program:
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
     In the bodies of loops too. One with copies between tiers was in this order before they were written into it
     (`transforms.within`), and is timed and counted as it stands: nobody reorders it. ahead_bytes: of results that are started ahead,
-    at most so many, or one collective's.
+    at most so many, or one collective's. grouped: small updates stand side by side, as far as the peak allows; what is only counted need
+    not be, for no peak is another by that.
     """
     if any(is_copy(node) for node in program.nodes):
         return program
     ids = count(program.next_id)
     ahead = partial(overlap, ids=ids) if ahead_bytes == inf else partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
     inside = within(program, lambda body: ahead(outputs_late(views_late(body)), body=True))
-    return updates_side_by_side(ahead(views_late(updates_late(inside))))
+    done = updates_side_by_side(ahead(views_late(updates_late(inside))))
+    return small_updates_in_one_call(done, partial(memory, sent=True)) if grouped else done
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:

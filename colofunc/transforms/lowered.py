@@ -109,12 +109,12 @@ class Lowered:
         On real ranks collectives are started early and waited for late: what is in flight counts, and positions are those of
         that order.
         """
-        report, pool = held(self.program, self.mesh, self.executor), passing(self.ordered())
+        report, pool = held(self.program, self.mesh, self.executor, grouped=True), passing(self.ordered())
         return attrs.evolve(report, pool=pool) if pool.classes else report
 
     def ordered(self) -> Program:
         """The local program in the order in which the executor runs it."""
-        return ordered(self.program, self.mesh, self.executor)
+        return ordered(self.program, self.mesh, self.executor, grouped=True)
 
     def lanes(self) -> Lanes:
         """When each operator runs, on the device, the links and the host; positions are those of `memory()`."""

@@ -21,15 +21,45 @@ from colofunc.program.facts import has_wires, is_copy, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import MemoryReport, lies
 
+SMALL_BYTES = 4 << 20
+"""Of an update's tensors: memory of 1 to 3 TB/s moves them in 1 to 4 microseconds, which is what it takes to call one."""
+
 
 def updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
     """`program` with updates of a kind moved down to one another, as far as no tier's peak, as `count` says it, is higher for that.
 
-    Programs with collectives or copies between tiers stay as they are: their order is when what is in flight arrives and is freed. What
-    real ranks run is gone through once it is in their order (`updates_side_by_side`).
+    In a program with copies between tiers only small ones move (`small_updates_in_one_call`): a large one may be what hides a copy.
+    Programs with collectives stay as they are; what real ranks run is gone through once it is in their order.
     """
-    kinds = [kind_of_update(node, program.values) for node in program.nodes]
-    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None) or has_wires(program) or any(map(is_copy, program.nodes)):
+    if any(map(is_copy, program.nodes)):
+        return small_updates_in_one_call(program, count)
+    return program if has_wires(program) else _in_one_call(program, _kinds(program), count)
+
+
+def small_updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
+    """The same for updates that take less time than to call them, past collectives and copies between tiers. `program` is in the order
+    in which it runs.
+
+    Whoever reads what is updated still comes behind it, so no collective and no copy begins later.
+    """
+    kinds = _kinds(program)
+    small: list[Hashable | None] = []
+    for node, kind in zip(program.nodes, kinds, strict=True):
+        small.append(kind if kind is not None and _is_small(node, program.values) else None)
+    return _in_one_call(program, small, count)
+
+
+def _kinds(program: Program) -> list[Hashable | None]:
+    return [kind_of_update(node, program.values) for node in program.nodes]
+
+
+def _is_small(update: Node, values: Mapping[int, Value]) -> bool:
+    """Whether all tensors of an update, with its gradient and its state, take at most `SMALL_BYTES`."""
+    return sum(values[i].nbytes for i in update.refs) <= SMALL_BYTES
+
+
+def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable[[Program], MemoryReport]) -> Program:
+    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
         return program
     before = count(program)
     moved = _moved(program, kinds, before)
@@ -65,7 +95,7 @@ def updates_side_by_side(program: Program) -> Program:
 
     For programs with collectives, in the order in which they run: nothing arrives, is made or is freed in between, so no peak is higher.
     """
-    kinds = [kind_of_update(node, program.values) for node in program.nodes]
+    kinds = _kinds(program)
     if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
         return program
     memory, order, waiting = aliases(program), list[int](), _Waiting()
