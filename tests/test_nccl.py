@@ -122,11 +122,29 @@ def measured(nccl: Nccl) -> Any:
     return topology.name, {one.kind for one in topology.measured if one.alpha_s >= 0 and one.axis == "dp"}
 
 
+def held_bytes(nccl: Nccl) -> tuple[int, int]:
+    """(the most that a rank's card holds in a step, what the plan says). Float32: updates in float64 have temporaries on a card."""
+    machine = nccl.machine
+    allocator = machine.allocators[machine.cards[dist.get_rank()]]
+    net = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 6))
+    adamw = cf.adapt(torch.optim.AdamW, lr=1e-2)
+    step_fn, state = cf.train_step(cf.functional(net), adamw, loss=lambda out: out.square().mean(), clip=1.0)
+    step, x = cf.shard(step_fn, cf.Mesh(**DP), zero(3, "dp")), torch.randn(4, 8)
+    state = step.init(state, x)
+    for _ in range(2):
+        state = step(state, x)[0]  # its metrics, which the caller would hold, go
+    allocator.reset_peak()
+    state = step(state, x)[0]
+    return allocator.peak_bytes, step.lower(state, x).memory().peak_bytes["device"]
+
+
 def under_nccl(folder: str) -> Any:
     on_cpu = overlapped_copies(None)
     backend_for.__globals__["_distributed"].cache_clear()  # the same processes, now with cards
     found = on_pretended_cards(host_state, "nccl", folder)
     found["overlapped"] = on_cpu, on_pretended_cards(overlapped_copies, "nccl")
+    backend_for.__globals__["_distributed"].cache_clear()
+    found["held"] = on_pretended_cards(held_bytes, "nccl")
     found["measured"] = on_pretended_cards(measured, "nccl")
     backend_for.__globals__["_distributed"].cache_clear()  # the same processes, in a group that nobody has named
     return found, on_pretended_cards(distributed_tensors, "undefined")
@@ -160,6 +178,7 @@ def test_what_lies_on_the_host_travels_from_a_card(tmp_path: Path) -> None:
         same(total, float((weight * 2).sum()))
         same(found["written"], weight + 1)
         assert found["measured"] == ("2xh100 (found) (measured)", set(KINDS))
+        assert found["held"][0] == found["held"][1]
         assert equal and found["loaded"] == {card} and found["sent"] > 0
         x = torch.arange(12.0).reshape(4, 3)
         assert [device for device, _ in tensors] == [card, card, "cpu", card]

@@ -148,10 +148,9 @@ class Nccl:
             if not isinstance(args[0], OnCard):
                 return real(*args, group=group, async_op=async_op, **options)
             carrier, stream = self._groups[group or dist.group.WORLD]
-            views = [x.cpu_view for x in args[:tensors]]
-            handle = self._launch(
-                stream, lambda: [real(*views, *args[tensors:], group=carrier, async_op=True, **options)], args[:tensors]
-            )
+            # Work that is late keeps no tensor: whoever has none any more has given its memory back, as on a card.
+            given = (*(x.cpu_view for x in args[:tensors]), *args[tensors:])
+            handle = self._launch(stream, lambda: [real(*given, group=carrier, async_op=True, **options)], args[:tensors])
             return handle if async_op else handle.wait() and None
 
         return call
