@@ -100,12 +100,26 @@ def _both(function: Any, results: int, kind: str, x: dict[str, Tensor]) -> tuple
     return runnable(code)(list(x.values())), function(told, *wide)
 
 
+def _let_loops_count() -> None:
+    """Triton before 3.9 counts loops by arrays of one element, which numpy no longer takes for integers."""
+    from triton.runtime import interpreter
+
+    patch: Any = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched  # type: ignore[attr-defined]
+
+
 def differences(kind: str, sizes: Sizes) -> dict[str, float]:
     """By result: the largest difference, of operands in float32."""
     os.environ["TRITON_INTERPRET"] = "1"
     import torch._inductor.config as settings
 
     as_if_there_were_a_card()
+    _let_loops_count()
     settings.compile_threads = 1
     torch.manual_seed(0)
     x = _drawn(kind, sizes, True)
