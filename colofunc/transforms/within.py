@@ -29,6 +29,7 @@ from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.least import at_least_any
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.facts import is_copy
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
@@ -37,7 +38,7 @@ from colofunc.program.passes.buckets import buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.inplace import in_place
-from colofunc.program.passes.one_call import updates_in_one_call
+from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
 from colofunc.transforms.decide import Candidates, Decided, assigned, decide
@@ -176,8 +177,12 @@ class Ending:
 
     def ended(self, done: Fitted) -> Program:
         """What runs of a program that was chosen: its updates side by side, where that holds no more. They are not compiled either,
-        and one between two operators would keep a compiler from fusing these."""
-        return updates_in_one_call(done.program, self.count)
+        and one between two operators would keep a compiler from fusing these. Nor longer: one may fill the time until a copy has come."""
+        program, moved = done.program, updates_in_one_call(done.program, self.count)
+        if moved is program or not any(map(is_copy, program.nodes)):
+            return moved
+        saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
+        return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
