@@ -23,10 +23,11 @@ Operations in MPICH", 2005, for the byte counts.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
@@ -70,24 +71,48 @@ def wire_bytes(kind: str, nbytes: int, n: int) -> int:
     return -(-times * (n - 1) * nbytes // n)
 
 
-def alpha_beta(topology: Topology, kind: str, groups: Sequence[Group], mesh_size: int) -> tuple[float, float]:
+@attrs.frozen
+class GroupShape:
+    """How the ranks of a group lie: `size` ranks; per level `domains`, see `shapes`."""
+
+    size: int
+    domains: tuple[tuple[int, int], ...]
+
+
+def shapes(topology: Topology, groups: Sequence[Group]) -> tuple[GroupShape, ...]:
+    """How groups of equal size lie, each way once. For every kind of collective alike, so that a mesh asks once.
+
+    Per level: domains that a group occupies, and the fewest ranks of it in one of them. See Note [Levels]. The fewest, because the
+    rank with the most peers outside its domain is the slowest.
+    """
+    ranks = np.sort(np.array(groups), axis=1)
+    size = ranks.shape[1]
+    if size < 2:
+        return ()
+    columns = [_domains(ranks if level.size is None else ranks // level.size, level.size is None) for level in topology.levels]
+    ways = np.unique(np.concatenate(columns, axis=1), axis=0) if columns else np.zeros((1, 0), dtype=np.int64)
+    return tuple(GroupShape(size, tuple(zip(way[::2], way[1::2], strict=True))) for way in ways.tolist())
+
+
+def _domains(homes: NDArray[np.int64], one: bool) -> NDArray[np.int64]:
+    """Per row of ranks' domains, in order: how many there are, and the ranks of the one that has the fewest. one: all are the same."""
+    rows, size = homes.shape
+    if one:
+        return np.tile([1, size], (rows, 1))
+    begins = np.ones((rows, size), dtype=bool)  # where a domain's ranks begin
+    begins[:, 1:] = homes[:, 1:] != homes[:, :-1]
+    at = np.flatnonzero(begins)
+    lengths = np.diff(at, append=rows * size)
+    counts = begins.sum(axis=1)
+    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    return np.stack([counts, np.minimum.reduceat(lengths, first)], axis=1)
+
+
+def alpha_beta(topology: Topology, kind: str, ways: Sequence[GroupShape], mesh_size: int) -> tuple[float, float]:
     """(seconds, seconds per byte) of the slowest group of one collective; bytes as in `wire_bytes`."""
     check_kind(kind)
-    shapes = {_domains(topology.levels, group): len(group) for group in groups if len(group) > 1}
-    costs = [_group_cost(topology.levels, kind, n, domains, mesh_size) for domains, n in shapes.items()]
+    costs = [_group_cost(topology.levels, kind, way.size, way.domains, mesh_size) for way in ways]
     return max((a for a, _ in costs), default=0.0), max((b for _, b in costs), default=0.0)
-
-
-def _domains(levels: Sequence[Level], group: Group) -> tuple[tuple[int, int], ...]:
-    """Per level: domains that the group occupies, and the fewest ranks of it in one of them. See Note [Levels].
-
-    The fewest, because the rank with the most peers outside its domain is the slowest.
-    """
-    out = []
-    for level in levels:
-        homes = Counter(0 if level.size is None else rank // level.size for rank in group)
-        out.append((len(homes), min(homes.values())))
-    return tuple(out)
 
 
 def _group_cost(

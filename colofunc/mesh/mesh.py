@@ -52,6 +52,7 @@ class Mesh:
     _key: tuple[object, ...]
     _hash: int
     _costs: dict[tuple[str, tuple[str, ...]], tuple[float, float]]  # memo of `alpha_beta`
+    _ways: dict[tuple[str, ...], tuple[cost.GroupShape, ...]]  # how the groups along axes lie, for `alpha_beta`
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Mesh:
         all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
         key = (tuple(sizes.items()), checked, resolved, device)
         self.__attrs_init__(
-            tuple(sizes.items()), resolved, topology is None, device, checked, MappingProxyType(all_sizes), key, hash(key), {}
+            tuple(sizes.items()), resolved, topology is None, device, checked, MappingProxyType(all_sizes), key, hash(key), {}, {}
         )
 
     def __hash__(self) -> int:
@@ -323,7 +324,14 @@ class Mesh:
         measured = cost.measured_alpha_beta(self._measured, kind, spanned) if self.topology.measured else None
         if measured is not None:
             return measured
-        return cost.alpha_beta(self.topology, kind, self.groups(name for name, _ in spanned), self.size)
+        return self._of_links(kind, tuple(name for name, _ in spanned))
+
+    def _of_links(self, kind: str, names: tuple[str, ...]) -> tuple[float, float]:
+        """What the links between the ranks of each group give."""
+        ways = self._ways.get(names)
+        if ways is None:
+            ways = self._ways[names] = cost.shapes(self.topology, self.groups(names))
+        return cost.alpha_beta(self.topology, kind, ways, self.size)
 
     def _measured(self, kind: str, named: tuple[str, int]) -> tuple[float, float] | None:
         """What was measured along an axis; a part of one has the axis' own links, and fewer ranks on them."""
@@ -333,7 +341,7 @@ class Mesh:
         found = next(((m.alpha_s, m.beta_s_per_byte) for m in self.topology.measured if (m.axis, m.size, m.kind) == known), None)
         if found is None or axis == name:
             return found
-        part, whole = (cost.alpha_beta(self.topology, kind, self.groups((n,)), self.size) for n in (name, axis))
+        part, whole = self._of_links(kind, (name,)), self._of_links(kind, (axis,))
         return cost.scaled(found, part, whole)
 
     def _check_rank(self, rank: int) -> None:
