@@ -1,6 +1,8 @@
 """Tracing and planning without weights: OPT-30B for 2 x 4 A100s, GPT-2 small, a mixture on four axes; each in a process of its own.
 
-The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks.
+The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks. LLaMA-3 8B is planned
+with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, and four of its layers for 64 and for 512: neither the sizes of axes
+nor the number of layers should matter much. Its sequences are of 8,192 tokens, one for each rank of dp and cp.
 
 Counted from the call of `step.lower` to its return: trace, simplify, plan, lower, check. Memory is the peak resident set
 of the whole process, libraries included.
@@ -15,16 +17,37 @@ import colofunc_plugins
 import torch
 from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.sequence import ring
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)  # fmt: skip
 
 import colofunc as cf
 from bench import Row, Section, fresh, peak_rss_bytes
 
-LIMITS_S = {"opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0}
+LLAMAS = {
+    "llama-3 8b on 1,024 ranks": (32, dict(dp=16, cp=8, tp=8)),
+    "4 of its layers on 64 ranks": (4, dict(dp=4, cp=2, tp=8)),
+    "4 of its layers on 512 ranks": (4, dict(dp=16, cp=4, tp=8)),
+}
+"""Name -> layers, mesh."""
+LIMITS_S = {"opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0)}
+WITH_MEMORY_LIMIT = ("opt-30b", "llama-3 8b on 1,024 ranks")
 
 
 def module_of(name: str) -> torch.nn.Module:
     with torch.device("meta"):
+        if name in LLAMAS:
+            layers, _ = LLAMAS[name]
+            size = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=128256)
+            heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
+            return LlamaForCausalLM(LlamaConfig(**size, **heads, use_cache=False))
         if name == "gpt2":
             return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
         if name == "mixtral on 4 axes":
@@ -41,7 +64,12 @@ def plan(name: str) -> dict[str, Any]:
     model, opt = cf.functional(module_of(name)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
-    if name == "mixtral on 4 axes":
+    if name in LLAMAS:
+        _, axes = LLAMAS[name]
+        ids, mesh = cf.abstract((axes["dp"] * axes["cp"], 8192), torch.int64), cf.Mesh(**axes, topology="8xh100-80g")
+        step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), plugins=[colofunc_plugins])
+        step = cf.checkpoint(step, budget="60GiB")
+    elif name == "mixtral on 4 axes":
         ids, mesh = cf.abstract((16, 16), torch.int64), cf.Mesh(dp=2, tp=2, cp=2, ep=2, topology="16xa100-80g")
         step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), experts("ep"), plugins=[colofunc_plugins])
     else:
@@ -73,11 +101,11 @@ def bench() -> Section:
         figure = f"{one['cpu_s']:.1f} CPU s, {one['wall_s']:.1f} s by the clock, {one['nodes']:,} local operators"
         rows.append(Row(f"{name}: trace and plan", figure, f"at most {limit:g} s", one["cpu_s"] <= limit))
         gib = one["peak_bytes"] / 2**30
-        big = name == "opt-30b"
+        big = name in WITH_MEMORY_LIMIT
         rows.append(Row(f"{name}: peak memory", f"{gib:.2f} GiB", "at most 2 GB" if big else "", gib <= 1.86 if big else None))
         rows.append(Row(f"{name}: plan", one["plan"]))
     setting = (
         "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
-        f"16xA100-80G; torch {torch.__version__}"
+        f"16xA100-80G; LLaMA on {', '.join(str(axes) for _, axes in LLAMAS.values())} of 8xH100-80G; torch {torch.__version__}"
     )
     return Section("Trace and plan", setting, rows)
