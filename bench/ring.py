@@ -60,7 +60,8 @@ def activations(plan: str, ranks: int) -> int:
     ids = torch.zeros((1, ranks * PER_RANK), dtype=torch.int64)
     mesh = cf.Mesh(cp=ranks, topology=TOPOLOGY)
     made = {"ring": ring, "ulysses": ulysses}[plan]("cp")
-    low = cf.shard(step, mesh, made, {"*": cf.Wish("*", "...", ("cp",))}, donate=()).lower(net.params, {"input_ids": ids, "labels": ids})
+    whole = {"*": cf.ext.Wish("*", "...", ("cp",))}
+    low = cf.shard(step, mesh, made, whole, donate=()).lower(net.params, {"input_ids": ids, "labels": ids})
     weights = {tuple(p.shape) for p in net.params.values()}
     at_peak = low.memory().at_peak
     return sum(live.nbytes for live in at_peak if live.shape not in weights and not live.name.startswith(("batch", "params")))

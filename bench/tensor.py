@@ -111,11 +111,11 @@ def two_products() -> list[Row]:
     return found
 
 
-def layers(depth: bool) -> list[cf.Wish]:
+def layers(depth: bool) -> list[cf.ext.Wish]:
     """Two products over a cube, or over one layer of it, directions in turn."""
     rows = ", z: 3d rows" if depth else ""
     first, other = (f"{{{i}: 3d inputs, {o}: 3d outputs{rows}}}" for i, o in ("xy", "yx"))
-    return [cf.Wish("*", (first, other), source="bench")]
+    return [cf.ext.Wish("*", (first, other), source="bench")]
 
 
 def buffers() -> list[Row]:

@@ -47,14 +47,14 @@ class DDP:
     name: str = "ddp"
     axes: tuple[str, ...] = ("dp",)
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         given = [program.values[i] for i in program.inputs]
-        found = [cf.Wish(v.name, "(dp b) ...", self.axes, ("batch",), self.name, along=True) for v in given if v.role == "batch"]
+        found = [cf.ext.Wish(v.name, "(dp b) ...", self.axes, ("batch",), self.name, along=True) for v in given if v.role == "batch"]
         for v in (v for v in given if v.role in ("param", "state")):
             whole = " ".join(f"d{d}" for d in range(len(v.shape)))
-            found.append(cf.Wish(v.name, whole, self.axes, (v.role,), self.name))
+            found.append(cf.ext.Wish(v.name, whole, self.axes, (v.role,), self.name))
             if v.role == "param":
-                found.append(cf.Wish(f"grad.{v.name}", whole, self.axes, ("grad",), self.name, optional=True))
+                found.append(cf.ext.Wish(f"grad.{v.name}", whole, self.axes, ("grad",), self.name, optional=True))
         return found
 
 

@@ -8,13 +8,10 @@
     state, metrics = step(state, batch)
 """
 
-from colofunc import testing
+from colofunc import ext, testing
 from colofunc.config import configure
 from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Cost, Rule, Strategy
-from colofunc.dtensor.rules import local as local
-from colofunc.dtensor.rules.attention_call import AttentionCall as AttentionCall
-from colofunc.dtensor.rules.pattern import pattern
+from colofunc.dtensor.rule import Cost, Strategy
 from colofunc.dtensor.spec import Spec
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
 from colofunc.errors import (
@@ -55,21 +52,9 @@ from colofunc.mesh.profile import profile_mesh
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
-from colofunc.ops.kernels import Kernel as Kernel
 from colofunc.ops.seeds import random, random_state, set_random_state
-from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.plan import Plan
 from colofunc.planner.recompute.policies import every, save_only
-from colofunc.planner.wishes import products as products
-from colofunc.planner.wishes import reading as reading
-from colofunc.planner.wishes import tokens as tokens
-from colofunc.planner.wishes.attention_pattern import AttentionExchange as AttentionExchange
-from colofunc.planner.wishes.attention_pattern import AttentionPattern as AttentionPattern
-from colofunc.planner.wishes.follow import Rules
-from colofunc.planner.wishes.follow import follow as follow
-from colofunc.planner.wishes.product_pairs import product_pairs as product_pairs
-from colofunc.planner.wishes.ways import ways
-from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.checkpoint import checkpoint
@@ -82,9 +67,6 @@ from colofunc.transforms.staged import Staged
 from colofunc.version import __version__ as __version__
 
 __all__ = [
-    "AttentionCall",
-    "AttentionExchange",
-    "AttentionPattern",
     "Batches",
     "CapacityError",
     "CheckError",
@@ -96,13 +78,10 @@ __all__ = [
     "Cost",
     "DTensor",
     "InputError",
-    "Kernel",
     "Layout",
-    "MemoryPolicy",
     "Mesh",
     "MeshError",
     "Model",
-    "NamedPlan",
     "Optimizer",
     "Plan",
     "PlanError",
@@ -110,19 +89,14 @@ __all__ = [
     "Policy",
     "PrecisionError",
     "ProgramError",
-    "Room",
-    "Rule",
     "RuleError",
-    "Rules",
     "Spec",
     "SpecError",
     "Staged",
-    "State",
     "Strategy",
     "Topology",
     "TopologyError",
     "TraceError",
-    "Wish",
     "abstract",
     "accumulate",
     "adapt",
@@ -135,7 +109,7 @@ __all__ = [
     "distribute",
     "every",
     "expert_capacity",
-    "follow",
+    "ext",
     "from_local",
     "functional",
     "hookimpl",
@@ -143,21 +117,16 @@ __all__ = [
     "launch",
     "lazy",
     "load",
-    "local",
     "local_stats",
     "lora",
     "moe",
     "offload",
     "operator",
     "pad",
-    "pattern",
     "precision",
-    "product_pairs",
-    "products",
     "profile_mesh",
     "random",
     "random_state",
-    "reading",
     "save",
     "save_only",
     "save_pretrained",
@@ -165,9 +134,7 @@ __all__ = [
     "set_random_state",
     "shard",
     "testing",
-    "tokens",
     "topology",
     "train_step",
     "value_and_grad",
-    "ways",
 ]

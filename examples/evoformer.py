@@ -159,17 +159,17 @@ class DynamicAxial:
     axes: tuple[str, ...] = ("dap",)
     name: str = "dynamic axial"
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         (axis,), both = self.axes, ("forward", "backward")
         found = []
         for match, dim in SPLIT.items():  # b of linear, d of norms and what is pointwise, i of embeddings
             want = tuple(f"{{{axis}: {factor}{dim}}}" for factor in "bdi")
-            found.append(cf.Wish(match, want, source=self.name, phases=both))
+            found.append(cf.ext.Wish(match, want, source=self.name, phases=both))
         attention = ("colofunc.attention", "colofunc.attention_backward")  # its batch: rows for the one, columns for the other
-        found.append(cf.Wish("*", f"{{{axis}: b}}", source=self.name, targets=attention, phases=both))
-        found.append(cf.Wish("*letters", f"b ({axis} s) r", roles=("batch",), source=self.name))
-        found.append(cf.Wish("*pairs", f"b ({axis} i) j", roles=("batch",), source=self.name))
-        found.append(cf.Wish("*", "...", axes=self.axes, roles=("param", "state"), source=self.name))
+        found.append(cf.ext.Wish("*", f"{{{axis}: b}}", source=self.name, targets=attention, phases=both))
+        found.append(cf.ext.Wish("*letters", f"b ({axis} s) r", roles=("batch",), source=self.name))
+        found.append(cf.ext.Wish("*pairs", f"b ({axis} i) j", roles=("batch",), source=self.name))
+        found.append(cf.ext.Wish("*", "...", axes=self.axes, roles=("param", "state"), source=self.name))
         return found
 
 

@@ -13,18 +13,18 @@ from colofunc.testing import check_strategies
 from colofunc.testing.prove import run_whole
 
 
-class Broadcast(cf.AttentionPattern):
+class Broadcast(cf.ext.AttentionPattern):
     """Every rank's keys in turn, for all ranks at once."""
 
     words = "broadcast", "broadcast striped"
 
     def price(self, flops: float) -> tuple[float, float, float]:
-        nbytes = self.block_bytes(cf.local.wide(self.attention.dtype))
+        nbytes = self.block_bytes(cf.ext.local.wide(self.attention.dtype))
         return flops * self.busiest, self.n * self.mesh.collective_s("all_reduce", nbytes, (self.axis,)), 2 * nbytes
 
     def attend(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         me = collectives.axis_index(self.axis, self.mesh)
-        own = cf.local.among_zeros(self.keys(x)[None], 0, self.axis, self.mesh)
+        own = cf.ext.local.among_zeros(self.keys(x)[None], 0, self.axis, self.mesh)
         blocks = [collectives.all_reduce(own[j], self.axis, self.mesh) for j in range(self.n)]
         found = [self.over_block(x, keys, me, torch.full((), j)) for j, keys in enumerate(blocks)]
         if not self.attention.backward:
@@ -39,7 +39,7 @@ class Broadcast(cf.AttentionPattern):
 class Dealt:
     """Heads for rows by all-to-all, where the axis divides the key heads of calls without a bias."""
 
-    attention: cf.AttentionCall
+    attention: cf.ext.AttentionCall
     mesh: cf.Mesh
     axis: str
     way: cf.Strategy
@@ -53,10 +53,10 @@ class Dealt:
         return 1e-3, 1024.0
 
     def there(self, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: cf.local.exchanged(part, 1, 2, self.axis, self.mesh) for name, part in x.items()}
+        return {name: cf.ext.local.exchanged(part, 1, 2, self.axis, self.mesh) for name, part in x.items()}
 
     def back(self, found: tuple[torch.Tensor, ...], x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return *(cf.local.exchanged(part, 2, 1, self.axis, self.mesh) for part in found[:3]), *found[3:]
+        return *(cf.ext.local.exchanged(part, 2, 1, self.axis, self.mesh) for part in found[:3]), *found[3:]
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         return options
@@ -66,11 +66,11 @@ class Dealt:
 class Plugin:
     """A pattern over `a`, alone and inside an exchange over `o`."""
 
-    kind: type[cf.AttentionPattern] = Broadcast
+    kind: type[cf.ext.AttentionPattern] = Broadcast
 
     @cf.hookimpl
     def colofunc_strategies(self) -> Any:
-        return dict.fromkeys(cf.AttentionCall.TARGETS, self.strategies)
+        return dict.fromkeys(cf.ext.AttentionCall.TARGETS, self.strategies)
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Any:
         return self.kind.strategies(call, mesh, "a", Dealt, ["o"] if "o" in mesh else [])
@@ -97,7 +97,7 @@ def test_inside_an_exchange_of_a_third_party(shape: str) -> None:
 
 def ways(on: cf.Mesh, **shape: Any) -> dict[str, cf.Cost]:
     """What the forward call can do, and what that costs."""
-    call, _, _ = run_whole(cf.AttentionCall.FORWARD, calls(**shape)[cf.AttentionCall.FORWARD])
+    call, _, _ = run_whole(cf.ext.AttentionCall.FORWARD, calls(**shape)[cf.ext.AttentionCall.FORWARD])
     return {way.name: way.cost for way in Plugin().strategies(call, on)}
 
 
@@ -128,7 +128,7 @@ def test_blocks_of_columns_merge_to_all_of_them() -> None:
     scores, v = torch.randn(3, 12, generator=gen, dtype=torch.float64), torch.randn(12, 4, generator=gen, dtype=torch.float64)
     scores[1, :8], scores[2] = -torch.inf, -torch.inf
     blocks = [(scores[:, k : k + 4].softmax(-1).nan_to_num(nan=0.0) @ v[k : k + 4], scores[:, k : k + 4].logsumexp(-1)) for k in (0, 4, 8)]
-    out, lse = cf.AttentionPattern.merged(blocks)
+    out, lse = cf.ext.AttentionPattern.merged(blocks)
     weights = scores.exp()
     assert torch.allclose(out[:2], (weights @ v / weights.sum(-1, keepdim=True))[:2], rtol=0, atol=1e-12)
     assert torch.allclose(lse[:2], weights.sum(-1).log()[:2], rtol=0, atol=1e-12)
@@ -142,4 +142,4 @@ def test_a_pattern_that_forgets_a_block_is_found_out() -> None:
             return self.over_block(x, self.keys(x), me, me, own=True)
 
     with pytest.raises(cf.CheckError, match="differs from the operator on whole tensors"):
-        check_strategies(Plugin(Own), cf.AttentionCall.FORWARD, calls()[cf.AttentionCall.FORWARD], meshes=[mesh(a=2)])
+        check_strategies(Plugin(Own), cf.ext.AttentionCall.FORWARD, calls()[cf.ext.AttentionCall.FORWARD], meshes=[mesh(a=2)])

@@ -62,7 +62,7 @@ def factors(plan: str) -> list[str]:
     """What rules call the factors of the operators of a step."""
     step, state, batch = step_of(plan, trains=True)
     program = cf.shard(step, cf.Mesh(), auto=False).lower(state, batch).global_program
-    rules = [cf.Rules(program, cf.Mesh()).rule(node) for node in program.nodes]
+    rules = [cf.ext.Rules(program, cf.Mesh()).rule(node) for node in program.nodes]
     return sorted({name for rule in rules if rule is not None for name in rule.sizes})
 
 

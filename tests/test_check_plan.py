@@ -33,7 +33,7 @@ def plugin(target: str, word: str, ins: list[dict[str, str]], outs: list[dict[st
 
     def strategies(call: Any, mesh: cf.Mesh) -> Any:
         placed = [*ins, *({} for _ in call.ins[len(ins) :])]
-        for way in cf.ways(call, mesh, ins=placed, outs=outs) if "tp" in mesh.axis_names else ():
+        for way in cf.ext.ways(call, mesh, ins=placed, outs=outs) if "tp" in mesh.axis_names else ():
             body = lambda *shards, mesh: local(call, mesh, *shards)  # noqa: E731
             yield attrs.evolve(way, name=f"{{tp: {word}}}", local=body, axes=(("tp", word), *way.axes))
 
@@ -43,7 +43,7 @@ def plugin(target: str, word: str, ins: list[dict[str, str]], outs: list[dict[st
 
 
 def wish(target: str, word: str) -> Plan:
-    return Plan([cf.Wish("*", f"{{tp: {word}}}", targets=(target,))], word)
+    return Plan([cf.ext.Wish("*", f"{{tp: {word}}}", targets=(target,))], word)
 
 
 def raises(error: Exception) -> Plan:
@@ -77,9 +77,9 @@ class Idle:
     axes: tuple[str, ...] = ("tp",)
     name: str = "idle"
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         leaves = [program.values[i] for i in program.inputs if program.values[i].role in ("param", "state", "batch")]
-        return [cf.Wish(leaf.name, "...", self.axes, (leaf.role,), self.name) for leaf in leaves]
+        return [cf.ext.Wish(leaf.name, "...", self.axes, (leaf.role,), self.name) for leaf in leaves]
 
 
 def test_what_does_next_to_nothing_for_a_step_is_said() -> None:
@@ -101,7 +101,7 @@ def test_steps_of_ones_own() -> None:
 
 
 def forgetful(call: Any, mesh: cf.Mesh, *shards: Any) -> Any:
-    return cf.local.rerun(call, shards, {})  # x (b, i/tp), w (o, i/tp): a term of the sum, given out as the sum
+    return cf.ext.local.rerun(call, shards, {})  # x (b, i/tp), w (o, i/tp): a term of the sum, given out as the sum
 
 
 def test_a_forgotten_reduction_is_caught() -> None:
@@ -111,7 +111,7 @@ def test_a_forgotten_reduction_is_caught() -> None:
 
 
 def blind(call: Any, mesh: cf.Mesh, *shards: Any) -> Any:
-    return cf.local.rerun(call, shards, {(3, "bias"): None, (5, "causal"): False})
+    return cf.ext.local.rerun(call, shards, {(3, "bias"): None, (5, "causal"): False})
 
 
 @pytest.mark.parametrize("step", ["attention_block", "padded_attention"])

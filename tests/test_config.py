@@ -197,16 +197,16 @@ def test_transforms_of_plugins_take_their_options(plugin: Any) -> None:
     assert calls == []
 
 
-def kept(share: float = 0.5, role: Literal["state", "param"] = "state") -> cf.MemoryPolicy:
+def kept(share: float = 0.5, role: Literal["state", "param"] = "state") -> cf.ext.MemoryPolicy:
     if not 0 <= share <= 1:
         raise ValueError(f"kept: share={share} is no part. Try: 0.5")
-    return cf.MemoryPolicy(f"kept {role} {share}")
+    return cf.ext.MemoryPolicy(f"kept {role} {share}")
 
 
 @pytest.fixture
 def policies() -> Any:
     module = types.ModuleType("policies_plugin")
-    made = {"kept": kept, "fixed": cf.MemoryPolicy("fixed")}
+    made = {"kept": kept, "fixed": cf.ext.MemoryPolicy("fixed")}
     module.colofunc_memory_policies = cf.hookimpl(specname="colofunc_memory_policies")(lambda: made)
     return module
 

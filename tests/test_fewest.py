@@ -166,7 +166,7 @@ def test_a_plan_says_that_a_linear_program_took_too_long(monkeypatch: pytest.Mon
 def test_a_step_that_aims_at_bytes_stays_in_its_budget_and_copies_no_more() -> None:
     step, *args = training()
     budget = int(peak(cf.shard(step, one()), *args) * 0.6)
-    away = cf.MemoryPolicy("all", lambda states, room: ["host" if s.nbytes > 8 else None for s in states], "host")
+    away = cf.ext.MemoryPolicy("all", lambda states, room: ["host" if s.nbytes > 8 else None for s in states], "host")
     found = {policy: cf.offload(cf.shard(step, one()), policy=policy, budget=budget).lower(*args) for policy in ("auto", "bytes", away)}
     copied = {policy: sum(low.program.values[n.refs[0]].nbytes for n in low.program.nodes if _copies(n)) for policy, low in found.items()}
     assert all(low.memory().peak_bytes["device"] <= budget for low in found.values()) and 0 < copied["bytes"] <= min(copied.values())

@@ -27,8 +27,8 @@ class Dealt:
     def axes(self) -> tuple[str, ...]:
         return tuple(self.axis.split())
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        return [cf.Wish("batch*", self.spec, self.axes, ("batch",), f"dealt({self.axis})", along=True)]
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        return [cf.ext.Wish("batch*", self.spec, self.axes, ("batch",), f"dealt({self.axis})", along=True)]
 
 
 def flat(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,12 +15,12 @@ import colofunc as cf
 from colofunc.testing import check
 
 SIZES = [("param", 100)] * 4 + [("state", 200)] * 4 + [("state", 4)]
-STATES = [cf.State(f"{role}{k}", role, nbytes) for k, (role, nbytes) in enumerate(SIZES)]
+STATES = [cf.ext.State(f"{role}{k}", role, nbytes) for k, (role, nbytes) in enumerate(SIZES)]
 
 
-def placed(policy: cf.MemoryPolicy, budget: int | None = None) -> str:
+def placed(policy: cf.ext.MemoryPolicy, budget: int | None = None) -> str:
     """One letter a state: d or h."""
-    return "".join((tier or "-")[0] for tier in policy.place(STATES, cf.Room(budget, 100, 1)))
+    return "".join((tier or "-")[0] for tier in policy.place(STATES, cf.ext.Room(budget, 100, 1)))
 
 
 def test_what_each_placement_keeps_where() -> None:
@@ -37,12 +37,12 @@ def test_auto_fills_the_margin_with_moments_in_order() -> None:
     assert placed(gemini("auto")) == "dddddddd" + "d"
 
 
-CHUNKS = [cf.State(f"params.{k}", "param", 100) for k in range(4)] + [cf.State(f"opt.m.{k}", "state", 200) for k in (3, 2, 1, 0)]
+CHUNKS = [cf.ext.State(f"params.{k}", "param", 100) for k in range(4)] + [cf.ext.State(f"opt.m.{k}", "state", 200) for k in (3, 2, 1, 0)]
 
 
 def test_elixir_keeps_chunks_with_their_state_and_a_block_for_the_others() -> None:
     def placed(budget: int) -> str:
-        return "".join((tier or "-")[0] for tier in elixir().place(CHUNKS, cf.Room(budget, 100, 1)))
+        return "".join((tier or "-")[0] for tier in elixir().place(CHUNKS, cf.ext.Room(budget, 100, 1)))
 
     assert placed(100 + 4 * 300) == "dddd" + "dddd"
     assert placed(100 + 700) == "ddhh" + "hhdd"  # the moments of parameters 1 and 0; a block is left

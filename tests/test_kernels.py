@@ -50,16 +50,16 @@ def arguments(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> tuple[list
 # ---- the hook ----
 
 
-def kernel(name: str, seconds: float, fits: Any, made: list[str], target: str = "aten.gelu.default") -> cf.Kernel:
+def kernel(name: str, seconds: float, fits: Any, made: list[str], target: str = "aten.gelu.default") -> cf.ext.Kernel:
     def fn(x: Tensor, approximate: str) -> Tensor:
         made.append(f"{name} {approximate}")
         return torch.ops.aten.gelu.default(x, approximate=approximate)
 
     fn.__name__ = name
-    return cf.Kernel(target, "cuda", fits, lambda call, rates: seconds, lambda call: 4096, fn)
+    return cf.ext.Kernel(target, "cuda", fits, lambda call, rates: seconds, lambda call: 4096, fn)
 
 
-def giving(*kernels: cf.Kernel) -> Any:
+def giving(*kernels: cf.ext.Kernel) -> Any:
     made = ModuleType("giving")
     made.colofunc_kernels = cf.hookimpl(lambda: list(kernels))  # type: ignore[attr-defined]
     return made
@@ -105,7 +105,8 @@ def test_the_plan_counts_the_seconds_and_the_memory_of_the_kernel_that_a_call_ge
 
 def test_of_kernels_that_cost_the_same_the_project_s_own_is_taken() -> None:
     own = build_registry().kernels["colofunc.attention", "cuda"]
-    mine = cf.Kernel("colofunc.attention", "cuda", lambda call: True, lambda call, rates: own[0].cost_s(call, rates), lambda call: 0, len)
+    cost_s = own[0].cost_s
+    mine = cf.ext.Kernel("colofunc.attention", "cuda", lambda call: True, lambda call, rates: cost_s(call, rates), lambda call: 0, len)
     registry = build_registry((giving(mine),))
     q = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, device="meta")
     call = describe("colofunc.attention", (q, q, q, None, 1.0, True, 0, 0.0, None, 0, None, None, [], [], None, None, None, None), (9, 0))

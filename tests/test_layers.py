@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("pictures", ["colofunc.pictures"]),
     ("functional", ["colofunc.functional"]),
     ("config", ["colofunc.config"]),
+    ("ext", ["colofunc.ext"]),
     ("integrations", ["colofunc.integrations"]),
     ("testing", ["colofunc.testing"]),
     ("command line", ["colofunc.cli", "colofunc.__main__"]),
@@ -148,10 +149,12 @@ def check_transform(module: str, source: str) -> list[str]:
 
 
 def check_plugin(module: str, source: str, public: frozenset[str]) -> list[str]:
-    """A plugin takes public names of colofunc (`cf.X`, `from colofunc import X`) and nothing of another plugin."""
+    """A plugin takes public names of colofunc (`cf.X`, `cf.ext.X`, imports of both) and nothing of another plugin."""
     found, aliases = [], set()
     mine = module.split(".")[:2]
     for line, base, name in imports(module, source):
+        if base == "colofunc.ext" and f"ext.{name}" in public:
+            continue
         if base.startswith("colofunc."):
             found.append(f"{module}:{line} imports {base}. Try: a public name, `from colofunc import {name or '...'}`")
         elif base == "colofunc" and name and name not in public:
@@ -167,6 +170,10 @@ def check_plugin(module: str, source: str, public: frozenset[str]) -> list[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             if node.attr not in public:
                 found.append(f"{module}:{node.lineno} uses colofunc.{node.attr}, which is not public")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "ext":
+            root = node.value.value
+            if isinstance(root, ast.Name) and root.id in aliases and f"ext.{node.attr}" not in public:
+                found.append(f"{module}:{node.lineno} uses colofunc.ext.{node.attr}, which is not public")
     return found
 
 
@@ -291,10 +298,15 @@ def runtime_graph(files: dict[str, str]) -> dict[str, set[str]]:
 
 @cache
 def public_names() -> frozenset[str]:
-    """What colofunc/__init__.py binds: a plugin may use this and no more."""
-    tree = ast.parse(sources("colofunc").get("colofunc", ""))
-    names: set[str] = {"__version__"}
-    for node in tree.body:
+    """What colofunc/__init__.py binds, and with "ext." in front what colofunc/ext does: a plugin may use this and no more."""
+    users, authors = _bound("colofunc"), _bound("colofunc.ext")
+    return frozenset({"__version__", *users, *(f"ext.{name}" for name in authors)})
+
+
+def _bound(package: str) -> set[str]:
+    """The names that a package's `__init__` binds, but private ones."""
+    names: set[str] = set()
+    for node in ast.parse(sources("colofunc").get(package, "")).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -303,7 +315,7 @@ def public_names() -> frozenset[str]:
             names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
             if any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
                 names |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
-    return frozenset(name for name in names if not name.startswith("_") or name == "__version__")
+    return {name for name in names if not name.startswith("_")}
 
 
 # ---- the tree as it is ----
@@ -387,6 +399,8 @@ def test_allowed(check, module: str, source: str) -> None:
         "import colofunc as cf\ncf.planner",
         "from colofunc_plugins.gemini import chunks",
         "from colofunc_plugins import gemini",
+        "from colofunc.ext import hidden",
+        "import colofunc as cf\ncf.ext.hidden",
     ],
 )
 def test_plugin_refused(source: str) -> None:
@@ -394,8 +408,9 @@ def test_plugin_refused(source: str) -> None:
 
 
 def test_plugin_allowed() -> None:
-    source = "import colofunc as cf\nfrom colofunc import Spec\nfrom colofunc_plugins.zero import states\ncf.Spec"
-    assert check_plugin("colofunc_plugins.zero.plan", source, frozenset({"Spec"})) == []
+    ours = "import colofunc as cf\nfrom colofunc import Spec\nfrom colofunc_plugins.zero import states\ncf.Spec\n"
+    authors = "from colofunc.ext import Wish\ncf.ext.Wish"
+    assert check_plugin("colofunc_plugins.zero.plan", ours + authors, frozenset({"Spec", "ext", "ext.Wish"})) == []
 
 
 def test_cycle_is_found() -> None:

@@ -139,7 +139,7 @@ def test_policies_say_where_state_lies_and_where_it_is_updated() -> None:
     host, device = (cf.offload(cf.shard(step, one()), policy=p).lower(*args) for p in ("host", "device"))
     assert {lay.tier for lay in host.input_layouts[: len(host.donated)] if lay.shape} == {"host"} and copies(host)
     assert {lay.tier for lay in device.input_layouts} == {"device"} and not copies(device)
-    only = cf.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else "device" for s in states], "device")
+    only = cf.ext.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else "device" for s in states], "device")
     low = cf.offload(cf.shard(step, one()), policy=only).lower(*args)
     tiers = {name: lay.tier for name, lay in zip(low.traced.names, low.input_layouts, strict=False)}
     assert tiers["state.opt.exp_avg.4.weight"] == "host" and tiers["state.params.4.weight"] == "device"
@@ -217,7 +217,7 @@ class Aimed:
 
     @cf.hookimpl
     def colofunc_memory_policies(self) -> dict[str, Any]:
-        return {"aimed": cf.MemoryPolicy("aimed")}
+        return {"aimed": cf.ext.MemoryPolicy("aimed")}
 
 
 def test_a_policy_that_is_none_is_named_at_once_with_those_near_it() -> None:

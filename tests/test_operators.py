@@ -135,7 +135,7 @@ def test_hooks_speak_of_it() -> None:
     step = cf.shard(lambda x: bare(x), cf.Mesh(tp=2), in_specs="b (tp d)", out_specs="b (tp d)", plugins=[module])
     assert step.lower(randn(8, 4)).plan.find("opstest.bare")[0].strategy == "{tp: columns}"
     rules = types.ModuleType("rules")
-    rules.colofunc_rules = cf.hookimpl(lambda: {"opstest.gated": cf.pattern("b d, b d -> b d")})  # type: ignore[attr-defined]
+    rules.colofunc_rules = cf.hookimpl(lambda: {"opstest.gated": cf.ext.pattern("b d, b d -> b d")})  # type: ignore[attr-defined]
     with pytest.raises(cf.PluginError, match=r"'opstest.gated' comes from both 'cf.operator' and 'rules'"):
         cf.shard(lambda x: gated(x, x), MESH, plugins=[rules])(randn(8, 4))
 

@@ -154,7 +154,7 @@ def test_a_rule_for_an_operator_of_ones_own() -> None:
     def _(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    rules = plugin("doubles", colofunc_rules=lambda: {"testplugin.double": cf.pattern("b d -> b d")})
+    rules = plugin("doubles", colofunc_rules=lambda: {"testplugin.double": cf.ext.pattern("b d -> b d")})
     fn, x = (lambda x: double(x) + 1), torch.randn(8, 4)
     mesh = cf.Mesh(dp=2, tp=2)
     without, given = (cf.shard(fn, mesh, in_specs="(dp b) (tp d)", plugins=p) for p in ((), [rules]))
@@ -190,7 +190,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 def test_a_rule_is_that_of_the_plugin_that_is_asked(key: str) -> None:
     """Of two that were tried one after the other, as an author does; by either name of the operator."""
     right, wrong = (
-        plugin(how, colofunc_rules=lambda how=how: {key: cf.pattern("b i -> b", reduce={"i": how})}) for how in ("max", "sum")
+        plugin(how, colofunc_rules=lambda how=how: {key: cf.ext.pattern("b i -> b", reduce={"i": how})}) for how in ("max", "sum")
     )
     x = torch.randn(6, 6, dtype=torch.float64)
     for _ in range(2):
@@ -211,14 +211,14 @@ def test_strategies_that_fail_name_their_function() -> None:
         with pytest.raises(cf.PluginError, match=rf"strategies of testplugin.row_max from .*{words}.*; yield cf.Strategy records"):
             cf.shard(row_max, cf.Mesh(dp=2), plugins=[fails]).lower(torch.ones(4, 4))
     with pytest.raises(cf.PluginError, match="'b i' of a rule has no two sides; write operands -> results"):
-        check_strategies(plugin("half", colofunc_rules=lambda: {"testplugin.row_max": cf.pattern("b i")}), "testplugin.row_max")
+        check_strategies(plugin("half", colofunc_rules=lambda: {"testplugin.row_max": cf.ext.pattern("b i")}), "testplugin.row_max")
 
 
 def test_named_plans_see_the_rules_of_plugins_by_hand() -> None:
     def step(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return F.linear(bend(F.linear(x, p["a"])), p["b"])
 
-    rules = plugin("bends", colofunc_rules=lambda: {"testplugin.bend": cf.pattern("b d -> b d")})
+    rules = plugin("bends", colofunc_rules=lambda: {"testplugin.bend": cf.ext.pattern("b d -> b d")})
     params, x = {"a": torch.randn(8, 4), "b": torch.randn(4, 8)}, torch.randn(4, 4)
     specs = {}
     for given in ((), (rules,)):
@@ -237,14 +237,14 @@ def test_named_plans_ask_the_rules_that_they_are_given(plan: Any, monkeypatch: p
     mesh = cf.Mesh(dp=2, tp=2)
     step = cf.testing.programs.attention_block(batch=4)
     program = trace(step[0], step[1:]).program
-    rules = cf.Rules(program, mesh)
+    rules = cf.ext.Rules(program, mesh)
     monkeypatch.setattr(follow, "build_registry", lambda plugins: pytest.fail("a plan made rules of its own"))
     assert wishes_of(plan, program, mesh=mesh, rules=rules)
 
 
 def test_every_hook_is_merged() -> None:
     tables: dict[str, Any] = {hook: {f"{hook}.mine": len} for hook in HOOKS}
-    kernel = cf.Kernel("aten.mm.default", "cuda", len, len, len, len)
+    kernel = cf.ext.Kernel("aten.mm.default", "cuda", len, len, len, len)
     tables["colofunc_kernels"] = [kernel]
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
@@ -282,7 +282,7 @@ def test_misspelt_hook() -> None:
 def test_clashes() -> None:
     a, b = (plugin(name, colofunc_plans=lambda: {"mine": len}) for name in ("first", "second"))
     refuses("colofunc_plans: 'mine' comes from both 'first' and 'second'; rename it in one of them", a, b)
-    rule = plugin("late", colofunc_rules=lambda: {"aten.mm.default": cf.pattern("m k, k n -> m n")})
+    rule = plugin("late", colofunc_rules=lambda: {"aten.mm.default": cf.ext.pattern("m k, k n -> m n")})
     refuses("colofunc_rules: 'aten.mm.default' comes from both 'colofunc' and 'late'; rename it in one of them", rule)
 
 
@@ -293,7 +293,7 @@ def test_wrong_types() -> None:
         plugin("texts", colofunc_strategies=lambda: {"aten.cumsum.default": "{tp: d}"}),
     )
     refuses(
-        "colofunc_kernels of plugin 'keys' gave 'aten.mm.default'; give cf.Kernel records",
+        "colofunc_kernels of plugin 'keys' gave 'aten.mm.default'; give cf.ext.Kernel records",
         plugin("keys", colofunc_kernels=lambda: {"aten.mm.default": len}),
     )
     refuses(

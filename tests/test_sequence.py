@@ -153,8 +153,8 @@ class Ring:
     def colofunc_strategies(self) -> Any:
         return self.inner.colofunc_strategies()
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
-        return [cf.Wish("*", f"{{{self.axes[0]}: ring}}", self.axes, targets=(FORWARD, BACKWARD), phases=("forward", "backward"))]
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        return [cf.ext.Wish("*", f"{{{self.axes[0]}: ring}}", self.axes, targets=(FORWARD, BACKWARD), phases=("forward", "backward"))]
 
 
 # ---- whole models ----

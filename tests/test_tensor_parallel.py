@@ -64,7 +64,7 @@ def pairs(family: str, n: int = 2) -> tuple[dict[str, int], set[str], set[str]]:
     """(column -> stripes, rows, vocabulary) by module path."""
     step, state, batch = built(family)
     program = simplify(trace(step, (state, batch)).program)
-    found = cf.product_pairs(program, cf.Mesh(tp=n), "tp")
+    found = cf.ext.product_pairs(program, cf.Mesh(tp=n), "tp")
     return {p.path: s for p, s in found.columns.items()}, {p.path for p in found.rows}, {p.path for p in found.vocabulary}
 
 

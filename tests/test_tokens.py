@@ -1,4 +1,4 @@
-"""cf.tokens: what a step has of attention, and wishes that split its tokens from where they come in."""
+"""cf.ext.tokens: what a step has of attention, and wishes that split its tokens from where they come in."""
 
 from typing import Any
 
@@ -36,18 +36,18 @@ def written(state: Any, batch: Any) -> Any:
 
 def test_leaves_as_long_as_attention_are_split() -> None:
     program = program_of(leaves, {"x": torch.randn(2, 6, 8), "other": torch.randn(2, 8), "row": torch.randn(2)})
-    (wish,) = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine")
+    (wish,) = cf.ext.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine")
     assert (wish.match, wish.want, wish.axes, wish.source) == ("batch.x", "_ (cp s) ...", ("cp",), "mine")
-    assert wish.along and wish.across == cf.AttentionCall.TARGETS and not wish.gathers
-    (call,) = cf.tokens.attention(program, "mine")
+    assert wish.along and wish.across == cf.ext.AttentionCall.TARGETS and not wish.gathers
+    (call,) = cf.ext.tokens.attention(program, "mine")
     assert call.sizes == {"b": 2, "g": 2, "r": 1, "s": 6, "t": 6}
 
 
 def test_tokens_that_arise_inside_are_split_there() -> None:
     program = program_of(patches, torch.randn(2, 12, 8))
-    assert [wish.match for wish in cf.tokens.wishes(program, MESH, "(s cp)", ("cp",), "mine")] == ["batch"]
+    assert [wish.match for wish in cf.ext.tokens.wishes(program, MESH, "(s cp)", ("cp",), "mine")] == ["batch"]
     program = program_of(patches, torch.randn(2, 3, 4, 8))
-    wish, *_ = cf.tokens.wishes(program, MESH, "(s cp)", ("cp",), "mine")
+    wish, *_ = cf.ext.tokens.wishes(program, MESH, "(s cp)", ("cp",), "mine")
     assert wish.match == "*" and wish.values and "cp" in str(wish.want)
 
 
@@ -55,12 +55,12 @@ def test_scores_that_are_written_out() -> None:
     program = program_of(written, torch.randn(2, 6, 8))
     says = r"^mine finds no attention in this step \(it is written out at .*; where a model has none, take another"
     with pytest.raises(cf.PlanError, match=says):
-        cf.tokens.attention(program, "mine", instead="take another")
-    assert cf.tokens.attention(program, "mine", written=True) == []
-    assert cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine") == []
-    (wish,) = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True)
+        cf.ext.tokens.attention(program, "mine", instead="take another")
+    assert cf.ext.tokens.attention(program, "mine", written=True) == []
+    assert cf.ext.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine") == []
+    (wish,) = cf.ext.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True)
     assert wish.match == "batch" and wish.gathers == ("aten.bmm.default", "aten.baddbmm.default")
-    found = cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True, heads="cp")
+    found = cf.ext.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine", written=True, heads="cp")
     by_heads = [wish for wish in found if wish.values]
     assert not any(wish.gathers for wish in found) and by_heads
     assert {wish.want.text() for wish in by_heads} == {"cp a b", "a (cp b) c"}
@@ -70,13 +70,13 @@ def test_no_attention_at_all() -> None:
     program = program_of(lambda state, batch: (state, (batch * state["w"]).sum()), torch.randn(2, 6))
     for written in (False, True):
         with pytest.raises(cf.PlanError, match=r"^mine finds no attention in this step; .*attn_implementation='sdpa'$"):
-            cf.tokens.attention(program, "mine", written, instead="take another")
+            cf.ext.tokens.attention(program, "mine", written, instead="take another")
 
 
 def test_tokens_that_do_not_divide() -> None:
     program = program_of(leaves, {"x": torch.randn(2, 7, 8), "other": torch.randn(2, 8), "row": torch.randn(2)})
     with pytest.raises(cf.PlanError, match=r"^mine: 7 tokens do not divide over 2 ranks; take a multiple"):
-        cf.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine")
+        cf.ext.tokens.wishes(program, MESH, "(cp s)", ("cp",), "mine")
     program = program_of(patches, torch.randn(2, 3, 4, 8))
     with pytest.raises(cf.PlanError, match=r"^mine: 12 tokens do not divide over 8 ranks; they arise inside the model"):
-        cf.tokens.wishes(program, cf.Mesh(cp=8), "(cp s)", ("cp",), "mine")
+        cf.ext.tokens.wishes(program, cf.Mesh(cp=8), "(cp s)", ("cp",), "mine")

@@ -1,4 +1,4 @@
-"""cf.ways: strategies that hold an axis on different factors, beside what the rule says of the other axes."""
+"""cf.ext.ways: strategies that hold an axis on different factors, beside what the rule says of the other axes."""
 
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ def doubled(call: Any, mesh: cf.Mesh) -> Any:
     """x (m k) @ w (k n) with `tp` on the rows of x and on the columns of w: w is gathered, one term at a time."""
     if "tp" not in mesh.axis_names:
         return
-    for way in cf.ways(call, mesh, ins=[{"m": "tp m"}, {"n": "tp n"}], outs=[{"m": "tp m"}]):
+    for way in cf.ext.ways(call, mesh, ins=[{"m": "tp m"}, {"n": "tp n"}], outs=[{"m": "tp m"}]):
 
         def local(x: torch.Tensor, w: torch.Tensor, mesh: cf.Mesh) -> torch.Tensor:
             every = cf.collectives.all_gather(w, "tp", mesh)
@@ -42,9 +42,9 @@ class Gathered:
     name: str = "gathered"
     word: str = "gathered"
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         both = ("forward", "backward")
-        return [cf.Wish("*", f"{{tp: {self.word}}}", self.axes, source=self.name, targets=("aten.mm.default",), phases=both)]
+        return [cf.ext.Wish("*", f"{{tp: {self.word}}}", self.axes, source=self.name, targets=("aten.mm.default",), phases=both)]
 
 
 @pytest.mark.parametrize("axes", [dict(tp=2), dict(tp=3), dict(dp=2, tp=2), dict(tp=2, dp=3)])
@@ -79,7 +79,7 @@ def test_words_that_make_no_sense_are_errors() -> None:
     def spy(call: Any, mesh: cf.Mesh) -> Any:
         for own in ({"q": "tp q"}, {"m": "tpp m"}, {"m": "tp"}):
             with pytest.raises(cf.ColofuncError) as error:
-                list(cf.ways(call, mesh, ins=[own, {}], outs=[{}]))
+                list(cf.ext.ways(call, mesh, ins=[own, {}], outs=[{}]))
             seen.append(str(error.value))
         return ()
 

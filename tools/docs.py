@@ -72,13 +72,13 @@ def hooks_page() -> str:
 
 
 PIECES = (
-    ("Reading a step: `cf.reading`", cf.reading, "cf.reading"),
-    ("Products: `cf.products`", cf.products, "cf.products"),
-    ("Pairs of products: `cf.product_pairs`", product_pairs, "cf"),
-    ("Attention: `cf.AttentionCall`", inspect.getmodule(cf.AttentionCall), "cf"),
-    ("Patterns of attention: `cf.AttentionPattern`", inspect.getmodule(cf.AttentionPattern), "cf"),
-    ("Tokens: `cf.tokens`", cf.tokens, "cf.tokens"),
-    ("Local code: `cf.local`", cf.local, "cf.local"),
+    ("Reading a step: `cf.ext.reading`", cf.ext.reading, "cf.ext.reading"),
+    ("Products: `cf.ext.products`", cf.ext.products, "cf.ext.products"),
+    ("Pairs of products: `cf.ext.product_pairs`", product_pairs, "cf.ext"),
+    ("Attention: `cf.ext.AttentionCall`", inspect.getmodule(cf.ext.AttentionCall), "cf.ext"),
+    ("Patterns of attention: `cf.ext.AttentionPattern`", inspect.getmodule(cf.ext.AttentionPattern), "cf.ext"),
+    ("Tokens: `cf.ext.tokens`", cf.ext.tokens, "cf.ext.tokens"),
+    ("Local code: `cf.ext.local`", cf.ext.local, "cf.ext.local"),
 )
 
 
@@ -145,7 +145,7 @@ SECTIONS = {
     ),
     "Transforms": (
         "shard", "offload", "checkpoint", "precision", "Policy", "accumulate", "local_stats", "expert_capacity", "every", "save_only",
-        "MemoryPolicy", "Room", "State", "Staged", "configure",
+        "Staged", "configure",
     ),
     "Plans": ("Plan",),
     "Data, saving, randomness": (
@@ -165,11 +165,15 @@ def reference_page() -> str:
     ]
     listed = {name for names in SECTIONS.values() for name in names}
     errors_too = [name for name in cf.__all__ if _is_error(getattr(cf, name))]
-    rest = tuple(name for name in cf.__all__ if name not in listed and name not in errors_too)
-    for title, names in {**SECTIONS, "For authors of plugins": rest}.items():
+    rest = tuple(name for name in cf.__all__ if name not in listed and name not in errors_too and name != "ext")
+    for title, names in {**SECTIONS, "Plugins": rest}.items():
         parts.append(f"## {title}\n")
         for name in names:
             parts += _entry(f"cf.{name}", getattr(cf, name))
+    parts.append("## For authors of plugins: `cf.ext`\n")
+    for name in cf.ext.__all__:
+        if name not in cf.__all__:
+            parts += _entry(f"cf.ext.{name}", getattr(cf.ext, name))
     parts.append("## Errors\n")
     parts += [f"- `cf.{name}`: {_line(getattr(cf, name)).split('. ')[0].rstrip('.')}" for name in errors_too]
     parts.append("\n## Named plans: `colofunc_plugins`\n")

@@ -24,9 +24,9 @@ def on_card(*plans: Any, **axes: int) -> Wrap:
     return lambda fn: cf.shard(fn, cf.Mesh(**axes, device="cuda"), *plans)
 
 
-def kept_on_host(update: str) -> cf.MemoryPolicy:
+def kept_on_host(update: str) -> cf.ext.MemoryPolicy:
     """All state in memory of the host."""
-    return cf.MemoryPolicy("host", lambda states, room: ["host"] * len(states), update, activations=False)
+    return cf.ext.MemoryPolicy("host", lambda states, room: ["host"] * len(states), update, activations=False)
 
 
 UPDATED_ON_HOST = "all state and updates on the host"

@@ -171,7 +171,7 @@ class Strategy:
         peak_bytes: float = 0,
         outs: tuple[Layout | None, ...] | None = None,
     ) -> Strategy:
-        """This way to place other axes (one that `cf.ways` gives) with a pattern of your own beside it.
+        """This way to place other axes (one that `cf.ext.ways` gives) with a pattern of your own beside it.
 
         `words`: (axis, what plans call the pattern there). `flops`, `outs`: instead of the way's own; `extra_s`, `peak_bytes`:
         communication and buffers of the local code.

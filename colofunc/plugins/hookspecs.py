@@ -20,10 +20,10 @@ each other. `cf.testing.check_strategies(plugin, op)` proves strategies right on
 
 Hooks speak of operators by name: those of torch, of any library, and those that you register with `cf.operator` (below).
 
-What plugins are made of, all of it used by those in this repository: `cf.ways` gives strategies to build on, and
-`way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.Rules` and `cf.follow` say what operators can do and
-where a layout goes. `cf.reading`, `cf.products`, `cf.product_pairs`, `cf.AttentionCall`, `cf.AttentionPattern`, `cf.tokens` and
-`cf.local` stand below.
+What plugins are made of, all of it used by those in this repository: `cf.ext.ways` gives strategies to build on, and
+`way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.ext.Rules` and `cf.ext.follow` say what operators can do and
+where a layout goes. `cf.ext.reading`, `cf.ext.products`, `cf.ext.product_pairs`, `cf.ext.AttentionCall`, `cf.ext.AttentionPattern`,
+`cf.ext.tokens` and `cf.ext.local` stand below.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ hookimpl = pluggy.HookimplMarker("colofunc")
 
 @hookspec
 def colofunc_rules() -> Mapping[str, Callable[..., Any]]:
-    """Operator name ("aten.mm.default", "mylib.op") -> `rule(call) -> cf.Rule | None`.
+    """Operator name ("aten.mm.default", "mylib.op") -> `rule(call) -> cf.ext.Rule | None`.
 
-    A rule is an einops pattern bound to one call; build it with `cf.pattern("m k, k n -> m n", reduce={"k": "sum"})`,
+    A rule is an einops pattern bound to one call; build it with `cf.ext.pattern("m k, k n -> m n", reduce={"k": "sum"})`,
     which is such a function, or from the call's shapes. None: this call runs replicated. A rule for an operator that
     has one already is a clash: add strategies to that operator instead.
     """
@@ -71,7 +71,7 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
 
 @hookspec
 def colofunc_memory_policies() -> Mapping[str, Any]:
-    """Policy name -> `cf.MemoryPolicy`, or a constructor of one, for `cf.offload(step, policy=name)`.
+    """Policy name -> `cf.ext.MemoryPolicy`, or a constructor of one, for `cf.offload(step, policy=name)`.
 
     A constructor is called without options for a name alone; `cf.configure` gives it options, `policy: {name: {option: 2}}`,
     as its signature says.
@@ -93,7 +93,7 @@ def colofunc_quantizers() -> Mapping[str, Any]:
 
 @hookspec
 def colofunc_kernels() -> Iterable[Kernel]:
-    """`cf.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
+    """`cf.ext.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
 
     A call gets the cheapest kernel whose `guard(call)` agrees, else the operator's own implementation. `call["name"]` is an
     argument, a tensor as its shape and dtype: a guard sees no values, because a device would have to be waited for. The plan

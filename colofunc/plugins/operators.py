@@ -96,7 +96,7 @@ def operator(
 ) -> Callable[[Reference], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
-    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.pattern`), or a function `rule(call)`. A pattern's
+    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.ext.pattern`), or a function `rule(call)`. A pattern's
     operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs
     replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives
     one gradient per tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads`

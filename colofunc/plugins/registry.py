@@ -182,7 +182,7 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
             raise PluginError(f"colofunc_kernels of plugin {who!r} failed: {type(error).__name__}: {error}") from error
         for kernel in given:
             if not isinstance(kernel, Kernel):
-                raise PluginError(f"colofunc_kernels of plugin {who!r} gave {kernel!r}; give cf.Kernel records")
+                raise PluginError(f"colofunc_kernels of plugin {who!r} gave {kernel!r}; give cf.ext.Kernel records")
         kernels += given
     return kernels
 

@@ -58,6 +58,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its elements: of the whole tensor in a global program, of one rank's part in a local one."""
         n = self.dtype.itemsize
         for s in self.shape:
             n *= s
@@ -150,6 +151,7 @@ class Program:
     _facts: Facts = attrs.field(init=False, factory=lambda: Facts(), eq=False, repr=False)  # what `computed_once` has computed
 
     def value(self, id: int) -> Value:
+        """The value with an id. Raises KeyError where there is none."""
         return self.values[id]
 
     # ---- index: computed when it is first asked for, and kept, since a program does not change ----
@@ -194,6 +196,7 @@ class Program:
     # ---- changes: `Editor` makes them node by node ----
 
     def with_nodes(self, nodes: Iterable[Node], values: Mapping[int, Value] | None = None) -> Program:
+        """The program with other nodes, and other values where some are given; inputs and outputs stay."""
         return attrs.evolve(self, nodes=tuple(nodes), values=self.values if values is None else values)
 
     def reordered(self, nodes: Iterable[Node]) -> Program:

@@ -121,7 +121,8 @@ def _constructed(name: str, constructor: Any) -> MemoryPolicy:
     """The policy that a plugin's constructor gives without options."""
     made = constructor() if callable(constructor) else constructor
     if not isinstance(made, MemoryPolicy):
-        raise PlanError(f"cf.offload(policy={name!r}): the plugin gave {made!r}; it must give a cf.MemoryPolicy or a constructor of one")
+        wanted = "a cf.ext.MemoryPolicy or a constructor of one"
+        raise PlanError(f"cf.offload(policy={name!r}): the plugin gave {made!r}; it must give {wanted}")
     return made
 
 

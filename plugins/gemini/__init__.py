@@ -34,7 +34,7 @@ SCALAR = 8  # bytes: step counts stay with the device
 
 def gemini(
     placement: Placement = "auto", *, param: float = 0.0, optim: float = 1.0, margin: float = 0.5, warmup: int = 0
-) -> cf.MemoryPolicy:
+) -> cf.ext.MemoryPolicy:
     """A policy for `cf.offload`.
 
     "device": all state on the device. "host": all on the host, updated there. "static": parts `param` of the parameters' and
@@ -50,7 +50,7 @@ def gemini(
     if warmup < 0:
         raise cf.PlanError(f"gemini(warmup={warmup}): give how many first steps are measured, such as 2")
 
-    def place(states: Sequence[cf.State], room: cf.Room) -> Sequence[str | None]:
+    def place(states: Sequence[cf.ext.State], room: cf.ext.Room) -> Sequence[str | None]:
         if placement in ("device", "host"):
             return [placement if s.nbytes > SCALAR else "device" for s in states]
         if placement == "static":
@@ -66,10 +66,10 @@ def gemini(
         return ["host" if k in away and s.nbytes > SCALAR else "device" for k, s in enumerate(states)]
 
     update = {"device": "device", "host": "host"}.get(placement)
-    return cf.MemoryPolicy(f"gemini {placement}", place, update, activations=False, measure=warmup)
+    return cf.ext.MemoryPolicy(f"gemini {placement}", place, update, activations=False, measure=warmup)
 
 
-def elixir() -> cf.MemoryPolicy:
+def elixir() -> cf.ext.MemoryPolicy:
     """Elixir's search over its published model: so many chunks with their optimizer state on the device, the rest through a cache.
 
     As published: rates of copies and of both Adams by the number of devices that share a host; chunks of one size, packed in
@@ -79,7 +79,7 @@ def elixir() -> cf.MemoryPolicy:
     does is left to `cf.offload`, which also overlaps it with the work that the model leaves out.
     """
 
-    def place(states: Sequence[cf.State], room: cf.Room) -> Sequence[str | None]:
+    def place(states: Sequence[cf.ext.State], room: cf.ext.Room) -> Sequence[str | None]:
         if room.budget_bytes is None:
             return [None] * len(states)
         chunks = _chunks([s.nbytes if s.role == "param" else 0 for s in states])
@@ -91,7 +91,7 @@ def elixir() -> cf.MemoryPolicy:
         said = {k: "device" if k in held or s.nbytes <= SCALAR else "host" for k, s in enumerate(states)}
         return [said[k] if s.role in ("param", "state") else None for k, s in enumerate(states)]
 
-    return cf.MemoryPolicy("elixir", place, activations=False)
+    return cf.ext.MemoryPolicy("elixir", place, activations=False)
 
 
 def _chunks(sizes: Sequence[int]) -> list[list[int]]:
@@ -107,7 +107,7 @@ def _chunks(sizes: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _followers(states: Sequence[cf.State]) -> dict[int, list[int]]:
+def _followers(states: Sequence[cf.ext.State]) -> dict[int, list[int]]:
     """Parameter -> optimizer states that are named after it: the longest end that a parameter's dotted name shares."""
     ends: dict[str, int] = {}  # every end of a name -> the parameter, unless two share it
     for k, s in enumerate(states):
@@ -124,18 +124,18 @@ def _followers(states: Sequence[cf.State]) -> dict[int, list[int]]:
     return found
 
 
-def _first(states: Sequence[cf.State], roles: Iterable[str], nbytes: float) -> set[int]:
+def _first(states: Sequence[cf.ext.State], roles: Iterable[str], nbytes: float) -> set[int]:
     """The first states of these roles that fit in so many bytes."""
     return _taken(states, [k for k, s in enumerate(states) if s.role in tuple(roles)], nbytes)
 
 
-def _last(states: Sequence[cf.State], role: str, part: float) -> set[int]:
+def _last(states: Sequence[cf.ext.State], role: str, part: float) -> set[int]:
     """The last states of a role, with at most that part of its bytes; all of them where the part is 1."""
     mine = [k for k, s in enumerate(states) if s.role == role and s.nbytes > SCALAR]
     return _taken(states, mine[::-1], part * sum(states[k].nbytes for k in mine))
 
 
-def _taken(states: Sequence[cf.State], order: Sequence[int], nbytes: float) -> set[int]:
+def _taken(states: Sequence[cf.ext.State], order: Sequence[int], nbytes: float) -> set[int]:
     found, left = set[int](), nbytes
     for k in order:
         if states[k].nbytes <= left:
@@ -191,5 +191,5 @@ def _changes(count: int, held: set[int], read: set[int]) -> Iterable[tuple[int, 
 
 
 @cf.hookimpl
-def colofunc_memory_policies() -> Mapping[str, Callable[..., cf.MemoryPolicy]]:
+def colofunc_memory_policies() -> Mapping[str, Callable[..., cf.ext.MemoryPolicy]]:
     return {"gemini": gemini, "elixir": elixir, **{f"gemini_{name}": partial(gemini, name) for name in PLACEMENTS}}

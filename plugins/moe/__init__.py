@@ -66,7 +66,7 @@ class Experts:
         if all(a in mesh for a in self.axes):
             yield from strategies(call, mesh, tuple(a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1))
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         axes = mesh.atoms(self.axes)
         ranks = prod(mesh.axis_size(a) for a in axes)
         if ranks == 1:
@@ -86,22 +86,22 @@ class Experts:
                 )
         weights = _weights(program, layers)
         text = " ".join(axes)
-        of = cf.reading.moments(program)
-        rows = cf.reading.rows(program, ranks, self.name)
+        of = cf.ext.reading.moments(program)
+        rows = cf.ext.reading.rows(program, ranks, self.name)
         # Whatever works on the rows does so along them; experts do as they are wished to.
-        found = [cf.Wish(v.name, f"({text} _) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
+        found = [cf.ext.Wish(v.name, f"({text} _) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
         for id in program.inputs:
             value = program.values[id]
             mine = of.get(id, id) in weights
             if value.role in ("param", "frozen", "state"):
                 dims = ["_"] * len(value.shape)
                 spec = " ".join([f"({text} _)", *dims[1:]] if mine else dims)
-                found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
+                found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
         several = [a for a in axes if mesh.axis_size(a) > 1]
         words = ("dispatch", "staged")[: len(several)]
         wants = tuple("{" + ", ".join(f"{a}: {word}" for a in several) + "}" for word in words)
         want, both = wants if len(wants) > 1 else wants[0], ("forward", "backward")
-        return [*found, cf.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
+        return [*found, cf.ext.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
 
 
 def _seen(program: Any) -> str:

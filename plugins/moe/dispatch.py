@@ -178,7 +178,7 @@ class Dispatch:
             operands[0] = self.send(x, slot, rows[t], t)
             operands[1] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
             operands[2] = self.send(weight, slot, rows[t], t)
-            y = from_slots(self.exchange(cf.local.rerun(self.call, operands, self.work(t)), rows[t], t), slot, t)
+            y = from_slots(self.exchange(cf.ext.local.rerun(self.call, operands, self.work(t)), rows[t], t), slot, t)
             total = y if total is None else total + y
         assert total is not None
         return total.reshape(shards[0].shape)
@@ -192,7 +192,7 @@ class Dispatch:
             operands[1] = self.send(x, slot, rows[t], t)
             operands[2] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
             operands[3] = self.send(weight, slot, rows[t], t)
-            dx, dweight, *sums = cf.local.rerun(self.call, operands, self.work(t))
+            dx, dweight, *sums = cf.ext.local.rerun(self.call, operands, self.work(t))
             back = [from_slots(self.exchange(d, rows[t], t), slot, t) for d in (dx, dweight)]
             totals = [*back, *sums] if totals is None else [a + b for a, b in zip(totals, [*back, *sums], strict=True)]
         assert totals is not None
@@ -207,7 +207,7 @@ def strategies(call: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> Iterator[cf.S
         return
     ins = [rows] * (3 + x) + [held] * (len(call.ins) - 3 - x)
     outs = [rows, rows, *(held if t is not None and t.shape != (0,) else {} for t in call.outs[2:])] if x else [rows]
-    for way in cf.ways(call, mesh, ins, outs):
+    for way in cf.ext.ways(call, mesh, ins, outs):
         if any(factor == "e" for _, factor in way.axes):
             continue
         for staged in (False, True)[: len(axes)]:

@@ -22,25 +22,25 @@ import torch
 import colofunc as cf
 
 
-def _slots_rule(call: Any) -> cf.Rule:
+def _slots_rule(call: Any) -> cf.ext.Rule:
     (n, k), rounds = call.ins[0].shape, call.arg(3, "rounds", 1)
     tokens = (("c", "r"), ("k",))
-    return cf.Rule((tokens,), (tokens, (("r",), ("c",))), {"c": n // rounds, "r": rounds, "k": k}, whole=frozenset("rk"))
+    return cf.ext.Rule((tokens,), (tokens, (("r",), ("c",))), {"c": n // rounds, "r": rounds, "k": k}, whole=frozenset("rk"))
 
 
-def _to_rule(call: Any) -> cf.Rule:
+def _to_rule(call: Any) -> cf.ext.Rule:
     (n, d), k, owners, rounds = call.ins[0].shape, call.ins[1].shape[1], call.arg(2, "owners"), call.arg(3, "rounds", 1)
     sizes = {"c": n // rounds, "r": rounds, "k": k, "d": d, "o": owners}
     tokens = ("c", "r")
-    return cf.Rule(((tokens, ("d",)), (tokens, ("k",))), ((("o",), ("c",), ("d",)),), sizes, whole=frozenset("rko"))
+    return cf.ext.Rule(((tokens, ("d",)), (tokens, ("k",))), ((("o",), ("c",), ("d",)),), sizes, whole=frozenset("rko"))
 
 
-def _from_rule(call: Any) -> cf.Rule:
+def _from_rule(call: Any) -> cf.ext.Rule:
     (owners, c, d), (n, k) = call.ins[0].shape, call.ins[1].shape
     sizes = {"c": c, "r": n // c, "k": k, "d": d, "o": owners}
     tokens = ("c", "r")
     pattern = ((("o",), ("c",), ("d",)), (tokens, ("k",)))
-    return cf.Rule(pattern, ((tokens, ("d",)),), sizes, whole=frozenset("rko"), linear=(frozenset({0}),))
+    return cf.ext.Rule(pattern, ((tokens, ("d",)),), sizes, whole=frozenset("rko"), linear=(frozenset({0}),))
 
 
 @cf.operator("moe.slots", rule=_slots_rule)

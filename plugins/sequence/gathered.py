@@ -16,7 +16,7 @@ import torch
 import colofunc as cf
 
 
-class Gathered(cf.AttentionPattern):
+class Gathered(cf.ext.AttentionPattern):
     """Keys gathered over one axis."""
 
     words = "gathered", "gathered striped"
@@ -25,15 +25,15 @@ class Gathered(cf.AttentionPattern):
         a, keys = self.attention, self.n * self.block_bytes()
         extra_s, peak_bytes = self.mesh.collective_s("all_gather", keys, (self.axis,)), 2 * keys
         if a.backward:
-            sums = self.n * self.block_bytes(cf.local.wide(a.dtype))
+            sums = self.n * self.block_bytes(cf.ext.local.wide(a.dtype))
             extra_s += self.mesh.collective_s("reduce_scatter", sums, (self.axis,))
             peak_bytes += 2 * sums
         return flops * self.busiest, extra_s, peak_bytes
 
     def attend(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         over = (2, self.axis, self.mesh, self.striped)
-        found = self.over_all(x, cf.local.gathered(self.keys(x), *over))
+        found = self.over_all(x, cf.ext.local.gathered(self.keys(x), *over))
         if not self.attention.backward:
             return found
         dq, dk, dv, dbias = found
-        return dq, *self.apart(cf.local.scattered(self.key_grads(dk, dv), *over), x), dbias
+        return dq, *self.apart(cf.ext.local.scattered(self.key_grads(dk, dv), *over), x), dbias

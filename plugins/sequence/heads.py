@@ -25,7 +25,7 @@ Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
 Found = tuple[torch.Tensor, ...]
 
 
-class Whole(cf.AttentionPattern):
+class Whole(cf.ext.AttentionPattern):
     """Nothing over an axis: what an exchange of heads alone has between there and back."""
 
     words = "", ""
@@ -39,9 +39,9 @@ class Whole(cf.AttentionPattern):
 
 @attrs.frozen
 class Heads:
-    """The exchange over one axis, for one call whose other axes lie as `way` says: a `cf.AttentionExchange`."""
+    """The exchange over one axis, for one call whose other axes lie as `way` says: a `cf.ext.AttentionExchange`."""
 
-    attention: cf.AttentionCall
+    attention: cf.ext.AttentionCall
     mesh: cf.Mesh
     axis: str
     way: cf.Strategy
@@ -113,7 +113,7 @@ class Heads:
         rows = a.layout("q", self.way).local_numel // self.h * self.p * self.n * a.dtype.itemsize
         columns = 2 * a.layout("k", self.way).local_numel // self.g * self.kept * self.n
         wires = [rows, columns * a.dtype.itemsize, rows]  # q, k and v, out
-        wires += [rows, rows, columns * cf.local.wide(a.dtype).itemsize] if a.backward else []
+        wires += [rows, rows, columns * cf.ext.local.wide(a.dtype).itemsize] if a.backward else []
         return sum(self.mesh.collective_s("all_to_all", nbytes, (self.axis,)) for nbytes in wires), sum(wires)
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Heads:
                 found[name] = self.to_heads(x[name])
         for name in ("least", "most"):
             if name in x:
-                found[name] = cf.local.gathered(x[name], 2, self.axis, self.mesh)
+                found[name] = cf.ext.local.gathered(x[name], 2, self.axis, self.mesh)
         if "bias" in x:
             found["bias"] = self.to_heads(x["bias"][(None,) * (4 - x["bias"].dim())], *self.bias)
         return found
@@ -158,15 +158,15 @@ class Heads:
     def to_heads(self, x: torch.Tensor, heads: bool = True, rows: bool = True) -> torch.Tensor:
         """(b, h, m, ..) of my rows -> (b, p, n m, ..) of my heads; a bias may have no heads, or no rows, of its own."""
         if not heads:
-            return cf.local.gathered(x, 2, self.axis, self.mesh) if rows else x
+            return cf.ext.local.gathered(x, 2, self.axis, self.mesh) if rows else x
         x = collectives.fit(x, (x.shape[0], self.p * self.n, *x.shape[2:]))
-        return cf.local.exchanged(x, 1, 2, self.axis, self.mesh) if rows else cf.local.part(x, 1, self.axis, self.mesh)
+        return cf.ext.local.exchanged(x, 1, 2, self.axis, self.mesh) if rows else cf.ext.local.part(x, 1, self.axis, self.mesh)
 
     def to_rows(self, x: torch.Tensor, heads: bool = True, rows: bool = True) -> torch.Tensor:
         """(b, p, n m, ..) of my heads -> (b, h, m, ..) of my rows; what has no rows is pending, a term on every rank."""
         if not heads:
-            return cf.local.scattered(x, 2, self.axis, self.mesh) if rows else x
-        x = cf.local.exchanged(x, 2, 1, self.axis, self.mesh) if rows else cf.local.among_zeros(x, 1, self.axis, self.mesh)
+            return cf.ext.local.scattered(x, 2, self.axis, self.mesh) if rows else x
+        x = cf.ext.local.exchanged(x, 2, 1, self.axis, self.mesh) if rows else cf.ext.local.among_zeros(x, 1, self.axis, self.mesh)
         return x[:, : self.h]
 
     def key_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class Heads:
 
     def key_columns(self, dx: torch.Tensor) -> torch.Tensor:
         """The way back of `key_heads` for gradients: summed over the ranks that read a head."""
-        total = dx.to(cf.local.wide(dx.dtype))
+        total = dx.to(cf.ext.local.wide(dx.dtype))
         if not self.aligned:
             total = total.new_zeros((total.shape[0], self.kept, *total.shape[2:])).index_add(1, self.read(), total)
         came = collectives.all_to_all(collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.n), self.axis, self.mesh)

@@ -19,9 +19,9 @@ from colofunc_plugins.sequence.rings import Ring
 
 import colofunc as cf
 
-TARGETS = cf.AttentionCall.TARGETS
+TARGETS = cf.ext.AttentionCall.TARGETS
 BALANCES = ("auto", "stripes", None)
-KINDS: Mapping[str, type[cf.AttentionPattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Whole}
+KINDS: Mapping[str, type[cf.ext.AttentionPattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Whole}
 
 
 def ring(axis: str, *, balance: str | None = "auto", heads: str | None = None) -> SequencePlan:
@@ -84,16 +84,17 @@ class SequencePlan:
         # Around blocks over one axis, another plan or `heads` may exchange heads.
         return KINDS[self.mode].strategies(call, mesh, axis, Heads, [a for a in mesh.axis_names if a != axis])
 
-    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
         axis, *heads = (self._atom(mesh, a) for a in self.axes)
         if all(mesh.axis_size(a) == 1 for a in (axis, *heads)):
             return []
         written = self.mode != "ring"
-        calls = cf.tokens.attention(program, self.name, written, instead=f"take gather_kv({self.axes[0]!r}) or ulysses({self.axes[0]!r})")
+        instead = f"take gather_kv({self.axes[0]!r}) or ulysses({self.axes[0]!r})"
+        calls = cf.ext.tokens.attention(program, self.name, written, instead=instead)
         striped = self.mode != "ulysses" and self._striped(calls)
         dealt = (*heads, "_", axis) if striped else (axis, *heads, "_")
         exchanged = axis if self.mode == "ulysses" else ""
-        tokens = cf.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules, exchanged)
+        tokens = cf.ext.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules, exchanged)
         return [*tokens, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
@@ -102,12 +103,14 @@ class SequencePlan:
             raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
         return atoms[0]
 
-    def _striped(self, calls: Sequence[cf.AttentionCall]) -> bool:
+    def _striped(self, calls: Sequence[cf.ext.AttentionCall]) -> bool:
         if self.balance != "auto":
             return self.balance == "stripes"
         return any(a.get("causal") and not 0 < a.get("window") <= a.sizes["t"] // 2 for a in calls)
 
-    def _patterns(self, calls: Sequence[cf.AttentionCall], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool) -> list[cf.Wish]:
+    def _patterns(
+        self, calls: Sequence[cf.ext.AttentionCall], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool
+    ) -> list[cf.ext.Wish]:
         """What attention does, forward and backward."""
         splits = [axis] if self.mode == "ulysses" else heads
         fewest = min(call.sizes["g"] * call.sizes["r"] for call in calls)
@@ -118,4 +121,4 @@ class SequencePlan:
             )
         blocks = [] if self.mode == "ulysses" else [f"{axis}: {KINDS[self.mode].words[striped]}"]
         wants = tuple(f"{{{', '.join((*blocks, *some))}}}" for some in product(*([f"{a}: g", f"{a}: heads"] for a in splits)))
-        return [cf.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))]
+        return [cf.ext.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))]

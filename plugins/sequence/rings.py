@@ -29,7 +29,7 @@ from colofunc import collectives
 Found = tuple[torch.Tensor, ...]
 
 
-class Ring(cf.AttentionPattern):
+class Ring(cf.ext.AttentionPattern):
     """One ring."""
 
     words = "ring", "striped"
@@ -45,7 +45,7 @@ class Ring(cf.AttentionPattern):
     def price(self, flops: float) -> tuple[float, float, float]:
         """The rank with most work decides; what is sent costs time only where work does not hide it."""
         a, blocks = self.attention, self.blocks
-        sent = [self.block_bytes(), self.block_bytes(cf.local.wide(a.dtype))] if a.backward else [self.block_bytes()]
+        sent = [self.block_bytes(), self.block_bytes(cf.ext.local.wide(a.dtype))] if a.backward else [self.block_bytes()]
         start_s, hop_s = (
             sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in some) for some in ([1] * len(sent), sent)
         )
@@ -55,7 +55,7 @@ class Ring(cf.AttentionPattern):
     def steps(self, x: dict[str, torch.Tensor]) -> Iterator[Found]:
         """What the operator gives on this rank's rows and the block of keys and values that it has at each step."""
         me = collectives.axis_index(self.axis, self.mesh)
-        for step, keys in enumerate(cf.local.passing(self.keys(x), self.blocks, self.axis, self.mesh)):
+        for step, keys in enumerate(cf.ext.local.passing(self.keys(x), self.blocks, self.axis, self.mesh)):
             yield self.over_block(x, keys, me, torch.remainder(me - step, self.n), own=step == 0)
 
     def attend(self, x: dict[str, torch.Tensor]) -> Found:
@@ -64,7 +64,7 @@ class Ring(cf.AttentionPattern):
     def backward(self, x: dict[str, torch.Tensor]) -> Found:
         dtype, steps = x["q"].dtype, self.steps(x)
         dq, dk, dv, dbias = next(steps)
-        dq, own, biases = dq.to(cf.local.wide(dtype)), self.key_grads(dk, dv), [dbias]
+        dq, own, biases = dq.to(cf.ext.local.wide(dtype)), self.key_grads(dk, dv), [dbias]
         home = None  # what other ranks add to dK and dV travels with these; the own part need not go round
         for step, (part, dk, dv, dbias) in enumerate(steps, 1):
             dq, dkv = dq + part.to(dq.dtype), self.key_grads(dk, dv)

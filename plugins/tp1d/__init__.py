@@ -5,7 +5,7 @@
     x whole -> q, k, v column (tp o) -> attention over heads -> o row (tp i) -> pending sum: one all-reduce, x whole
 
 Problem: a model has to be rewritten, or a table of its module names kept, to say which product is split how. Idea:
-`cf.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and follows
+`cf.ext.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and follows
 them: heads of attention, activation functions and all of backward are split along. Experts are a pair of products each.
 
 Per layer and step four all-reduces of (b, s, d): two forward (behind each row product), two backward (behind each group
@@ -53,14 +53,14 @@ class Megatron:
     def name(self) -> str:
         return f"tensor(1d, {self.axes[0]})"
 
-    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
         (axis,) = mesh.atoms(self.axes)
         if mesh.axis_size(axis) == 1:
             return []
-        rules = rules or cf.Rules(program, mesh)
-        pairs = cf.product_pairs(program, mesh, axis, rules)
+        rules = rules or cf.ext.Rules(program, mesh)
+        pairs = cf.ext.product_pairs(program, mesh, axis, rules)
         specs: dict[int, str | cf.Layout] = dict(self._specs(program, pairs, axis))
-        layers = [] if self.sequence else list(cf.reading.experts(program, mesh, axis, self.name, rules=rules))
+        layers = [] if self.sequence else list(cf.ext.reading.experts(program, mesh, axis, self.name, rules=rules))
         for _, _, leaves in layers:
             specs |= leaves
         if not specs:
@@ -71,12 +71,12 @@ class Megatron:
         if not self.sequence:  # else what stays whole works on the tokens of a rank
             held = {product.index for product in (*pairs.columns, *pairs.rows)} | {index for index, _, _ in layers}
             instead = f"use fewer ranks, tensor('auto', {axis!r}), or zero(...) for this model"
-            cf.products.worthwhile(program, rules, held, self.name, instead)
+            cf.ext.products.worthwhile(program, rules, held, self.name, instead)
         rest = {3: f"_ ({axis} _) _"} if self.sequence else {}
         found, weights = [], [id for id in program.inputs if program.values[id].role in ("param", "frozen")]
-        for id, spec in cf.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
+        for id, spec in cf.ext.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
             value = program.values[id]
-            found.append(cf.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
+            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
         return found + list(dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes))
 
     def _held(self, pairs: Any) -> list[Any]:
@@ -89,9 +89,9 @@ class Megatron:
         tables = _tables(program)
         for product in self._held(pairs):
             if product in pairs.rows:
-                yield product.leaf, product.spec(summed=cf.products.dim(axis, "_", pairs.rows[product]))
+                yield product.leaf, product.spec(summed=cf.ext.products.dim(axis, "_", pairs.rows[product]))
                 continue
-            split = cf.products.dim(axis, "_", pairs.columns[product])
+            split = cf.ext.products.dim(axis, "_", pairs.columns[product])
             yield product.leaf, product.spec(kept=split)
             if product.bias is not None:
                 yield product.bias, split

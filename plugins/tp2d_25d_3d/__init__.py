@@ -5,7 +5,7 @@
     step = cf.shard(step_fn, mesh, tensor("3d", ("z", "x", "y")))          # a cube, see grid3d.py
     step = cf.shard(step_fn, mesh, tensor("auto", ("x", "y")))             # any split, the grid among them, by cost
 
-Problem: split over one axis, a layer's activations stand whole on every rank. Idea: a pattern of operators (`cf.products`),
+Problem: split over one axis, a layer's activations stand whole on every rank. Idea: a pattern of operators (`cf.ext.products`),
 with local code for the product and both gradients; plans.py says which products of a traced program are held to it.
 """
 

@@ -27,7 +27,7 @@ import torch
 from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Lies, Words
 
 import colofunc as cf
-from colofunc import products
+from colofunc.ext import products
 
 T = torch.Tensor
 
@@ -76,10 +76,10 @@ class Cube:
         shape, along = way.outs[0].local_shape, self.along(flat)
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
-            m = {name: cf.local.gathered(m, 0, along[name], mesh) if name in along else m for name, m in form.matrices(shards).items()}
+            m = {name: cf.ext.local.gathered(m, 0, along[name], mesh) if name in along else m for name, m in form.matrices(shards).items()}
             found = form.product(m)
             if form.wanted in along:
-                found = cf.local.scattered(found, 0, along[form.wanted], mesh)
+                found = cf.ext.local.scattered(found, 0, along[form.wanted], mesh)
             return form.given(found + m["bias"] if "bias" in m else found, shape)
 
         return local

@@ -22,7 +22,7 @@ from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
 from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Grid
 
 import colofunc as cf
-from colofunc import products
+from colofunc.ext import products
 
 
 @attrs.frozen
@@ -53,11 +53,11 @@ class Gridded:
             return Cube(x, y, z), Cube(y, x, z)
         return (Grid(*mesh.atoms(self.axes)),)
 
-    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
         self._check(mesh)
         if all(mesh.axis_size(a) == 1 for a in self.axes):
             return []
-        rules, rows = rules or cf.Rules(program, mesh), self._rows(program, mesh)
+        rules, rows = rules or cf.ext.Rules(program, mesh), self._rows(program, mesh)
         specs: dict[int, str | cf.Layout] = {}
         patterns = {}
         for product, grid, stripes in self._products(program, mesh, rules):
@@ -76,14 +76,14 @@ class Gridded:
         held, dense = {product.index for product in patterns}, set(specs)
         # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others have rows.
         first, width, *more = mesh.atoms(self.axes)
-        for index, wishes, leaves in cf.reading.experts(program, mesh, width, self.name, (first, *more), rules):
+        for index, wishes, leaves in cf.ext.reading.experts(program, mesh, width, self.name, (first, *more), rules):
             held.add(index)
             found += wishes
             specs |= leaves
             dense -= set(leaves)  # what works on them is said already
         products.worthwhile(program, rules, held, self.name, "use zero(...) for this model, or sizes that the axes divide")
-        for id, spec in cf.reading.with_moments(program, specs).items():
-            found.append(cf.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id in dense))
+        for id, spec in cf.ext.reading.with_moments(program, specs).items():
+            found.append(cf.ext.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id in dense))
         return [*rows, *dict.fromkeys(found)]
 
     def _check(self, mesh: cf.Mesh) -> None:
@@ -94,12 +94,12 @@ class Gridded:
             if said != size:
                 raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")
 
-    def _products(self, program: Any, mesh: cf.Mesh, rules: cf.Rules) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
+    def _products(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
-        pairs = cf.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1], rules)
+        pairs = cf.ext.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1], rules)
         every = list(products.weighted(program, rules))
-        apart = cf.reading.routers(program, {product.index for product in every})  # as narrow as there are experts: by cost
+        apart = cf.ext.reading.routers(program, {product.index for product in every})  # as narrow as there are experts: by cost
         for product in every:
             if program.nodes[product.index].target not in products.FORMS or product.index in apart:
                 continue
@@ -110,7 +110,7 @@ class Gridded:
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
 
-    def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def _rows(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         """The rows of the batch on the axes that are for them."""
         first, _, *depth = mesh.atoms(self.axes)
         if self.mode == "3d":  # further on the one other axis, then on the other
@@ -118,7 +118,7 @@ class Gridded:
         on = tuple(sorted((first, *depth), key=mesh.axis_names.index))
         ways = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
         spec = f"({' '.join(on)} _) ..."
-        return [cf.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.reading.rows(program, ways, self.name)]
+        return [cf.ext.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.ext.reading.rows(program, ways, self.name)]
 
 
 @attrs.frozen
@@ -148,11 +148,11 @@ class Auto:
         names = [a for a in self.axes if a in mesh and mesh.axis_size(a) > 1]
         return [Grid(*way) for way in permutations(names)] if len(names) == 2 else []
 
-    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.Rules | None = None) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
         axes = [a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1]
         if not axes:
             return []
-        found, rules = [], rules or cf.Rules(program, mesh)
+        found, rules = [], rules or cf.ext.Rules(program, mesh)
         patterns = tuple(grid.words(1) for grid in self.grids(mesh))
         for product in products.weighted(program, rules):
             node = program.nodes[product.index]
@@ -160,7 +160,7 @@ class Auto:
             if all(able):
                 ways = (*combine(*able), *(patterns if node.target in products.FORMS else ()))
                 want = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
-                found.append(cf.Wish(node.path, want, self.axes, source=self.name, targets=(node.target,)))
+                found.append(cf.ext.Wish(node.path, want, self.axes, source=self.name, targets=(node.target,)))
         if not found:
             n = " by ".join(str(mesh.axis_size(a)) for a in axes)
             raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")

@@ -28,10 +28,10 @@ import attrs
 import torch
 
 import colofunc as cf
-from colofunc import products
+from colofunc.ext import products
 
 T = torch.Tensor
-Lies = dict[str, dict[str, str]]  # as `cf.products` takes them
+Lies = dict[str, dict[str, str]]  # as `cf.ext.products` takes them
 Words = tuple[tuple[str, str], ...]
 STRIPES = (1, 2, 3)
 """Into how many parts a fused weight may be cut (query, key, value: 3), each of which is split over the axis."""
@@ -104,11 +104,11 @@ class _Stream:
 
     def panels(self, m: T, axis: str) -> Iterator[T]:
         """All members' slices of m: (i, rest) -> (p, rest), panel by panel."""
-        return cf.local.streamed(m, self.count, axis, self.mesh, self.blocks)
+        return cf.ext.local.streamed(m, self.count, axis, self.mesh, self.blocks)
 
     def scattered(self, panels: Iterator[T], axis: str) -> T:
         """Of the sum of all members' panels the own part: (p, rest) each -> (i, rest)."""
-        return cf.local.collected(panels, axis, self.mesh, self.blocks)
+        return cf.ext.local.collected(panels, axis, self.mesh, self.blocks)
 
     @property
     def blocks(self) -> int:

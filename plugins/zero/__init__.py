@@ -104,7 +104,7 @@ class Zero:
             if _is_padded(want):
                 yield from strategies(call, mesh, want, stored)
 
-    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.Wish]:
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         axes = tuple(sorted(mesh.atoms(self.axes), key=mesh.axis_names.index))
         stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
         alone = all(a in axes or mesh.axis_size(a) == 1 for a in mesh.axis_names)
@@ -124,13 +124,13 @@ class Zero:
             chunk = self.chunk if mine else None
             lies = places(value.shape, (moments, stored), mesh, alone)
             if value.role == "param" and not _is_padded(lies):
-                found.append(cf.Wish(f"grad.{value.name}", lies, axes, ("grad",), self.name, optional=True))
+                found.append(cf.ext.Wish(f"grad.{value.name}", lies, axes, ("grad",), self.name, optional=True))
             # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
             each = True if mine and (self.stage == 2 or self.regather) else None
-            found.append(cf.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk, scatter=each))
+            found.append(cf.ext.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk, scatter=each))
         return found
 
-    def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.Wish]:
+    def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.ext.Wish]:
         """The rows of the batch on all axes, and whatever works on them."""
         leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
         if not leaves:
@@ -144,7 +144,7 @@ class Zero:
             )
         spec = f"({' '.join(axes)} _) ..."
         mine = [v for v in leaves if v.shape[0] == rows]
-        return [cf.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
+        return [cf.ext.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
 
 
 def _is_padded(want: Any) -> bool:

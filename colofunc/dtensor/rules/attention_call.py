@@ -6,7 +6,7 @@
 Both have the same factors: batch b, key heads g, query heads of a group r, rows s, columns t. Arguments are found by the
 names of the operator's schema; local code works on a dict of operands.
 
-    a = cf.AttentionCall(call)
+    a = cf.ext.AttentionCall(call)
     a.sizes["t"], a.get("causal"), a.operand("bias")
     x = a.parts(shards)                                     # {"q": ..., "k": ..., "v": ...} of one rank
     a.run(x, a.options(layout.dims, mesh, x))               # the operator on its rows, of which it is told where they stand
@@ -112,7 +112,7 @@ class AttentionCall:
         return shape is not None and len(shape) >= -dim and shape[dim] > 1
 
     def own(self, rows: Own, columns: Own) -> tuple[list[Own], list[Own]]:
-        """Per operand and per result, where the axes lie that split rows and columns (for `cf.ways`)."""
+        """Per operand and per result, where the axes lie that split rows and columns (for `cf.ext.ways`)."""
         named = {**dict.fromkeys(_ROWS, rows), "k": columns, "v": columns}
         for name in ("least", "most", *(["q_offset"] if self.shape("q_offset") else [])):
             named[name] = rows

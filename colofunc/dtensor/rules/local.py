@@ -3,10 +3,10 @@
     here, mine = inside(index, first_of(atoms, mesh), rows)      # this rank has rows first .. first + rows
     clear(x[here], mine)                                         # zeros for the indices of other ranks
 
-For plugins it is `cf.local`. `at` asks for another rank: its index along some axes, in place of this rank's own.
+For plugins it is `cf.ext.local`. `at` asks for another rank: its index along some axes, in place of this rank's own.
 
-    cf.local.positions(layout.dims[2], mesh, at={"cp": owner})   # of the block of keys that came from `owner`
-    cf.local.rerun(call, shards, {(11, "k_offset"): start})      # the operator itself on local parts
+    cf.ext.local.positions(layout.dims[2], mesh, at={"cp": owner})   # of the block of keys that came from `owner`
+    cf.ext.local.rerun(call, shards, {(11, "k_offset"): start})      # the operator itself on local parts
 
 Collectives have chunks in a leading dim; these have them in the dim that they are about. Blocks stand in rank order, or
 are dealt round where they are `striped`.

@@ -1,6 +1,6 @@
 """Policies of memory: which tier state is kept in between steps, and where it is updated.
 
-    only_moments = cf.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else None for s in states])
+    only_moments = cf.ext.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else None for s in states])
     step = cf.offload(step, policy=only_moments)
 
 A policy says where what lasts lies; when it moves follows from the step's uses (`planner/offload/fastest.py`). What it leaves open

@@ -7,7 +7,7 @@ Problem: attention alone looks from one token to another, so tokens that are spl
 gathered. Masks, windows, biases and dropout must be told where rows and columns stand, and batch and heads may lie over
 any other axes. Idea: a pattern says its words, its price, and what a rank does with its parts; the rest stands here.
 
-    class Direct(cf.AttentionPattern):                       # docs/parallel.md has all of it
+    class Direct(cf.ext.AttentionPattern):                       # docs/parallel.md has all of it
         words = "direct", "direct striped"                   # plans ask for it: "{cp: direct}"
 
         def price(self, flops): ...                          # of one rank

@@ -41,7 +41,7 @@ class Pairs:
 
 
 def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None = None) -> Pairs:
-    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.products.Product` -> stripes), `.vocabulary`.
+    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.ext.products.Product` -> stripes), `.vocabulary`.
 
     `rules`: those that the plan was given.
     """

@@ -12,12 +12,12 @@ pattern where an axis lies in X, in W and in Y; and let every operator find its 
 together by itself: what forward gives is what the next product, and its own backward, take.
 
     lies = {"x": {"b": "dp"}, "w": {"o": "dp"}, "y": {"b": "dp"}, "bias": {}}     # blocks of W pass, rows stay
-    yield from cf.products.strategies(call, mesh, lies, (("dp", "streamed"),), cost, local)
+    yield from cf.ext.products.strategies(call, mesh, lies, (("dp", "streamed"),), cost, local)
 
 with `cost(form, way)` the seconds and bytes of the communication and `local(form, way)` its code, for a `Form`. A plan asks
 for the pattern where it wants it, in forward and in both gradients:
 
-    yield from cf.products.wishes(program, mesh, {p: (("dp", "streamed"),) for p in cf.products.weighted(program, rules)}, name)
+    yield from cf.ext.products.wishes(program, mesh, {p: (("dp", "streamed"),) for p in cf.ext.products.weighted(program, rules)}, name)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Form:
         return _NAMES[self.out]
 
     def own(self, text: str, lies: Lies, stripes: int) -> dict[str, str]:
-        """Factor of the rule -> what `cf.ways` is told; o in so many stripes."""
+        """Factor of the rule -> what `cf.ext.ways` is told; o in so many stripes."""
         cut = {"o": f"{stripes} "} if stripes > 1 else {}
         return {self.factors[f]: f"{cut.get(f, '')}{axes} _" for f, axes in lies[_NAMES[text]].items()}
 

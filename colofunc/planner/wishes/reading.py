@@ -1,18 +1,18 @@
 """Reading a traced program: what a named plan wants to know of a step before it wishes.
 
-    cf.reading.rows(program, 4, name)               the leaves of the batch that have its rows, which 4 ranks divide
-    cf.reading.moments(program)                     state leaf -> the parameter that it belongs to
-    cf.reading.with_moments(program, specs)         specs of parameters, and the same for their moments
-    cf.reading.origins(program, rules, wanted)      where values arise that are to lie so
-    cf.reading.written_attention(program)           softmaxes of scores, where a model does not call attention as one
-    cf.reading.experts(program, mesh, "tp", name)   layers of experts, each of which an axis splits as a column and row pair
-    cf.reading.routers(program, some)               which of these products say where a token goes
+    cf.ext.reading.rows(program, 4, name)               the leaves of the batch that have its rows, which 4 ranks divide
+    cf.ext.reading.moments(program)                     state leaf -> the parameter that it belongs to
+    cf.ext.reading.with_moments(program, specs)         specs of parameters, and the same for their moments
+    cf.ext.reading.origins(program, rules, wanted)      where values arise that are to lie so
+    cf.ext.reading.written_attention(program)           softmaxes of scores, where a model does not call attention as one
+    cf.ext.reading.experts(program, mesh, "tp", name)   layers of experts, each of which an axis splits as a column and row pair
+    cf.ext.reading.routers(program, some)               which of these products say where a token goes
 
 A model may make its tokens itself, as a vision transformer does of patches; `origins` walks back to where:
 
     x (b, c, h, w)  ->  conv (b, d, h', w')  ->  view (b, d, s)  ->  ...  ->  q (b, heads, s, e)
 
-What operators can do is asked of `cf.Rules`, where a layout goes of `cf.follow`, products of `cf.products`.
+What operators can do is asked of `cf.ext.Rules`, where a layout goes of `cf.ext.follow`, products of `cf.ext.products`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dic
     """Value -> how it lies, of the first values from which those that are wanted (value -> layout) come to lie so.
 
     Walked backwards: whoever can give its result as its reader wants it passes the wish on to what it reads. Where that ends,
-    a factor arises. A seed for `cf.Wish(values=...)`.
+    a factor arises. A seed for `cf.ext.Wish(values=...)`.
     """
     made, todo = program.makers, list(wanted.items())
     found: dict[int, Layout] = {}

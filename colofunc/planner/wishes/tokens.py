@@ -1,12 +1,12 @@
 """Tokens over ranks: what a plan that splits the sequence wants to know of a step, and its wishes about all but attention.
 
-    cf.tokens.attention(program, "direct(cp)")                          the calls of attention
-    cf.tokens.wishes(program, mesh, "(cp s)", ("cp",), "direct(cp)")    contiguous; "(s cp)": dealt round
+    cf.ext.tokens.attention(program, "direct(cp)")                          the calls of attention
+    cf.ext.tokens.wishes(program, mesh, "(cp s)", ("cp",), "direct(cp)")    contiguous; "(s cp)": dealt round
 
 Problem: a step does not say which of its dims are tokens. Idea: attention does: they are what its rows and columns are as many
 as. A leaf of the batch is split if its dim 1 is as long; where no leaf is, the values in which these arise are (patches of an
 image). From there the layout is followed through the program: embeddings, norms, products, the loss. Attention is crossed: it
-takes and gives tokens as they lie, and what it does with them is another wish of the plan, for its own `cf.AttentionPattern`.
+takes and gives tokens as they lie, and what it does with them is another wish of the plan, for its own `cf.ext.AttentionPattern`.
 """
 
 from __future__ import annotations

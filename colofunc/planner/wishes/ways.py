@@ -6,7 +6,7 @@ as the operator's rule allows. Idea: the plugin says what is its own, per operan
 
     # attention   b (g r) s [e], b g [t] [e], b g [t] [f] -> b (g r) s [f], b (g r) s
     rows, keys = {"s": "cp s"}, {"t": "cp t"}
-    for way in cf.ways(call, mesh, ins=[rows, keys, keys], outs=[rows, rows]):
+    for way in cf.ext.ways(call, mesh, ins=[rows, keys, keys], outs=[rows, rows]):
         yield way.with_pattern([("cp", "ring")], local, extra_s=..., peak_bytes=...)
 
 The text of a factor is the inside of an einops group: `cp s` are contiguous blocks, `s cp` stripes. `cp _` and `_ cp` say the

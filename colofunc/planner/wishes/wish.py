@@ -96,7 +96,7 @@ class Wish:
 class NamedPlan(Protocol):
     """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh.
 
-    A plan that asks what operators can do takes a third argument, `rules` (`cf.Rules`): it knows the rules of the step's own plugins.
+    A plan that asks what operators can do takes a third argument, `rules` (`cf.ext.Rules`): it knows the rules of the step's own plugins.
     """
 
     axes: tuple[str, ...]

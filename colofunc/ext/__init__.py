@@ -1,0 +1,67 @@
+"""What authors of plugins need beside `cf`: programs, rules, wishes, kernels, and ways to read a step.
+
+    import colofunc as cf
+
+    @cf.hookimpl
+    def colofunc_passes():
+        return {"my_pass": shorter}
+
+    def shorter(program: cf.ext.Program, mesh: cf.Mesh) -> cf.ext.Program: ...
+
+What people type who train a model is in `cf` itself.
+"""
+
+from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.rule import Call, Cost, Rule, Strategy
+from colofunc.dtensor.rules import local
+from colofunc.dtensor.rules.attention_call import AttentionCall
+from colofunc.dtensor.rules.pattern import pattern
+from colofunc.ops import collectives
+from colofunc.ops.kernels import Kernel
+from colofunc.planner.offload.policies import MemoryPolicy, Room, State
+from colofunc.planner.wishes import products, reading, tokens
+from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
+from colofunc.planner.wishes.follow import Rules, follow
+from colofunc.planner.wishes.product_pairs import product_pairs
+from colofunc.planner.wishes.ways import ways
+from colofunc.planner.wishes.wish import NamedPlan, Wish
+from colofunc.plugins import hookimpl, operator
+from colofunc.program.check import check_program
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Loop, Node, Program, Ref, Value
+
+__all__ = [
+    "AttentionCall",
+    "AttentionExchange",
+    "AttentionPattern",
+    "Call",
+    "Cost",
+    "Editor",
+    "Kernel",
+    "Layout",
+    "Loop",
+    "MemoryPolicy",
+    "NamedPlan",
+    "Node",
+    "Program",
+    "Ref",
+    "Room",
+    "Rule",
+    "Rules",
+    "State",
+    "Strategy",
+    "Value",
+    "Wish",
+    "check_program",
+    "collectives",
+    "follow",
+    "hookimpl",
+    "local",
+    "operator",
+    "pattern",
+    "product_pairs",
+    "products",
+    "reading",
+    "tokens",
+    "ways",
+]
