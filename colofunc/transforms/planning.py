@@ -223,7 +223,8 @@ def _least_budget(staged: Staged, priced: Mesh) -> int | None:
 
 def is_auto(intent: Intent) -> bool:
     """Whether a transform that keeps to a budget was given "auto"."""
-    return "budget_bytes" in intent.options and intent.options["budget_bytes"] is None and intent.options["budget_part"] is None
+    keeps_to_a_budget = "budget_part" in intent.options
+    return keeps_to_a_budget and intent.options["budget_bytes"] is None and intent.options["budget_part"] is None
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:
