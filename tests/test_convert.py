@@ -254,14 +254,14 @@ ON_THREE_AXES = (
 def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """How many moves the search has tried."""
     count = itertools.count()
-    real = convert_search._moves
+    real = convert_search.moves_from
 
     def counted(*args: Any) -> Iterator[Any]:
         for move in real(*args):
             next(count)
             yield move
 
-    monkeypatch.setattr(convert_search, "_moves", counted)
+    monkeypatch.setattr(convert_search, "moves_from", counted)
     convert_search.answer.cache_clear()
     yield lambda: next(count)
 

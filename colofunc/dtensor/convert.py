@@ -22,9 +22,10 @@ from math import prod
 import attrs
 
 from colofunc.dtensor.convert_lower import Move, fuse_steps, lower
+from colofunc.dtensor.convert_moves import FREE, Step
 from colofunc.dtensor.convert_normal import Curve, curve_of, is_free, normal
 from colofunc.dtensor.convert_refine import Puzzle, local_numel, refine
-from colofunc.dtensor.convert_search import FREE, Question, Step, answer
+from colofunc.dtensor.convert_search import Question, answer
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes

@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
+from colofunc.dtensor.convert_moves import Step
 from colofunc.dtensor.convert_refine import COPY, HOW, Locations, Part, Puzzle
-from colofunc.dtensor.convert_search import Step
 from colofunc.dtensor.layout import Atom, Layout, make_layout
 
 LETTERS = ascii_lowercase + ascii_uppercase

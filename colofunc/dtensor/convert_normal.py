@@ -21,8 +21,9 @@ from math import prod
 
 import attrs
 
+from colofunc.dtensor.convert_moves import FREE, Piece, Step
 from colofunc.dtensor.convert_refine import COPY, Puzzle
-from colofunc.dtensor.convert_search import FREE, Piece, Prices, Question, Step, answer, prices
+from colofunc.dtensor.convert_search import Prices, Question, answer, prices
 from colofunc.mesh import KINDS, Mesh
 
 MOST_BY_WAY = 3
