@@ -104,8 +104,9 @@ def bench() -> Section:
         big = name in WITH_MEMORY_LIMIT
         rows.append(Row(f"{name}: peak memory", f"{gib:.2f} GiB", "at most 2 GB" if big else "", gib <= 1.86 if big else None))
         rows.append(Row(f"{name}: plan", one["plan"]))
+    meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for _, axes in LLAMAS.values())
     setting = (
         "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
-        f"16xA100-80G; LLaMA on {', '.join(str(axes) for _, axes in LLAMAS.values())} of 8xH100-80G; torch {torch.__version__}"
+        f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G; torch {torch.__version__}"
     )
     return Section("Trace and plan", setting, rows)

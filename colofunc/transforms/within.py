@@ -176,8 +176,11 @@ class Ending:
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: its updates side by side, where that holds no more. They are not compiled either,
-        and one between two operators would keep a compiler from fusing these. Nor longer: one may fill the time until a copy has come."""
+        """What runs of a program that was chosen: its updates side by side, where that holds no more and takes no longer.
+
+        They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
+        a copy has come, so where there are copies the clock decides.
+        """
         program, moved = done.program, updates_in_one_call(done.program, self.count)
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
@@ -235,15 +238,15 @@ def within(
     needs_bytes = _needs(ending.program, candidates) // parts
     candidates.memo = Memo(candidates.memo.fastest, misses=candidates.memo.misses)
 
-    def again(some: Ending, asked_bytes: int) -> Tried:
+    def again(asked_bytes: int) -> Tried:
         candidates.memo = attrs.evolve(candidates.memo, fits={})  # as whoever gives that budget will find it
-        fits, lean = search(some, asked_bytes, any_that_fits=True)
+        fits, lean = search(ending, asked_bytes, any_that_fits=True)
         return fits or lean
 
     large = len(ending.program.nodes) > LARGE
     several = ending.mesh.size > 1 and ending.gives_way  # on one rank there is one sharding, in which every named policy was counted
     pool = _pool(make, assign, ending, FRONTIER_LARGE if large else FRONTIER) if several else []
-    least = least_budget(partial(again, ending), large, pool)
+    least = least_budget(again, large, pool)
     if least.done.fits(budget_bytes):  # only what was asked for less was led there
         least = _fastest_of(pool, budget_bytes) or least
         plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
