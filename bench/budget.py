@@ -20,11 +20,11 @@ import colofunc as cf
 from bench import Row, Section, fresh
 from bench._orders import partitioned, sequential
 from bench.memory_plans import adamw, gpt
+from colofunc.compiler.staged import Intent, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, stage
 
 DEVICE = "a100-40g"
 GOAL, MOST = 3.06, 1.20  # ResNet-50: times less memory, for so many times the time (published: 1.33)

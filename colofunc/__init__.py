@@ -9,6 +9,7 @@
 """
 
 from colofunc import ext, testing
+from colofunc.compiler.staged import Staged
 from colofunc.config import configure
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Cost, Strategy
@@ -63,7 +64,6 @@ from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.offload import offload
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
-from colofunc.transforms.staged import Staged
 from colofunc.version import __version__ as __version__
 
 __all__ = [

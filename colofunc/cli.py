@@ -36,6 +36,8 @@ import typer
 from rich.console import Console
 
 from colofunc import errors, owned
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.staged import Staged, fresh
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
@@ -43,10 +45,8 @@ from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import TRACE_MARK, chrome_trace
 from colofunc.transforms.checkpoint import checkpoint
-from colofunc.transforms.lowered import Lowered
 from colofunc.transforms.offload import offload, with_disk
 from colofunc.transforms.shard import shard
-from colofunc.transforms.staged import Staged, fresh
 from colofunc.version import __version__
 
 EXAMPLES = ("example", "inputs")

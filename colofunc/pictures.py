@@ -20,11 +20,11 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from colofunc import owned
+from colofunc.compiler.lowered import Lowered
 from colofunc.errors import InputError
 from colofunc.mesh.sizes import size_text
 from colofunc.program.lanes import LANES, Busy, Lanes
 from colofunc.program.memory_report import KINDS, MemoryReport
-from colofunc.transforms.lowered import Lowered
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg

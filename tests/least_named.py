@@ -12,10 +12,10 @@ from typing import Any, cast
 import attrs
 
 import colofunc as cf
+from colofunc.compiler.decide import Decided
+from colofunc.compiler.least_budget import Tried
 from colofunc.planner.fitted import Fitted
 from colofunc.program.ir import Program
-from colofunc.transforms.decide import Decided
-from colofunc.transforms.least_budget import Tried
 
 LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")
 

@@ -14,12 +14,12 @@ from colofunc_plugins import zero
 from pretended import Machine
 
 import colofunc as cf
+from colofunc.compiler import replica_check
+from colofunc.compiler.replica_check import COLUMNS, Alike, bits_sum
 from colofunc.dtensor.spec import bind
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.disk.tensors import Room
 from colofunc.mesh import Mesh
-from colofunc.transforms import alike
-from colofunc.transforms.alike import COLUMNS, Alike, bits_sum
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.int64,
@@ -79,7 +79,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, specs: dict[str, str], changes: dic
     def sums(lanes: Any, ranks: int) -> list[torch.Tensor]:
         return [lanes[0] + torch.tensor([changes.get(name) == rank for name in names]) for rank in range(ranks)]
 
-    monkeypatch.setattr(alike, "everyones", sums)
+    monkeypatch.setattr(replica_check, "everyones", sums)
     outs = [[torch.ones(layout.local_shape)] for layout in layouts]
     look.check(outs, NoPeers(), "train at train.py:20", every)  # type: ignore[arg-type]
 
@@ -218,7 +218,7 @@ def test_steps_of_kernels_that_round_alike_agree() -> None:
 def test_a_leaf_is_called_what_the_state_calls_it() -> None:
     inputs = ("state.params.w", "state.step", "batch.x", "batch.params.w")
     outs = ("out.0.params.w", "out.0.step", "out.1.loss", "out.params.w", "out")
-    assert alike.state_names(outs, inputs) == ["state.params.w", "state.step", "out.1.loss", "state.params.w", "out"]
+    assert replica_check.state_names(outs, inputs) == ["state.params.w", "state.step", "out.1.loss", "state.params.w", "out"]
 
 
 def test_how_often_is_a_number_of_steps() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.staged import Intent, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.program.passes.recompute import made_again
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, stage
 
 orders = pytest.importorskip("bench._orders", reason="needs the partitioner of a recent torch", exc_type=ImportError)
 budget = pytest.importorskip("bench.budget", exc_type=ImportError)

@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import colofunc as cf
+from colofunc.compiler import budget
+from colofunc.compiler.decide import Decided, decide
 from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
@@ -32,8 +34,6 @@ from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.program.passes.packing import pack
 from colofunc.program.passes.schedule import overlap
 from colofunc.testing import check
-from colofunc.transforms import within
-from colofunc.transforms.decide import Decided, decide
 
 R = Ref
 WIDTH, LAYERS = 32, 5
@@ -277,7 +277,7 @@ def test_the_planner_counts_gradients_as_they_are_reduced(monkeypatch: pytest.Mo
         estimates.append(decided.plan.peak_bytes)
         return decided
 
-    monkeypatch.setattr(within, "decide", seen)
+    monkeypatch.setattr(budget, "decide", seen)
     step, state, batch = deep(DP4)
     low = step.lower(state, batch)
     assert low.plan.peak_bytes == low.memory().peak_bytes["device"] == pytest.approx(estimates[-1], rel=0.15)

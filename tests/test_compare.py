@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import colofunc as cf
+from colofunc.compiler.tolerance import Allowed, Reference, bounds_of
+from colofunc.compiler.value_map import looked_at
 from colofunc.executors import simulated
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
@@ -17,8 +19,6 @@ from colofunc.program.passes.loop import within
 from colofunc.program.tracing.record import run_node
 from colofunc.program.tracing.trace import trace
 from colofunc.testing import models
-from colofunc.transforms.allowed import Allowed, Reference, bounds_of
-from colofunc.transforms.executed import looked_at
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 MESHES = [cf.Mesh(tp=2, topology="ideal"), MESH]

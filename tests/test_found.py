@@ -11,6 +11,7 @@ from pretended import Machine
 
 import colofunc as cf
 from colofunc import env
+from colofunc.compiler import machine
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
 from colofunc.mesh.attainable import ATTAINED, attainable
@@ -18,7 +19,6 @@ from colofunc.mesh.cost import rate
 from colofunc.mesh.found import auto_bytes, found_topology, margin_bytes, preset_of
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
-from colofunc.transforms import machine
 
 GIB, MIB = 1 << 30, 1 << 20
 CARD = torch.device("cuda", 0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import colofunc as cf
+from colofunc.compiler.guard import Guard
+from colofunc.compiler.surroundings import look_around
 from colofunc.program.tracing.tree import flatten, flatten_like, unflatten
-from colofunc.transforms.guard import Guard
-from colofunc.transforms.surroundings import look_around
 
 State = dict[str, Any]
 

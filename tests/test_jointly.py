@@ -19,7 +19,6 @@ from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import jointly as jointly_planned
-from colofunc.transforms import within
 
 # ---- tests ----
 
@@ -154,5 +153,5 @@ def test_a_traced_step_is_planned_as_well_without_a_look_at_all_its_shardings(mo
     base = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g"))
     budget = int(base.lower(*args).memory().peak_bytes["device"] * 0.45)
     looked = planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget)
-    monkeypatch.setattr(within, "SMALL", 0)
+    monkeypatch.setattr(budget, "SMALL", 0)
     assert planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget) <= looked * 1.05 < INF

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from colofunc_plugins import tensor, zero
 
 import colofunc as cf
+from colofunc.compiler import planning
 from colofunc.planner.sharding import assign
 from colofunc.testing import check, models
-from colofunc.transforms import planning
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
 

@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("planner", ["colofunc.planner"]),
     ("executors", ["colofunc.executors"]),
     ("DTensor", [f"colofunc.dtensor{x}" for x in ("", ".tensor", ".eager", ".eager_dispatch", ".eager_functions", ".placed", ".roles")]),
+    ("compiler", ["colofunc.compiler"]),
     ("transforms", ["colofunc.transforms"]),
     ("pictures", ["colofunc.pictures"]),
     ("functional", ["colofunc.functional"]),
@@ -37,13 +38,6 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("command line", ["colofunc.cli", "colofunc.__main__"]),
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
-
-# The flow from a staged function to a running one, which every transform records its intents for.
-SHARED_BY_TRANSFORMS = (
-    "agree", "alike", "allowed", "compare", "compile", "decide", "differing", "disk_state", "executed", "finite", "guard",
-    "kept", "least_budget", "lowered", "machine", "measured", "observe", "plan_cache", "planning",
-    "prepare", "profile", "reads", "ready", "retraces", "staged", "surroundings", "wanted", "within",
-)  # fmt: skip
 
 # Not dependencies of the core: imported inside the function that needs them, and only there.
 OPTIONAL_EXTRAS = {
@@ -137,14 +131,14 @@ def check_order(module: str, source: str) -> list[str]:
 
 
 def check_transform(module: str, source: str) -> list[str]:
-    """A transform imports no other transform; what all of them share is in SHARED_BY_TRANSFORMS."""
+    """A transform imports no other transform; what all of them share is in colofunc/compiler/."""
     parts = module.split(".")
     if parts[:2] != ["colofunc", "transforms"] or len(parts) < 3:
         return []
     return [
-        f"{module}:{line} imports another transform, {target}. Try: transforms/staged.py, or a pass"
+        f"{module}:{line} imports another transform, {target}. Try: compiler/, or a pass"
         for line, target in targets(module, source)
-        if target.startswith("colofunc.transforms") and target.split(".")[2] not in (parts[2], *SHARED_BY_TRANSFORMS)
+        if target.startswith("colofunc.transforms") and target.split(".")[2] != parts[2]
     ]
 
 
@@ -371,7 +365,7 @@ ALLOWED = [
     (check_order, "colofunc.planner.sharding.search", "from colofunc.dtensor.spec import Spec\nfrom colofunc import errors"),
     (check_order, "colofunc.dtensor.tensor", "from colofunc.program.tracing.trace import trace\nfrom .spec import Spec"),
     (check_order, "colofunc", "from colofunc.testing import check"),
-    (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.staged import Staged"),
+    (check_transform, "colofunc.transforms.shard", "from colofunc.compiler.staged import Staged"),
     (check_private_torch, "colofunc.compat", "import torch._C"),
     (check_private_torch, "colofunc.ops.linear", "import torch\naten = torch.ops.aten\naten._softmax.default"),
     (check_private_torch, "colofunc.ops.linear", "import torch.utils._pytree as pytree\npytree.tree_map"),

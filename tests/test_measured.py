@@ -10,14 +10,13 @@ from colofunc_plugins import gemini, zero
 from test_offload import one, peak, training
 
 import colofunc as cf
+from colofunc.compiler import step_compiler, warmup
 from colofunc.executors.launch import launch
 from colofunc.executors.profile import Clock
 from colofunc.program.cost import node_s
 from colofunc.program.facts import is_copy
 from colofunc.program.timed import call, measured_nodes, timings
 from colofunc.testing.trees import compare
-from colofunc.transforms import compile as compiling
-from colofunc.transforms import measured
 
 
 def told(seconds: Any) -> type[Clock]:
@@ -82,7 +81,7 @@ def test_a_loop_takes_as_long_as_all_trips_of_its_body() -> None:
 
 
 def test_other_times_give_another_plan_and_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "Clock", told(slow_updates))
+    monkeypatch.setattr(warmup, "Clock", told(slow_updates))
     staged, (step, *args) = offloaded(one(), 0.6, measure=2)
     first = staged.lower(*args)
     state, batch = steps(staged, 2, staged.init(*args), args[1]), args[1]
@@ -100,7 +99,7 @@ def test_other_times_give_another_plan_and_the_same_numbers(monkeypatch: pytest.
 
 
 def test_a_policy_asks_for_it_and_state_goes_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "Clock", told(slow_updates))
+    monkeypatch.setattr(warmup, "Clock", told(slow_updates))
     staged, (step, *args) = offloaded(one(), 0.7, policy=gemini("auto", warmup=1))
     assert staged.intent("offload").options["measure"] == 1
     assert compare(steps(staged, 3, staged.init(*args), args[1]), steps(step, 3, *args)) == 0.0
@@ -111,21 +110,21 @@ def test_a_plan_that_is_no_faster_changes_nothing(monkeypatch: pytest.MonkeyPatc
     staged, (_, *args) = offloaded(one(), 0.6, measure=1)
     low = staged.lower(*args)
     model = partial(node_s, mesh=low.mesh, rule_of=low.registry.rule)
-    monkeypatch.setattr(measured, "Clock", told(lambda node: model(node, low.program.values)))
+    monkeypatch.setattr(warmup, "Clock", told(lambda node: model(node, low.program.values)))
     state = steps(staged, 3, staged.init(*args), args[1])
     assert staged.lower(state, args[1]) is low
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_old_one_standing(monkeypatch: pytest.MonkeyPatch) -> None:
     staged, (step, *args) = offloaded(one(), 0.6, measure=1)
-    state, prepare = steps(staged, 1, staged.init(*args), args[1]), compiling.prepare
+    state, prepare = steps(staged, 1, staged.init(*args), args[1]), step_compiler.prepare
 
     def failing(*args: Any) -> Any:
         if len(args) > 4:
             raise cf.PlanError("nothing fits any more")
         return prepare(*args)
 
-    monkeypatch.setattr(compiling, "prepare", failing)
+    monkeypatch.setattr(step_compiler, "prepare", failing)
     with pytest.warns(UserWarning, match=r"keeps its plan: none could be made .* \(nothing fits any more\)"):
         state = steps(staged, 1, state, args[1])
     assert compare(steps(staged, 1, state, args[1]), steps(step, 3, *args)) == 0.0
@@ -148,7 +147,7 @@ def test_steps_to_measure_are_a_whole_number(measure: Any) -> None:
 def two_ranks() -> tuple[Any, str, bool]:
     """Each rank has other times; what the slower one says holds for both."""
     slow = dist.get_rank() == 1
-    measured.Clock = told(lambda node: slow_updates(node) if slow else 1e-6)  # type: ignore[misc]
+    warmup.Clock = told(lambda node: slow_updates(node) if slow else 1e-6)  # type: ignore[misc]
     staged, (_, *args) = offloaded(cf.Mesh(dp=2, topology="2xa100-40g"), 0.8, zero(1, "dp"), measure=1)
     first = staged.lower(*args)
     state = steps(staged, 3, staged.init(*args), args[1])

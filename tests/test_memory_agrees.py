@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colofunc as cf
+from colofunc.compiler.observe import arguments_of
 from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.measure import measure
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import KINDS
 from colofunc.testing import programs
-from colofunc.transforms.observe import arguments_of
 
 B, N = 8, 8  # rows of the batch; length and width are equal, so that a transposition keeps the shape
 

@@ -20,12 +20,12 @@ from saved import state, tensors
 
 import colofunc as cf
 from colofunc.cache import Cache
+from colofunc.compiler import plan_cache
 from colofunc.executors.backend import Simulated
 from colofunc.executors.disk.store import DiskStore
 from colofunc.program import serialize
 from colofunc.program.check import check_program
 from colofunc.testing import programs
-from colofunc.transforms import plan_cache
 
 COUNT, MANY = 40, 1000
 

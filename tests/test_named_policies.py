@@ -15,15 +15,15 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.budget import _fastest_of
+from colofunc.compiler.decide import Decided
+from colofunc.compiler.least_budget import Tried, least_budget
 from colofunc.planner.fitted import Fitted
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Program
-from colofunc.transforms.decide import Decided
-from colofunc.transforms.least_budget import Tried, least_budget
 from colofunc.transforms.offload import BUILT_IN
-from colofunc.transforms.within import _fastest_of
 
 KEPT: tuple[str | Policy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
 TIERS = (*(name for name in BUILT_IN if name != "disk"), *build_registry().memory_policies)  # "disk" wants a directory

@@ -20,6 +20,7 @@ from pretended.nccl import MIXED, Nccl
 
 import colofunc as cf
 from colofunc import compat, env
+from colofunc.compiler import machine as machines
 from colofunc.env import Launch
 from colofunc.errors import InputError, MeshError
 from colofunc.executors import gpus, groups
@@ -29,7 +30,6 @@ from colofunc.executors.distributed import Distributed, sub_limit_s
 from colofunc.functional.checkpoint.place import device_for
 from colofunc.mesh import KINDS, profile, transport
 from colofunc.mesh import device as devices
-from colofunc.transforms import machine as machines
 
 DP = {"dp": 2}
 

@@ -8,12 +8,12 @@ from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.observe import arguments_of
 from colofunc.executors.measure import measure
 from colofunc.program.memory import lies
 from colofunc.program.passes.tiered import Tiered
 from colofunc.program.tracing.trace import trace
 from colofunc.testing import check
-from colofunc.transforms.observe import arguments_of
 
 
 def training(layers: int = 4, d: int = 64, rows: int = 64) -> Any:

@@ -10,12 +10,12 @@ from colofunc_plugins import zero
 from test_offload import one, peak, training
 
 import colofunc as cf
+from colofunc.compiler.observe import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.pools import Pool
 from colofunc.executors.simulated import compile_program
 from colofunc.program.facts import is_copy
 from colofunc.program.passing import PAGE_BYTES, Passing, SizeClass, passing, rounded
-from colofunc.transforms.observe import arguments_of
 
 
 def filled(*sizes: tuple[int, int], ranks: int = 1) -> Pool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import colofunc as cf
+from colofunc.compiler import budget
 from colofunc.planner.fitted import Fitted
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
@@ -16,7 +17,6 @@ from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
-from colofunc.transforms import within
 
 
 class Block(torch.nn.Module):
@@ -59,13 +59,13 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Program, NodeS
 
     def of(depth: int, width: int = 16) -> tuple[Program, NodeS]:
         seen = list[tuple[Program, NodeS]]()
-        real = within.Ending._refitted
+        real = budget.Ending._refitted
 
-        def spy(self: within.Ending, program: Program, budget: int | None) -> Fitted:
+        def spy(self: budget.Ending, program: Program, budget: int | None) -> Fitted:
             seen.append((program, self._node_s))
             return real(self, program, budget)
 
-        monkeypatch.setattr(within.Ending, "_refitted", spy)
+        monkeypatch.setattr(budget.Ending, "_refitted", spy)
         step, *args = step_of(depth, width)
         step.lower(*args)
         monkeypatch.undo()

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.staged import Intent, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.testing import check
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, stage
 
 MESH = cf.Mesh(dp=2, tp=2)
 IDEAL = cf.Mesh(dp=2, tp=2, topology="ideal")

@@ -20,6 +20,7 @@ from typing import Any
 
 import attrs
 
+from colofunc.compiler.staged import EXECUTORS, Staged
 from colofunc.config import parallel
 from colofunc.config.options import bind, parameters
 from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans
@@ -33,7 +34,6 @@ from colofunc.functional.train import train_step
 from colofunc.mesh import Mesh
 from colofunc.plugins import Registry, build_registry
 from colofunc.transforms.shard import shard
-from colofunc.transforms.staged import EXECUTORS, Staged
 
 OWN_KEYS = ("mesh", "parallel", "shard", "clip", "executor")
 # What other frameworks call the same thing.

@@ -297,7 +297,7 @@ def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
     In the bodies of loops too. One with copies between tiers was in this order before they were written into it
-    (`transforms.within`), and is timed and counted as it stands: nobody reorders it. ahead_bytes: of results that are started ahead,
+    (`compiler.budget`), and is timed and counted as it stands: nobody reorders it. ahead_bytes: of results that are started ahead,
     at most so many, or one collective's. grouped: small updates stand side by side, as far as the peak allows; what is only counted need
     not be, for no peak is another by that.
     """

@@ -15,6 +15,9 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.agree import checksum
+from colofunc.compiler.prepare import say
+from colofunc.compiler.user_constraints import specs_of
 from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.dtensor.parts import part
 from colofunc.dtensor.spec import Spec, as_spec, bind, parse
@@ -39,9 +42,6 @@ from colofunc.functional.sending import Sender
 from colofunc.functional.together import Said
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
-from colofunc.transforms.agree import checksum
-from colofunc.transforms.prepare import say
-from colofunc.transforms.wanted import specs_of
 
 COMPARED_BYTES = 1 << 20  # tensors of batches up to this size are compared between ranks in every batch, which takes less than 1 ms
 

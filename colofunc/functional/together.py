@@ -15,10 +15,10 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.agree import checksum
 from colofunc.errors import InputError
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
-from colofunc.transforms.agree import checksum
 
 WHAT = "the next batch of cf.batches"
 

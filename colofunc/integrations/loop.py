@@ -24,6 +24,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from colofunc.compiler.agree import checksum
+from colofunc.compiler.staged import Staged
 from colofunc.config import Chain, configure
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
@@ -34,9 +36,7 @@ from colofunc.functional.modules import Model, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import flatten, map_tensors
-from colofunc.transforms.agree import checksum
 from colofunc.transforms.shard import shard
-from colofunc.transforms.staged import Staged
 
 # How torch runs an update, and what schedulers leave in a group: nothing that an update computes.
 NOT_OPTIONS = ("lr", "params", "foreach", "fused", "capturable", "differentiable")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colofunc.compiler.staged import Staged
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
@@ -27,7 +28,6 @@ from colofunc.integrations.loop import Clip, Loop, layouts_of, model_of, plain, 
 from colofunc.integrations.own_rows import OwnRows, Placed
 from colofunc.mesh import Mesh
 from colofunc.transforms.shard import shard
-from colofunc.transforms.staged import Staged
 
 try:
     import accelerate  # noqa: F401

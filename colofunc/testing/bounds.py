@@ -1,7 +1,7 @@
 """How far each output of one call may be from one device's, derived as `low.compare` derives it.
 
 A bound per dtype is false in both directions: half of a small gradient is within 0.02 of nothing, and Adam moves a weight by its
-whole rate, this way or that, where only rounding is left of a gradient. See `transforms/allowed.py`. It costs one more run of the
+whole rate, this way or that, where only rounding is left of a gradient. See `compiler/tolerance.py`. It costs one more run of the
 step on one device (three where there are half precisions), so it is worked out when somebody asks.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.tolerance import UPDATES, Allowed, Reference
 from colofunc.program.ir import Program, Ref
-from colofunc.transforms.allowed import UPDATES, Allowed, Reference
-from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.observe import arguments_of
 
 
 class Bounds:

@@ -18,13 +18,13 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.staged import Staged
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
 from colofunc.program.tracing.tree import map_tensors, walk_keys
 from colofunc.testing.bounds import Bounds
 from colofunc.testing.overflow import comparable, policy_of
 from colofunc.testing.trees import NARROW, compare, plain_copy
-from colofunc.transforms.staged import Staged
 
 FIRST_SEED = 1234
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from colofunc.compiler.replica_differences import judged
+from colofunc.compiler.tolerance import HALVES
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError
 from colofunc.program.closeness import TOLERANCE, scaled_difference
 from colofunc.program.tracing.tree import map_tensors, walk, walk_keys
-from colofunc.transforms.allowed import HALVES
-from colofunc.transforms.differing import judged
 
 Allowed = float | torch.Tensor | None  # as a share of max(1, max|leaf|), or for every element; None: not known
 NARROW = (*HALVES, torch.float32, torch.complex64)

@@ -26,6 +26,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
@@ -37,8 +39,6 @@ from colofunc.program.passes.loop import MIXING, RowsMove, fold, unmixed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, Staged, stage
 
 
 def accumulate(

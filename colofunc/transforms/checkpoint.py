@@ -20,6 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
@@ -30,8 +32,6 @@ from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.plugins import Registry
 from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, Staged, stage
 
 
 def checkpoint(

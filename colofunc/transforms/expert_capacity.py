@@ -22,10 +22,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import PlanError
 from colofunc.ops.experts import capacity_of, check_factor
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, Staged, stage
 
 
 def expert_capacity(step_fn: Callable[..., Any] | None = None, factor: float = 1.25) -> Any:

@@ -37,13 +37,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from colofunc.compiler.planning import mesh_of
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.program.tracing import meta as trace_meta
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.planning import mesh_of
-from colofunc.transforms.staged import Intent, Staged, stage
 
 Globs = tuple[str, ...]
 

@@ -20,6 +20,9 @@ from typing import Any
 
 import attrs
 
+from colofunc.compiler.planning import bytes_in
+from colofunc.compiler.staged import Intent, Staged, fresh, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, parse_room
@@ -30,9 +33,6 @@ from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, M
 from colofunc.planner.offload.trace import NodeS
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.planning import bytes_in
-from colofunc.transforms.staged import Intent, Staged, fresh, stage
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
 
@@ -57,7 +57,7 @@ def offload(
     more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size;
     False: none.
     where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
-    measure: so many first steps are timed, and what moves when is planned again by that (see `measured.py`); a policy may ask for it.
+    measure: so many first steps are timed, and what moves when is planned again (see `compiler/warmup.py`); a policy may ask for it.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
     limit, part = parse_room(budget, "cf.offload(budget=)")

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import InputError, PrecisionError
 from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import Policy, floating
@@ -37,8 +39,6 @@ from colofunc.program.ir import Program
 from colofunc.program.passes.wide_sums import gradients, wide_sums
 from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import container, flatten, rebuild, unflatten
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, Staged, stage
 
 KEY = "loss_scale"
 FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from colofunc.compiler.replica_check import EVERY
+from colofunc.compiler.staged import Intent, Staged, stage
+from colofunc.compiler.step_compiler import StepCompiler
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
-from colofunc.transforms.alike import EVERY
-from colofunc.transforms.compile import StepCompiler
-from colofunc.transforms.staged import Intent, Staged, stage
 
 Donate = Literal["auto"] | bool | tuple[int, ...] | None
 

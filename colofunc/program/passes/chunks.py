@@ -11,7 +11,7 @@ order in which the program reads them (`packing`), and a pass over the local pro
 
 Only what tensors hold is sent: chunks are as large as the search says, and what they leave empty costs nothing here.
 Parameters keep their own layouts. Those of a chunk that a step donates lie one behind the other in memory (`buffers_of` says
-which, `executors` and `compile` keep them so), so that they are gathered without a copy; updates in place write through.
+which, `executors` and `compiler` keep them so), so that they are gathered without a copy; updates in place write through.
 
 Note [Copied out]. A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole chunk apart from
 rank to rank and b apart inside: no strides of a matrix (a, b) say that, unless the chunk holds one parameter, which is then a view.

@@ -17,6 +17,20 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.agree import watch_of
+from colofunc.compiler.compare import Compared, compare
+from colofunc.compiler.disk_state import Shelves
+from colofunc.compiler.guard import Guard
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.planning import mesh_of
+from colofunc.compiler.prepare import prepare, say
+from colofunc.compiler.prepared_step import Ready, lies_as_planned
+from colofunc.compiler.profile import profile
+from colofunc.compiler.replica_check import agree_every
+from colofunc.compiler.retraces import Retraces, Signature
+from colofunc.compiler.staged import Staged
+from colofunc.compiler.surroundings import Surroundings, ambient, look_around
+from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
 from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
@@ -29,20 +43,6 @@ from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 from colofunc.program.tracing.used import Used
-from colofunc.transforms.agree import watch_of
-from colofunc.transforms.alike import agree_every
-from colofunc.transforms.compare import Compared, compare
-from colofunc.transforms.disk_state import Shelves
-from colofunc.transforms.guard import Guard
-from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.measured import everywhere, moved, step_s, warmup
-from colofunc.transforms.planning import mesh_of
-from colofunc.transforms.prepare import prepare, say
-from colofunc.transforms.profile import profile
-from colofunc.transforms.ready import Ready, lies_as_planned
-from colofunc.transforms.retraces import Retraces, Signature
-from colofunc.transforms.staged import Staged
-from colofunc.transforms.surroundings import Surroundings, ambient, look_around
 
 Leaf = torch.Tensor
 LEAST = 0.01

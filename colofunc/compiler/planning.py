@@ -21,6 +21,13 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.budget import AS_IT_IS, Ending, Move, Rewrite, finished, within
+from colofunc.compiler.decide import Candidates, Decided
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.plan_cache import decided_by, key_of, remembered
+from colofunc.compiler.plan_reuse import as_before
+from colofunc.compiler.staged import Intent, Staged
+from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_tiers
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.placed import SHELF
@@ -41,13 +48,6 @@ from colofunc.program.ir import Program
 from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import Traced
-from colofunc.transforms.decide import Candidates, Decided
-from colofunc.transforms.kept import as_before
-from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.plan_cache import decided_by, key_of, remembered
-from colofunc.transforms.staged import Intent, Staged
-from colofunc.transforms.wanted import pin, wanted, wished_axes, without_tiers
-from colofunc.transforms.within import AS_IT_IS, Ending, Move, Rewrite, finished, within
 
 Outcome = tuple[Decided, Program]
 """What was decided, and the program that a rank runs."""

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import torch
 
+from colofunc.compiler.staged import Staged
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.parts import unpadded
@@ -30,7 +31,6 @@ from colofunc.executors.tap import everyones
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.transforms.staged import Staged
 
 Shards = list[torch.Tensor]
 

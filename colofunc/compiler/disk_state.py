@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from colofunc.compiler.lowered import Lowered
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.placed import SHELF
@@ -23,7 +24,6 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
-from colofunc.transforms.lowered import Lowered
 
 
 class Shelves:

@@ -26,6 +26,7 @@ import torch
 
 from colofunc import env, untrusted
 from colofunc.cache import Cache
+from colofunc.compiler.decide import Candidates, Decided
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import ColofuncError, PlanError
@@ -39,7 +40,6 @@ from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice, call_of
-from colofunc.transforms.decide import Candidates, Decided
 
 KEEP_ABOVE_S = 0.5
 """Plans that were found faster are not worth a file."""

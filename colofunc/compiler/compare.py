@@ -10,7 +10,7 @@ side, with one seed, and look at every value as it is made, in every layout that
     #   made at net.py:14 in forward, ...
 
 Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program that
-really runs is compared too, in whatever of it still is a value of the step (see `executed`), microbatch by microbatch.
+really runs is compared too, in whatever of it still is a value of the step (see `value_map`), microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from colofunc.compiler.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
+from colofunc.compiler.replica_differences import differing, judged
+from colofunc.compiler.tolerance import Allowed, Reference
+from colofunc.compiler.value_map import Seen, looked_at, program_tap
 from colofunc.executors.copies import COPIER
 from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
@@ -31,13 +35,9 @@ from colofunc.ops.debug import quiet
 from colofunc.program.ir import Node
 from colofunc.program.text import columns
 from colofunc.program.tracing.tree import flatten, unflatten
-from colofunc.transforms.allowed import Allowed, Reference
-from colofunc.transforms.differing import differing, judged
-from colofunc.transforms.executed import Seen, looked_at, program_tap
-from colofunc.transforms.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
 
 if TYPE_CHECKING:
-    from colofunc.transforms.lowered import Lowered
+    from colofunc.compiler.lowered import Lowered
 
 SHOWN = 8
 OVERFLOW = (

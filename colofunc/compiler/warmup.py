@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from colofunc.compiler.disk_state import Shelves
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
@@ -28,10 +29,9 @@ from colofunc.mesh.device import device_of
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
 from colofunc.program.timed import Timed, timings
-from colofunc.transforms.disk_state import Shelves
 
 if TYPE_CHECKING:
-    from colofunc.transforms.lowered import Lowered
+    from colofunc.compiler.lowered import Lowered
 
 Shards = list[torch.Tensor]
 

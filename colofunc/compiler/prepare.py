@@ -2,7 +2,7 @@
 
     trace -> simplify -> decide -> lower -> check -> plugin passes -> schedule -> in place
 
-It happens once per signature (see `compile`). On real ranks all trace and compare, rank 0 plans for all.
+It happens once per signature (see `step_compiler`). On real ranks all trace and compare, rank 0 plans for all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ import attrs
 import torch
 
 from colofunc import env
+from colofunc.compiler.agree import equal_captured, from_main, same, share
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.machine import as_measured
+from colofunc.compiler.plan_reuse import is_again
+from colofunc.compiler.planning import Placed, Seen, gathered, is_auto, mesh_of, shard_options
+from colofunc.compiler.staged import Staged
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
@@ -37,12 +43,6 @@ from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
 from colofunc.program.tracing.roles import comes_back, first_result
 from colofunc.program.tracing.trace import Traced, trace
-from colofunc.transforms.agree import equal_captured, from_main, same, share
-from colofunc.transforms.kept import is_again
-from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.machine import as_measured
-from colofunc.transforms.planning import Placed, Seen, gathered, is_auto, mesh_of, shard_options
-from colofunc.transforms.staged import Staged
 
 MUCH_BYTES = 4 << 30
 """Where nobody has said what the machine has, a plan that needs at least this much memory a rank is warned of."""
@@ -69,7 +69,7 @@ def prepare(
     """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
 
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
-    `before`: what was prepared of this step for other signatures; see `kept`.
+    `before`: what was prepared of this step for other signatures; see `plan_reuse`.
     """
     mesh, options = mesh_of(staged), shard_options(staged)
     registry = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ()))))

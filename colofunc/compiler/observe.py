@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from colofunc.compiler.agree import from_main
 from colofunc.dtensor.lazy import make
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
@@ -31,10 +32,9 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Builder, lower
 from colofunc.program.text import target_text
 from colofunc.program.tracing.trace import record_local
-from colofunc.transforms.agree import from_main
 
 if TYPE_CHECKING:
-    from colofunc.transforms.lowered import Lowered
+    from colofunc.compiler.lowered import Lowered
 
 Shards = list[torch.Tensor]
 

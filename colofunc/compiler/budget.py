@@ -17,6 +17,8 @@ from typing import Protocol
 
 import attrs
 
+from colofunc.compiler.decide import Candidates, Decided, assigned, decide
+from colofunc.compiler.least_budget import Leanest, Tried, least_budget, said
 from colofunc.errors import CapacityError, PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.fitted import Finish, Fitted
@@ -41,8 +43,6 @@ from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
-from colofunc.transforms.decide import Candidates, Decided, assigned, decide
-from colofunc.transforms.least_budget import Leanest, Tried, least_budget, said
 
 SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it."""

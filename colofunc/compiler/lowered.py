@@ -13,6 +13,8 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.check_finite import Finite, check_finite
+from colofunc.compiler.compare import Compared, compare
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.executors.backend import Backend, held, ordered
@@ -27,8 +29,6 @@ from colofunc.program.memory import MemoryReport
 from colofunc.program.passing import passing
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import Traced
-from colofunc.transforms.compare import Compared, compare
-from colofunc.transforms.finite import Finite, check_finite
 
 
 @attrs.frozen

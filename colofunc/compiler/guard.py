@@ -18,9 +18,9 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.surroundings import Surroundings
 from colofunc.dtensor.tensor import DTensor, Home
 from colofunc.program.tracing.tree import Tree, flatten_like
-from colofunc.transforms.surroundings import Surroundings
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of global values that a guard knows; lazy and other tensors are looked up."""

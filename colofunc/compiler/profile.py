@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colofunc import owned
+from colofunc.compiler.observe import arguments_of
 from colofunc.errors import InputError
 from colofunc.executors.profile import Clock, Profile, of_all_ranks, seconds_of, timings, write_trace
 from colofunc.mesh.cost import rate
 from colofunc.ops.debug import quiet
 from colofunc.program.cost import node_work
 from colofunc.program.lanes import TRACE_MARK
-from colofunc.transforms.observe import arguments_of
 
 if TYPE_CHECKING:
-    from colofunc.transforms.lowered import Lowered
+    from colofunc.compiler.lowered import Lowered
 
 
 def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], steps: int = 3) -> Profile:

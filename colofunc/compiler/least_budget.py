@@ -23,8 +23,8 @@ from math import ceil
 
 import attrs
 
+from colofunc.compiler.decide import Decided
 from colofunc.planner.fitted import Fitted
-from colofunc.transforms.decide import Decided
 
 MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
 """At most this many searches below the least peak so far; the second for large programs, whose searches take long."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from colofunc.compiler.decide import Decided
 from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.tensor import DTensor
@@ -30,7 +31,6 @@ from colofunc.mesh import Mesh
 from colofunc.planner.sharding.explain import RuleOf
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice
-from colofunc.transforms.decide import Decided
 
 T = TypeVar("T")
 

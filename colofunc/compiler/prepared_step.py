@@ -19,6 +19,13 @@ from typing import Any
 import torch
 
 from colofunc import compat
+from colofunc.compiler.agree import equal_leaves
+from colofunc.compiler.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
+from colofunc.compiler.guard import Guard
+from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.reads import reads_of
+from colofunc.compiler.replica_check import Alike, state_names
+from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
@@ -34,13 +41,6 @@ from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.tracing.used import Used
-from colofunc.transforms.agree import equal_leaves
-from colofunc.transforms.alike import Alike, state_names
-from colofunc.transforms.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
-from colofunc.transforms.guard import Guard
-from colofunc.transforms.lowered import Lowered
-from colofunc.transforms.measured import Warmup
-from colofunc.transforms.reads import reads_of
 
 Leaf = torch.Tensor
 Shards = list[torch.Tensor]

@@ -57,7 +57,7 @@ class Intent:
 
 
 class Compiler(Protocol):
-    """Turns a function and its intents into something that runs; `colofunc.transforms.build` implements it."""
+    """Turns a function and its intents into something that runs; `step_compiler.StepCompiler` implements it."""
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
+from colofunc.compiler.planning import mesh_of
+from colofunc.compiler.prepare import say
+from colofunc.compiler.staged import Staged
+from colofunc.compiler.surroundings import Surroundings
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree
-from colofunc.transforms.planning import mesh_of
-from colofunc.transforms.prepare import say
-from colofunc.transforms.staged import Staged
-from colofunc.transforms.surroundings import Surroundings
 
 REMEDY = (
     "Every new shape is traced, which is said once: pad to a multiple, cf.batches(..., multiple=64) or cf.pad(batch, multiple=64)"
