@@ -20,8 +20,8 @@ import colofunc as cf
 from bench import Row, Section, fresh
 from bench._orders import partitioned, sequential
 from bench.memory_plans import adamw, gpt
-from colofunc.compiler.staged import Intent, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Transform
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
@@ -95,8 +95,8 @@ def others(
             note("sequential", f"{segments} segments", sequential(program, functions, segments))
         return whole, whole
 
-    intent = Intent("checkpoint", {"budget_bytes": None, "policy": None}, refit=refit)
-    stage(cf.shard(step, cf.Mesh(topology=device)), intent, StepCompiler).lower(state, batch)
+    looks = Transform("checkpoint", candidates=lambda build: build.evolve(searches=(refit,)))
+    stage(cf.shard(step, cf.Mesh(topology=device)), looks).lower(state, batch)
     return found["kept"][0], found["partitioner"], found["sequential"]
 
 

@@ -37,7 +37,7 @@ from rich.console import Console
 
 from colofunc import errors, owned
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.staged import Staged, fresh
+from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
@@ -302,17 +302,16 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
     for name in within:
         if name not in MOVES:
             raise InputError(f"--within {name!r}{near(name, MOVES, 'transforms')}")
-    if disk and "offload" not in within and not (isinstance(step, Staged) and step.intent("offload")):
+    if disk and "offload" not in within and not (isinstance(step, Staged) and step.transform("offload")):
         raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
-    intent = step.intent("shard") if isinstance(step, Staged) else None
-    mesh = on(Mesh(**axes) if axes or intent is None else intent.options["mesh"])  # type: ignore[arg-type]
-    if intent is None:
+    sharded = step.transform("shard") if isinstance(step, Staged) else None
+    mesh = on(Mesh(**axes) if axes or sharded is None else sharded.options["mesh"])  # type: ignore[arg-type]
+    if sharded is None:
         step = shard(step, mesh)
     else:
-        other = attrs.evolve(intent, options={**intent.options, "mesh": mesh})
-        step = attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
+        step = in_place_of(step, sharded, attrs.evolve(sharded, options={**sharded.options, "mesh": mesh}))
     for name in within if disk or mesh.capacity_bytes("device") is not None else ():
-        if step.intent(name) is None:
+        if step.transform(name) is None:
             step = MOVES[name](step)
     step = with_disk(step, disk) if disk else step
     staged: Staged = step.on("distributed") if mesh.size > 1 else step  # as real ranks run it: what is in flight counts

@@ -29,6 +29,7 @@ SWITCHES: dict[str, str] = {
     "COLOFUNC_CACHE_MIB": "most MiB of cached plans (default: 512); the ones that were not used for longest go first",
     "COLOFUNC_MEASURE": "'off': on real ranks a mesh without a topology is planned for 'gloo-cpu' and not for the measured machine; 'on': "
     "ranks on GPUs, which are planned for by what a GPU says of itself, are measured too",
+    "COLOFUNC_PASSES": "passes that are left out, by name, as '-pack,-in_place' (`low.passes` lists them): to find the one at fault",
     "COLOFUNC_QUIET": "1: no live progress lines",
 }
 
@@ -110,6 +111,15 @@ def measures_gpus() -> bool:
 def machine() -> str:
     """What tells this machine from others: its name, and how many processors this process may use."""
     return f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+
+
+def passes_left_out() -> tuple[str, ...]:
+    """The names in COLOFUNC_PASSES. Raises SwitchError where one has no "-" in front."""
+    names = [name.strip() for name in switch("COLOFUNC_PASSES").split(",") if name.strip()]
+    for name in names:
+        if not name.startswith("-"):
+            raise SwitchError(f"COLOFUNC_PASSES={name!r:.80} leaves nothing out; write COLOFUNC_PASSES=-{name}, several with commas")
+    return tuple(name.removeprefix("-") for name in names)
 
 
 def plan_folder() -> Path | None:

@@ -107,7 +107,7 @@ class Case:
         """ "" where it ran and is equal, or the kind of its refusal. Raises AssertionError with the case."""
         try:
             step = self.staged()
-            if step.intent("precision") is not None:
+            if step.transform("precision") is not None:
                 cf.testing.check(step, *self.arguments(), steps=1)
             else:
                 want = seeded(self.seed, run_reference, self.function(), *self.arguments())

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.staged import Intent, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Transform
 from colofunc.program.passes.recompute import made_again
 
 orders = pytest.importorskip("bench._orders", reason="needs the partitioner of a recent torch", exc_type=ImportError)
@@ -71,8 +71,8 @@ def orders_of(name: str, make: Any) -> tuple[Any, Any]:
         return (finish(program),) * 2
 
     step, state, batch = MODELS[name][0]()
-    intent = Intent("checkpoint", {"budget_bytes": None, "policy": None}, refit=refit)
-    stage(cf.shard(step, cf.Mesh()), intent, StepCompiler).lower(state, batch)
+    looks = Transform("checkpoint", candidates=lambda build: build.evolve(searches=(refit,)))
+    stage(cf.shard(step, cf.Mesh()), looks).lower(state, batch)
     return seen[0]
 
 

@@ -223,7 +223,7 @@ def policies() -> Any:
 )
 def test_policies_of_memory_take_their_options(policies: Any, policy: Any, name: str) -> None:
     chain = cf.configure({"offload": {"budget": "1GiB", "policy": policy}}, plugins=[policies])
-    found = chain.apply(step_fn).intent("offload").options["policy"]
+    found = chain.apply(step_fn).transform("offload").options["policy"]
     assert (found if isinstance(found, str) else found.name) == name
     state, batch = example()
     assert chain.apply(step_fn).lower(state, batch).plan.peak_bytes < 1 << 30
@@ -241,7 +241,7 @@ def test_policies_of_memory_take_their_options(policies: Any, policy: Any, name:
 )
 def test_policies_of_recomputation_take_their_options(policy: Any, name: str) -> None:
     chain = cf.configure({"checkpoint": {"policy": policy}})
-    assert chain.apply(step_fn).intent("checkpoint").options["policy"].name == name
+    assert chain.apply(step_fn).transform("checkpoint").options["policy"].name == name
 
 
 @pytest.mark.parametrize("policy", [{"every": 0}, {"every": "two"}, {"save_only": 3}, {"evry": 2}])

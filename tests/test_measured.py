@@ -101,7 +101,7 @@ def test_other_times_give_another_plan_and_the_same_numbers(monkeypatch: pytest.
 def test_a_policy_asks_for_it_and_state_goes_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "Clock", told(slow_updates))
     staged, (step, *args) = offloaded(one(), 0.7, policy=gemini("auto", warmup=1))
-    assert staged.intent("offload").options["measure"] == 1
+    assert staged.transform("offload").options["measure"] == 1
     assert compare(steps(staged, 3, staged.init(*args), args[1]), steps(step, 3, *args)) == 0.0
 
 

@@ -245,7 +245,7 @@ def test_where_operators_run_is_shown(bad: Any) -> None:
 
 
 def test_no_disk_is_none() -> None:
-    assert cf.offload(lambda x: x, disk=False).intents[0].options["disk"] is None
+    assert cf.offload(lambda x: x, disk=False).transforms[0].options["disk"] is None
     with pytest.raises(cf.errors.InputError, match="policy='disk'\\) needs a directory"):
         cf.offload(lambda x: x, policy="disk", disk=False)
 

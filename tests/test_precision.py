@@ -359,7 +359,7 @@ def test_it_is_a_decorator_too() -> None:
     def step(state, b):
         return state, by_value_and_grad(state, b)
 
-    assert step.intent("precision").options["policy"] == cf.Policy(compute="bf16")
+    assert step.transform("precision").options["policy"] == cf.Policy(compute="bf16")
     assert step({"w": torch.ones(8, 4), "b": torch.ones(4)}, batch())[1]["w"].dtype is F32
 
 

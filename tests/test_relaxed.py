@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.compiler import budget
-from colofunc.planner.fitted import Fitted
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Transform
+from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
@@ -54,21 +55,18 @@ def step_of(depth: int, width: int = 16) -> tuple[cf.Staged, object, torch.Tenso
 
 
 @pytest.fixture
-def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Program, NodeS]]:
+def local() -> Callable[..., tuple[Program, NodeS]]:
     """Depth -> the program of one rank as it comes to `fit`, and seconds of its nodes."""
 
     def of(depth: int, width: int = 16) -> tuple[Program, NodeS]:
         seen = list[tuple[Program, NodeS]]()
-        real = budget.Ending._refitted
 
-        def spy(self: budget.Ending, program: Program, budget: int | None) -> Fitted:
-            seen.append((program, self._node_s))
-            return real(self, program, budget)
+        def spy(program: Program, node_s: NodeS, finish: Finish, budget: int | None) -> tuple[Fitted, Fitted]:
+            seen.append((program, node_s))
+            return (finish(program),) * 2
 
-        monkeypatch.setattr(budget.Ending, "_refitted", spy)
         step, *args = step_of(depth, width)
-        step.lower(*args)
-        monkeypatch.undo()
+        stage(step, Transform("spy", candidates=lambda build: build.evolve(searches=(spy,)))).lower(*args)
         return seen[-1]
 
     return of

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.staged import Intent, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Transform
 from colofunc.testing import check
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -344,13 +344,17 @@ def test_transforms_put_code_around_a_step_and_grow_its_state_in_any_order() -> 
     def fn(state, x):
         return {"w": state["w"] + 1}, (state["w"] * x).sum()
 
-    grown = Intent("scale", {}, around=scaled, grow=lambda state: {"scale": torch.tensor(2.0), **state})
+    grown = Transform(
+        "scale",
+        wrap=lambda build: build.evolve(fn=scaled(build.fn)),
+        grow=lambda build: build.evolve(state={"scale": torch.tensor(2.0), **build.state}),
+    )
     state, x = {"w": torch.arange(4.0)}, torch.ones(4)
-    sharded = stage(cf.shard(fn, cf.Mesh(dp=2, topology="ideal")), grown, StepCompiler)
-    other = stage(fn, grown, StepCompiler)
+    sharded = stage(cf.shard(fn, cf.Mesh(dp=2, topology="ideal")), grown)
+    other = stage(fn, grown)
     for step in (sharded, cf.shard(other, cf.Mesh(dp=2, topology="ideal"))):
         new, out = step(state, x)
         assert float(out) == 12.0 and set(new) == {"w", "scale"}
         assert float(step(new, x)[1]) == 20.0
     with pytest.raises(cf.PlanError, match="scale and other cannot both be applied to one step: both scale"):
-        stage(other, Intent("other", {}, clashes={"scale": "both scale"}), StepCompiler)
+        stage(other, Transform("other", clashes={"scale": "both scale"}))

@@ -2,11 +2,13 @@
 
     low = step.lower(state, batch)
     low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
+    print(low.passes); low.after("lower").text()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch
 
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
+from colofunc.compiler.passes import Passes, Stages
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, ToDisk
+from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, held, ordered
+from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
@@ -68,6 +73,7 @@ class Lowered:
     donated: tuple[int, ...]  # positions of input leaves that the call consumes
     executor: str | None = None  # as `step.on` said
     hidden: tuple[torch.Tensor, ...] = ()  # captured tensors that are inputs behind the caller's and the seed
+    stages_of: Callable[[], Stages] = tuple  # runs all passes again, and keeps the program behind each
 
     @property
     def hidden_ids(self) -> tuple[int, ...]:
@@ -98,6 +104,22 @@ class Lowered:
     def text(self) -> str:
         """The local program, one line per node."""
         return text(self.program)
+
+    @cached_property
+    def passes(self) -> Passes:
+        """What this step went through, from the trace to what runs. Everything is run again for it, but the search for a plan.
+
+        Raises PlanError where that ends in another program than this one (a bug).
+        """
+        passes = Passes(self.stages_of())
+        ran = attrs.evolve(passes["one_call"].program, kernels=self.program.kernels)
+        if program_hash(ran, self.mesh) != program_hash(self.program, self.mesh):
+            raise PlanError("the passes of this step, run again, give another program than the one that runs; please report its plan")
+        return passes
+
+    def after(self, name: str) -> Lowered:
+        """This step as it was behind one pass: its `text()`, and its `program`. Raises PlanError where there is no such pass."""
+        return attrs.evolve(self, program=self.passes[name].program)
 
     def cost(self) -> CostReport:
         """Seconds, flops, bytes and calls per collective and axis, per rank."""

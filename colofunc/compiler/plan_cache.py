@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,11 @@ def local_hash(local: Program) -> str:
     return program_hash(local, Mesh())
 
 
-def key_of(program: Program, mesh: Mesh, registry: Registry, constraints: Constraints, *more: Any) -> str:
-    """A hash of all that decides a plan. `more`: budget, axes, named plans, what the chain of transforms asks for."""
+def key_of(
+    program: Program, mesh: Mesh, registry: Registry, constraints: Constraints, hooks: Iterable[Callable[..., Any]], *more: Any
+) -> str:
+    """A hash of all that decides a plan. `hooks`: of transforms, by the text of their modules. `more`: budget, axes, named plans, what the
+    chain of transforms asks for."""
     digest = hashlib.sha256(program_hash(program, mesh).encode())
     for node in program.nodes:
         digest.update(repr((node.path, node.phase)).encode())
@@ -115,16 +118,24 @@ def key_of(program: Program, mesh: Mesh, registry: Registry, constraints: Constr
     for position in sorted(constraints.outputs):
         digest.update(repr((position, constraints.outputs[position].text())).encode())
     digest.update(repr((more, registry.plugins, torch.__version__)).encode())
-    digest.update(_sources(registry, program).encode())
+    digest.update(_sources(registry, program, hooks).encode())
     return digest.hexdigest()[:40]
 
 
-def _sources(registry: Registry, program: Program) -> str:
-    """The text of colofunc and of every module that gave a rule, a strategy, a pass, or an operator of the program."""
+def _sources(registry: Registry, program: Program, hooks: Iterable[Callable[..., Any]]) -> str:
+    """The text of colofunc and of every module that gave a rule, a strategy, a pass, an operator of the program, or a hook."""
     functions = [*registry.rules.values(), *registry.passes.values(), *(f for fns in registry.strategies.values() for f in fns)]
     functions += [OPERATORS[target].reference for target in sorted({n.target for n in program.nodes}) if target in OPERATORS]
+    functions += map(_function, hooks)
     files = {f.__code__.co_filename for f in functions if inspect.isfunction(f)}
     return own_sources() + "".join(_of_file(name) for name in sorted(files))
+
+
+def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind a hook, which may be a part of one or an object that can be called."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook if inspect.isfunction(hook) else getattr(type(hook), "__call__")  # noqa: B004, B009
 
 
 @lru_cache(maxsize=1)

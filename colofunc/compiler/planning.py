@@ -16,17 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import attrs
 import torch
 
-from colofunc.compiler.budget import AS_IT_IS, Ending, Move, Rewrite, finished, within
+from colofunc.compiler.budget import finished, within
+from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decide import Candidates, Decided
 from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, remembered
 from colofunc.compiler.plan_reuse import as_before
-from colofunc.compiler.staged import Intent, Staged
+from colofunc.compiler.staged import Staged
+from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_tiers
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import LazyTensor
@@ -37,10 +41,12 @@ from colofunc.executors.backend import held, ordered
 from colofunc.mesh import Mesh
 from colofunc.mesh.found import auto_bytes
 from colofunc.mesh.sizes import Room
-from colofunc.ops.kernels import Table
-from colofunc.planner.offload.fastest import offload
+from colofunc.planner.fitted import Fitted
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import Offloaded, offload
 from colofunc.planner.offload.policies import GIVEN
 from colofunc.planner.plan import Plan
+from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins.registry import Registry
@@ -55,12 +61,17 @@ Outcome = tuple[Decided, Program]
 
 @attrs.frozen(eq=False)
 class Seen:
-    """A step as it was traced. `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from outside."""
+    """A step as it was traced. `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from outside.
+
+    `left_out`: names of the passes that it does not go through. `traced_s`: how long the trace took.
+    """
 
     traced: Traced
     program: Program
     donated: tuple[int, ...]
     hidden: tuple[torch.Tensor, ...]
+    left_out: frozenset[str]
+    traced_s: float
 
     @property
     def first_hidden(self) -> int:
@@ -90,7 +101,7 @@ class Placed:
 class Planning:
     """`named`: axis -> the plan that speaks for it. `axes`: those that are searched. `parts`: microbatches.
 
-    `asked`: what else decides the plan, for the key of the cache.
+    `hooks`: of transforms. `asked`: what else decides the plan, for the key of the cache.
     """
 
     program: Program
@@ -102,12 +113,13 @@ class Planning:
     axes: tuple[str, ...]
     budget_bytes: int | None
     parts: int
-    ending: Ending
+    completion: Completion
+    hooks: tuple[Hook, ...]
     asked: tuple[Any, ...]
 
     def search(self, say: Callable[[str], None]) -> Outcome:
         """The plan that the cache has, else the best that is found."""
-        key = key_of(self.program, self.mesh, self.registry, self.constraints, self.asked)
+        key = key_of(self.program, self.mesh, self.registry, self.constraints, self.hooks, self.asked)
         from_nothing = partial(retried, self._under, self.constraints, self.program)
         return remembered(key, from_nothing, self._rebuilt, say)
 
@@ -118,38 +130,39 @@ class Planning:
 
     def measured(self, plan: Plan) -> Outcome:
         """The sharding of `plan`, completed anew."""
-        return finished(self.ending, self._decided_by(plan), self.budget_bytes)
+        return finished(self.completion, self._decided_by(plan), self.budget_bytes)
+
+    def stages(self, plan: Plan, decided: Decided | None) -> Stages:
+        """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only been told the plan."""
+        completion = attrs.evolve(self.completion, keeps=True)
+        done = self._finished(completion, self._decided_by(plan) if decided is None else decided, plan)
+        last = Pass("one_call", lambda _: completion.ended(done)), Pass("order", lambda program: completion.order(program, inf))
+        return (*done.stages, *run_passes(last, done.program, keep=True)[1])
 
     def _under(self, constraints: Constraints, name_least: bool = True) -> Outcome:
         self.candidates.memo = Memo()
         return within(
-            self.ending, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, name_least=name_least
+            self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, name_least=name_least
         )
 
     def _rebuilt(self, plan: Plan) -> Outcome:
         decided = self._decided_by(plan)
-        done = self.ending.finish(decided, self.budget_bytes)
+        return decided, self.completion.ended(self._finished(self.completion, decided, plan))
+
+    def _finished(self, completion: Completion, decided: Decided, plan: Plan) -> Fitted:
+        done = completion.finish(decided, self.budget_bytes)
         if self.budget_bytes is not None and not done.fits(self.budget_bytes):  # it was found for less
-            done = self.ending.finish(decided, plan.budget_bytes)
-        return decided, self.ending.ended(done)
+            done = completion.finish(decided, plan.budget_bytes)
+        return done
 
     def _decided_by(self, plan: Plan) -> Decided:
         return decided_by(plan, self.program, self.mesh, self.candidates, self.constraints)
 
 
-def mesh_of(staged: Staged) -> Mesh:
-    """The mesh that `shard` was given, else a mesh of one."""
-    intent = staged.intent("shard")
-    mesh = intent.options["mesh"] if intent is not None else Mesh()
-    if not isinstance(mesh, Mesh):
-        raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
-    return mesh
-
-
 def shard_options(staged: Staged) -> dict[str, Any]:
     """What `cf.shard` was given."""
-    intent = staged.intent("shard")
-    return {} if intent is None else dict(intent.options)
+    shard = staged.transform("shard")
+    return {} if shard is None else dict(shard.options)
 
 
 def gathered(
@@ -168,63 +181,61 @@ def gathered(
     constraints, named = wanted(
         program, seen.traced, priced, options, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
     )
-    hidden = _placed_hidden(seen, mesh_of(staged), before, _tiers_stay(staged, placed, timed))
-    constraints, tiers = without_tiers(_as_placed(program, hidden.layouts, constraints), program)
-    for each in staged.intents:
-        if each.constrain is not None:
-            constraints = constraints | each.constrain(seen.traced, program, registry)
+    build = Build(staged.build.transforms, priced, program=program, traced=seen.traced, registry=registry, constraints=constraints)
+    build = through("candidates", through("constrain", build))
+    hidden = _placed_hidden(seen, staged.mesh, before, _tiers_stay(build.moves, placed, timed))
+    constraints, wished = without_tiers(_as_placed(program, hidden.layouts, build.constraints), program)
     # From here on outputs share memory with inputs where the constraints let them.
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
     budget_bytes = _least_budget(staged, priced)
-    parts = max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
     temporaries = staged.executor != "compiled"
-    ending = Ending(
+    lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
+    passes = _passes(build)
+    completion = Completion(
         program=program,
         mesh=priced,
         rule_of=registry.rule,
-        passes=_passes(staged, registry),
+        passes=passes,
         chunks=constraints.chunks,
         temporaries=temporaries,
         count=partial(held, mesh=priced, name=staged.executor),
-        refit=next((i.refit for i in staged.intents if i.refit is not None), None),
-        move=_move(staged, registry, seen, program, _input_tiers(program, placed, hidden), tiers),
+        searches=build.searches,
+        moves=build.moves or _given(lies),
+        lies=lies,
         order=partial(_in_order, mesh=priced, executor=staged.executor),
-        ways=_ways(staged, seen, registry, constraints),
+        ways=ways_of(build.alternatives),
+        kernels=partial(with_kernels, mesh=priced, table=registry.kernels),
         timed=timed,
-        wider=[i.wider for i in staged.intents if i.wider],
+        wider=[transform.wider for transform in build.transforms if transform.wider],
+        left_out=seen.left_out,
     )
-    asked = (_asked(staged.intents), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks)
-    return Planning(program, priced, registry, candidates, constraints, named, axes, budget_bytes, parts, ending, asked)
+    parts = build.microbatches
+    asked = (_asked(staged.transforms), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks, sorted(seen.left_out))
+    return Planning(program, priced, registry, candidates, constraints, named, axes, budget_bytes, parts, completion, build.hooks, asked)
 
 
-# ---- what the intents ask for ----
+# ---- what the transforms ask for ----
 
 
-def _asked(intents: Sequence[Intent]) -> list[tuple[str, list[tuple[str, str]]]]:
+def _asked(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, str]]]]:
     """The options of each transform, as text: but for the mesh and the plugins, which the key of the cache has already."""
     asked = []
-    for intent in intents:
-        options = [(name, repr(value)) for name, value in intent.options.items() if name not in ("mesh", "plugins")]
-        asked.append((intent.transform, sorted(options)))
+    for transform in transforms:
+        options = [(name, repr(value)) for name, value in transform.options.items() if name not in ("mesh", "plugins")]
+        asked.append((transform.name, sorted(options)))
     return asked
 
 
 def _least_budget(staged: Staged, priced: Mesh) -> int | None:
     """The smallest of what the device has and what transforms were given; None: without limit."""
     budgets = [priced.capacity_bytes("device")]
-    for intent in staged.intents:
-        given = intent.options.get("budget_bytes"), intent.options.get("budget_part")
-        if is_auto(intent):
+    for transform in staged.transforms:
+        if transform.auto_budget:
             budgets.append(auto_bytes(priced.topology))
-        budgets.append(bytes_in(priced, "device", given, f"cf.{intent.transform}(budget", "6GiB"))
+        elif transform.budget is not None:
+            budgets.append(bytes_in(priced, "device", transform.budget, f"cf.{transform.name}(budget", "6GiB"))
     return min((budget for budget in budgets if budget is not None), default=None)
-
-
-def is_auto(intent: Intent) -> bool:
-    """Whether a transform that keeps to a budget was given "auto"."""
-    keeps_to_a_budget = "budget_part" in intent.options
-    return keeps_to_a_budget and intent.options["budget_bytes"] is None and intent.options["budget_part"] is None
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:
@@ -241,27 +252,31 @@ def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | 
     return int(part * capacity)
 
 
-def _passes(staged: Staged, registry: Registry) -> list[Rewrite]:
+def _passes(build: Build) -> list[Pass]:
     """Of plugins, by name, and behind them those of transforms."""
-    passes = [registry.passes[name] for name in sorted(registry.passes)]
-    for intent in sorted(staged.intents, key=lambda i: i.transform):
-        if intent.local is not None:
-            passes.append(intent.local)
-    return passes
+    by_plugins = build.registry.passes
+    passes = [Pass(name, partial(_by_plugin, by_plugins[name], build.mesh)) for name in sorted(by_plugins)]
+    return passes + rewrites("rewrite_local", build)
 
 
-def _ways(staged: Staged, seen: Seen, registry: Registry, constraints: Constraints) -> list[Rewrite]:
-    """Alternative final passes, the fastest first; behind each of them it is settled which kernels its calls get."""
-    last = AS_IT_IS
-    for intent in staged.intents:
-        if intent.last is not None:
-            last = intent.last(seen.traced, registry, constraints)
-            break
-    return [partial(_with_kernels, way=way, table=registry.kernels) for way in last]
+def _by_plugin(rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
+    return rewrite(program, mesh)
 
 
-def _with_kernels(program: Program, mesh: Mesh, way: Rewrite, table: Table) -> Program:
-    return with_kernels(way(program, mesh), mesh, table)
+def rewrites(hook: str, build: Build) -> list[Pass]:
+    """One hook of all transforms that changes the program, as passes."""
+    users = [transform for transform in build.transforms if getattr(transform, hook) is not None]
+    return [Pass(f"{transform.name}.{hook}", partial(_rewritten, hook, transform, build)) for transform in users]
+
+
+def _rewritten(hook: str, transform: Transform, build: Build, program: Program) -> Program:
+    return transform.applied(hook, build.evolve(program=program)).program
+
+
+def can_be_left_out(build: Build) -> list[str]:
+    """Names of the passes that a step is right without, if not the same."""
+    ours = [each.name for hook in ("rewrite_global", "rewrite_local") for each in rewrites(hook, build)]
+    return [*REWRITES, *sorted(build.registry.passes), *ours]
 
 
 def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
@@ -272,17 +287,12 @@ def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | 
 # ---- where inputs lie ----
 
 
-def _moves(staged: Staged) -> Callable[..., Move] | None:
-    """What writes copies between tiers, where a transform asks for them."""
-    return next((i.move for i in staged.intents if i.move is not None), None)
-
-
-def _tiers_stay(staged: Staged, placed: Placed, timed: Timed | None) -> bool:
+def _tiers_stay(moves: Sequence[Move], placed: Placed, timed: Timed | None) -> bool:
     """Whether captured tensors stay in the tiers in which other steps have them: where this step works on the same state.
 
     Tiers of a step that has nothing to do with it, as of an earlier trial with the same model, say nothing here.
     """
-    if _moves(staged) is not None:
+    if moves:
         return bool(placed.fixed) or timed is not None
     return any(layout.tier != "device" for layout in placed.fixed.values())
 
@@ -332,25 +342,25 @@ def _input_tiers(program: Program, placed: Placed, hidden: _Hidden) -> dict[int,
     return tiers
 
 
-def _move(
-    staged: Staged, registry: Registry, seen: Seen, program: Program, lying: Mapping[int, str], wished: Mapping[int, str]
-) -> Move | None:
-    """What writes copies between tiers: the transform's, else a plain one where something does not lie on the device.
-
-    lying: position of an input -> the tier that it lies in already. wished: the one that the user wants it in.
-    """
+def _lies(seen: Seen, program: Program, lying: Mapping[int, str], wished: Mapping[int, str], moves: Sequence[Move]) -> Lies:
+    """Where inputs lie. lying: position of an input -> the tier that it lies in already. wished: the one that the user wants it in."""
     captured = {}
     for position, tensor in enumerate(seen.hidden, seen.first_hidden):
         # Whoever holds a tensor in memory holds it as it is, not as it is read.
         as_it_is = tensor.dtype == program.values[program.inputs[position]].dtype
-        captured[position] = as_it_is and not isinstance(tensor, LazyTensor)
-    moves = _moves(staged)
-    tiers = {**lying, **wished}
-    if moves is not None:
-        return moves(registry.memory_policies, tiers, captured)
-    if {*lying.values(), *wished.values()} <= {"device"}:
-        return None
-    return partial(offload, policy=GIVEN, given=tiers, captured=dict.fromkeys(captured, True))
+        captured[position] = not moves or (as_it_is and not isinstance(tensor, LazyTensor))
+    return Lies({**lying, **wished}, captured)
+
+
+def _given(lies: Lies) -> tuple[Move, ...]:
+    """Where no transform writes copies but something does not lie on the device: plain ones, of what is needed."""
+    return () if set(lies.tiers.values()) <= {"device"} else (_copied_in,)
+
+
+def _copied_in(
+    program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, lies: Lies, /, *, like: Hint | None = None
+) -> Offloaded:
+    return offload(program, mesh, node_s, budget_bytes, policy=GIVEN, given=lies.tiers, like=like, captured=lies.captured)
 
 
 def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
 """From a function and its arguments to a lowered step: the whole planning flow on one page.
 
-    trace -> simplify -> decide -> lower -> check -> plugin passes -> schedule -> in place
+    trace -> simplify -> lift -> as_read -> rewrite_global -> constraints, candidates -> plan -> completion
 
-It happens once per signature (see `step_compiler`). On real ranks all trace and compare, rank 0 plans for all.
+The passes in front of the plan are here, those behind it in `completion`. It happens once per signature (see `step_compiler`). On
+real ranks all trace and compare, rank 0 plans for all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import torch
 
 from colofunc import env
 from colofunc.compiler.agree import equal_captured, from_main, same, share
+from colofunc.compiler.decide import Decided
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
+from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_reuse import is_again
-from colofunc.compiler.planning import Placed, Seen, gathered, is_auto, mesh_of, shard_options
+from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites, shard_options
 from colofunc.compiler.staged import Staged
+from colofunc.compiler.transform import Build
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
@@ -71,10 +75,12 @@ def prepare(
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
     `before`: what was prepared of this step for other signatures; see `plan_reuse`.
     """
-    mesh, options = mesh_of(staged), shard_options(staged)
+    mesh, options = staged.mesh, shard_options(staged)
     registry = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ()))))
+    build = staged.build.evolve(registry=registry)
+    without = left_out(can_be_left_out(build))
     began = time.perf_counter()
-    seen = _seen_alike(watch, mesh, partial(_seen, staged.reference, args, options.get("donate", "auto")))
+    seen = _seen_alike(watch, mesh, partial(_seen, build, staged.reference, args, options.get("donate", "auto"), without))
     traced_s = time.perf_counter() - began
     placed = Placed.of_leaves(seen.program, leaves)
     if measured is None:
@@ -86,12 +92,13 @@ def prepare(
     planning = gathered(staged, seen, priced, registry, placed, before, None if measured is None else measured[1], real)
     recall = partial(planning.near, before, say) if measured is None else partial(planning.measured, measured[0])
     with fewer_collections():
-        choices, plan, local = share(watch, from_main(watch, recall), planning.program, planning.candidates.rule_of)
+        made = from_main(watch, recall)
+        choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
-        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(map(is_auto, staged.intents)))))
+        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(transform.auto_budget for transform in staged.transforms))))
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,
@@ -106,6 +113,7 @@ def prepare(
         donated=seen.donated,
         executor=staged.executor,
         hidden=seen.hidden,
+        stages_of=partial(_stages, build, seen, planning, plan, None if made is None else attrs.evolve(made[0], assignment=None)),
     )
     if mesh.size > 1 and mesh.is_main:
         _warn_of_idle_ranks(low)
@@ -173,13 +181,44 @@ def _digest(mesh: Mesh, program: Program) -> str:
     return program_hash(attrs.evolve(program, constants={}), mesh)
 
 
-def _seen(fn: Callable[..., Any], args: tuple[Any, ...], donate: Any) -> Seen:
+def _seen(build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: Any, without: frozenset[str]) -> Seen:
+    began = time.perf_counter()
     traced = trace(fn, args, role_of=role_of)
-    program, hidden = lift(simplify(traced.program), traced.captured)
-    inputs = [i for i in program.inputs if i not in program.constants]
-    program = as_read(program, inputs[len(traced.names) + traced.uses_seed :])
+    traced_s = time.perf_counter() - began
+    program, hidden, _ = _global(build, traced, without)
     donated, aliases = donation(traced, program, donate)
-    return Seen(traced, attrs.evolve(program, aliases=aliases), donated, hidden)
+    return Seen(traced, attrs.evolve(program, aliases=aliases), donated, hidden, without, traced_s)
+
+
+def _global(build: Build, traced: Traced, without: frozenset[str], keep: bool = False) -> tuple[Program, tuple[torch.Tensor, ...], Stages]:
+    """The program that is planned, the tensors that it takes from outside, and what it went through."""
+    hidden: tuple[torch.Tensor, ...] = ()
+
+    def lifted(program: Program) -> Program:
+        nonlocal hidden
+        program, hidden = lift(program, traced.captured)
+        return program
+
+    def read(program: Program) -> Program:
+        inputs = [i for i in program.inputs if i not in program.constants]
+        return as_read(program, inputs[len(traced.names) + traced.uses_seed :])
+
+    def checked(each: Pass, program: Program) -> Program:
+        rewritten = each.run(program)
+        check_interface(each.name, program, rewritten)
+        return rewritten
+
+    passes = [Pass("simplify", simplify, optional=False), Pass("lift", lifted, optional=False), Pass("as_read", read, optional=False)]
+    for each in rewrites("rewrite_global", build.evolve(traced=traced)):
+        passes.append(attrs.evolve(each, run=partial(checked, each)))
+    program, stages = run_passes(passes, traced.program, without, keep)
+    return program, hidden, stages
+
+
+def _stages(build: Build, seen: Seen, planning: Planning, plan: Plan, decided: Decided | None) -> Stages:
+    """All that the step went through, run again but for the trace."""
+    traced = Stage("trace", seen.traced.program, seen.traced_s)
+    return (traced, *_global(build, seen.traced, seen.left_out, keep=True)[2], *planning.stages(plan, decided))
 
 
 def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:

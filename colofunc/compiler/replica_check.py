@@ -44,8 +44,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits (Knuth, vol
 
 def agree_every(staged: Staged) -> int:
     """Steps between two looks at the copies of a step; 0: nobody looks."""
-    intent = staged.intent("shard")
-    return 0 if intent is None else int(intent.options["agree_every"])
+    shard = staged.transform("shard")
+    return 0 if shard is None else int(shard.options["agree_every"])
 
 
 class Alike:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from colofunc.compiler.planning import mesh_of
 from colofunc.compiler.prepare import say
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.surroundings import Surroundings
@@ -72,13 +71,13 @@ class Retraces:
         self._say(staged, f" for {why}", why)
 
     def _say(self, staged: Staged, text: str, reason: str) -> None:
-        if reason not in self._said and mesh_of(staged).is_main:
+        if reason not in self._said and staged.mesh.is_main:
             say(f"{getattr(staged.fn, '__name__', 'step')} is traced again{text}")
         self._said.add(reason)
 
     def _count(self, staged: Staged, why: str) -> None:
         self._static += 1
-        if self._static == STATIC and mesh_of(staged).is_main:
+        if self._static == STATIC and staged.mesh.is_main:
             warnings.warn(
                 f"{getattr(staged.fn, '__name__', 'step')} has been traced {STATIC + 1} times because static values change ({why}); "
                 "pass numbers that vary as arguments: tensors or floats",

@@ -1,63 +1,33 @@
 """Staged: a function and what is wished of it.
 
-A transform does not run anything. It returns a `Staged`: the original function and a tuple of `Intent` records, one
-per transform, in the order of application. Tracing, planning and lowering happen once per signature, at the first
-call, when all intents are known and can be decided together.
+A transform does not run anything. It returns a `Staged`: the original function and a tuple of `Transform` records, in the
+order of application. Tracing, planning and lowering happen once per signature, at the first call, when all transforms are
+known and can be decided together.
 
-    step = offload(shard(step_fn, mesh), budget="6GiB")      # Staged(step_fn, (Intent("shard"), Intent("offload")))
+    step = offload(shard(step_fn, mesh), budget="6GiB")      # Staged(step_fn, (Transform("shard"), Transform("offload")))
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
 import torch
 
+from colofunc.compiler.transform import Build, Transform, in_order, through
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, near
+from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.program.tracing.tree import flatten, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
 
 
-@attrs.frozen
-class Intent:
-    """What one transform wishes. `options` are the transform's own arguments.
-
-    `around`: wraps the step function before it is traced, and before the single-device reference runs it.
-    `within`: the same for a transform that has to know the chain: `within(staged, fn)`.
-    `grow`: argument 0 with what the transform keeps in the state; a state that has it already comes back as it is.
-    `local`: rewrites the program of one rank, beside the passes of plugins.
-    `last`: makes, from the trace, the registry and the constraints, rewrites of one rank's program that run after all others: the
-    first, or another where that keeps to a budget in less time.
-    `constrain`: from the trace, its program and the registry, what the planner may not decide otherwise.
-    `refit`: completes one rank's program so that it fits a budget (`options["budget_bytes"]`, if it has one of its own).
-    `move`: from the plugins' policies of memory, the tiers of inputs that lie somewhere, and positions of what the step captured -> whether
-    somebody has it in memory, `within.Move`: copies between tiers.
-    `wider`: what to write instead where its policy forbids what would need less memory.
-    `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
-    """
-
-    transform: str
-    options: Mapping[str, Any]
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    grow: Callable[[Any], Any] | None = None
-    clashes: Mapping[str, str] = attrs.field(factory=dict)
-    local: Callable[[Any, Any], Any] | None = None
-    last: Callable[[Any, Any, Any], Sequence[Callable[[Any, Any], Any]]] | None = None
-    constrain: Callable[[Any, Any, Any], Any] | None = None
-    within: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
-    refit: Callable[[Any, Any, Any, Any], Any] | None = None
-    move: Callable[[Any, Any, Any], Any] | None = None
-    wider: str = ""
-
-
 class Compiler(Protocol):
-    """Turns a function and its intents into something that runs; `step_compiler.StepCompiler` implements it."""
+    """Turns a staged function into something that runs; `step_compiler.StepCompiler` implements it."""
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
@@ -68,13 +38,18 @@ class Compiler(Protocol):
 
 @attrs.frozen(eq=False)
 class Staged:
-    """A step function with intents. Call it like the function it wraps."""
+    """A step function and the transforms of its chain. Call it like the function it wraps."""
 
     fn: Callable[..., Any]
-    intents: tuple[Intent, ...]
+    transforms: tuple[Transform, ...]
     compiler: Compiler
     executor: str | None = None
     plan: Any = None  # a Plan whose decisions are constraints
+    _in_order: tuple[Transform, ...] = attrs.field(init=False)
+
+    @_in_order.default
+    def _ordered(self) -> tuple[Transform, ...]:
+        return in_order(self.transforms)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
@@ -116,30 +91,37 @@ class Staged:
         return attrs.evolve(self, plan=plan, compiler=fresh(self.compiler))
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh that `shard` was given, else a mesh of one."""
+        shard = self.transform("shard")
+        mesh = Mesh() if shard is None else shard.options["mesh"]
+        if not isinstance(mesh, Mesh):
+            raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
+        return mesh
+
+    @property
+    def build(self) -> Build:
+        """What is known before anything is traced."""
+        return Build(self._in_order, self.mesh, fn=self.fn)
+
+    @property
     def reference(self) -> Callable[..., Any]:
         """The function with what the transforms put around it: what this step computes on one device.
 
-        By name of the transform, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same.
+        In the order of their hooks, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same.
         """
-        fn = self.fn
-        for intent in sorted(self.intents, key=lambda intent: intent.transform):
-            if intent.around is not None:
-                fn = intent.around(fn)
-            if intent.within is not None:
-                fn = intent.within(self, fn)
-        return fn
+        return through("wrap", self.build).fn
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
         """The arguments of a call by position, argument 0 with everything that the transforms keep in it."""
         args = _positional(self.fn, args, kwargs or {})
-        for intent in self.intents:
-            if intent.grow is not None and args:
-                args = (intent.grow(args[0]), *args[1:])
-        return args
+        if not args or not any(transform.grow is not None for transform in self.transforms):
+            return args
+        return (through("grow", self.build.evolve(state=args[0])).state, *args[1:])
 
-    def intent(self, transform: str) -> Intent | None:
-        """The intent of one transform, if it is in the chain."""
-        return next((i for i in self.intents if i.transform == transform), None)
+    def transform(self, name: str) -> Transform | None:
+        """One transform of the chain, if it is there."""
+        return next((one for one in self.transforms if one.name == name), None)
 
 
 def _plain(leaf: torch.Tensor) -> torch.Tensor:
@@ -166,19 +148,19 @@ def fresh(compiler: Compiler) -> Compiler:
     return type(compiler)()
 
 
-def stage(fn: Callable[..., Any] | Staged, intent: Intent, compiler: Callable[[], Compiler]) -> Staged:
-    """`fn` with one more intent. Raises PlanError where the same transform was applied before, or one that clashes."""
-    if isinstance(fn, Staged):
-        if fn.intent(intent.transform) is not None:
-            raise PlanError(
-                f"{intent.transform} is applied twice to {getattr(fn.fn, '__name__', fn.fn)}; "
-                f"give all its plans in one call: cf.{intent.transform}(fn, ...)"
-            )
-        for before in fn.intents:
-            why = before.clashes.get(intent.transform) or intent.clashes.get(before.transform)
-            if why:
-                raise PlanError(f"{before.transform} and {intent.transform} cannot both be applied to one step: {why}")
-        return attrs.evolve(fn, intents=(*fn.intents, intent), compiler=fresh(fn.compiler))
-    if not callable(fn):
-        raise PlanError(f"cf.{intent.transform} wants a step function, not {type(fn).__name__}")
-    return Staged(fn, (intent,), compiler())
+def applied(step: Staged, transform: Transform) -> Staged:
+    """`step` with one more transform. Raises PlanError where it was applied before, or with one that clashes."""
+    name = getattr(step.fn, "__name__", step.fn)
+    if step.transform(transform.name) is not None:
+        raise PlanError(f"{transform.name} is applied twice to {name}; give all its plans in one call: cf.{transform.name}(fn, ...)")
+    for before in step.transforms:
+        why = before.clashes.get(transform.name) or transform.clashes.get(before.name)
+        if why:
+            raise PlanError(f"{before.name} and {transform.name} cannot both be applied to one step: {why}")
+    return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
+
+
+def in_place_of(step: Staged, old: Transform, new: Transform) -> Staged:
+    """`step` with one of its transforms exchanged."""
+    transforms = tuple(new if one is old else one for one in step.transforms)
+    return attrs.evolve(step, transforms=transforms, compiler=fresh(step.compiler))

@@ -10,7 +10,7 @@ DTensor arguments already have, which the plan takes as given). A call like the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,19 +22,19 @@ from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import Guard
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.planning import mesh_of
 from colofunc.compiler.prepare import prepare, say
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
 from colofunc.compiler.profile import profile
 from colofunc.compiler.replica_check import agree_every
 from colofunc.compiler.retraces import Retraces, Signature
-from colofunc.compiler.staged import Staged
+from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
+from colofunc.compiler.transform import Transform
 from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
 from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import ColofuncError, InputError
+from colofunc.errors import ColofuncError, InputError, PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.profile import Profile
 from colofunc.mesh import Mesh
@@ -120,7 +120,7 @@ class StepCompiler:
 
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
-        args = brought_over(args, mesh_of(staged))
+        args = brought_over(args, staged.mesh)
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree, runs=True)
         first, first_tree = flatten(args[0])
@@ -169,17 +169,17 @@ class StepCompiler:
             if known and not fitting:
                 self._retraces.modes(staged)
             if runs:
-                backend_for(mesh_of(staged), staged.executor)  # a mesh that does not fit the processes: before planning
-            watch = watch_of(mesh_of(staged), staged.executor)
-            intent = staged.intent("offload")
-            disk = None if intent is None else intent.options["disk"]
+                backend_for(staged.mesh, staged.executor)  # a mesh that does not fit the processes: before planning
+            watch = watch_of(staged.mesh, staged.executor)
+            offload = staged.transform("offload")
+            disk = None if offload is None else offload.options["disk"]
             before = [r.low for some in self._ready.values() for r in some]
             earlier = _used_by(before)
             low = prepare(staged, args, leaves, watch, before=before)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
             ready = Ready(low, staged.executor, watch, staged.fn, disk, leaves, used)
-            ready.measure = 0 if intent is None else intent.options["measure"]
+            ready.measure = 0 if offload is None else offload.options["measure"]
             known.append(ready)
         self._last = leaves, tree, around
         return ready
@@ -206,7 +206,7 @@ def brought_over(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
 
 def check_arguments(staged: Staged, args: tuple[Any, ...]) -> None:
     """Raises InputError where a program cannot compute with an argument, or where it lies on another mesh than the step's."""
-    mesh = mesh_of(staged)
+    mesh = staged.mesh
     for name, argument in zip(argument_names(staged.fn, len(args)), args, strict=True):
         leaves, tree = flatten(argument, name)
         for leaf, leaf_name in zip(leaves, tree.names(), strict=True):
@@ -214,3 +214,17 @@ def check_arguments(staged: Staged, args: tuple[Any, ...]) -> None:
                 refuse_unlike(leaf, f"argument {leaf_name!r}", InputError)
             elif leaf.mesh != mesh:  # layouts speak of axes of their own mesh
                 raise elsewhere(f"argument {leaf_name!r}", leaf, mesh)
+
+
+def stage(step_fn: Callable[..., Any] | Staged | None, transform: Transform) -> Any:
+    """A step function with one more transform: a `Staged`. Without a function, a decorator that takes it.
+
+    Raises PlanError where the transform was applied before, or with one that clashes, or to what is no function.
+    """
+    if step_fn is None:
+        return lambda fn: stage(fn, transform)
+    if isinstance(step_fn, Staged):
+        return applied(step_fn, transform)
+    if not callable(step_fn):
+        raise PlanError(f"cf.{transform.name} wants a step function, not {type(step_fn).__name__}")
+    return Staged(step_fn, (transform,), StepCompiler())

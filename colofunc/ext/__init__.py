@@ -1,4 +1,4 @@
-"""What authors of plugins need beside `cf`: programs, rules, wishes, kernels, and ways to read a step.
+"""What authors of plugins need beside `cf`: transforms, programs, rules, wishes, kernels, and ways to read a step.
 
     import colofunc as cf
 
@@ -11,6 +11,8 @@
 What people type who train a model is in `cf` itself.
 """
 
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Lies, Transform
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Call, Cost, Rule, Strategy
 from colofunc.dtensor.rules import local
@@ -18,7 +20,10 @@ from colofunc.dtensor.rules.attention_call import AttentionCall
 from colofunc.dtensor.rules.pattern import pattern
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
+from colofunc.planner.fitted import Fitted
+from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
+from colofunc.planner.sharding.constraints import Constraint, Constraints
 from colofunc.planner.wishes import products, reading, tokens
 from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
 from colofunc.planner.wishes.follow import Rules, follow
@@ -34,15 +39,21 @@ __all__ = [
     "AttentionCall",
     "AttentionExchange",
     "AttentionPattern",
+    "Build",
     "Call",
+    "Constraint",
+    "Constraints",
     "Cost",
     "Editor",
+    "Fitted",
     "Kernel",
     "Layout",
+    "Lies",
     "Loop",
     "MemoryPolicy",
     "NamedPlan",
     "Node",
+    "Offloaded",
     "Program",
     "Ref",
     "Room",
@@ -50,6 +61,7 @@ __all__ = [
     "Rules",
     "State",
     "Strategy",
+    "Transform",
     "Value",
     "Wish",
     "check_program",
@@ -62,6 +74,7 @@ __all__ = [
     "product_pairs",
     "products",
     "reading",
+    "stage",
     "tokens",
     "ways",
 ]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
@@ -24,6 +24,7 @@ class Fitted:
     words: tuple[str, ...] = ()
     short: str = ""  # what another tier lacks
     hint: object = None
+    stages: tuple[Any, ...] = ()  # the programs on the way here, where somebody wants to see them
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it runs within the budget, and all other memory there is."""

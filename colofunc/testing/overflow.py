@@ -30,8 +30,8 @@ Pair = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state t
 
 def policy_of(step: Staged) -> Policy | None:
     """The policy of a step that has a loss scale, None for other steps."""
-    intent = step.intent("precision")
-    policy: Policy | None = intent.options["policy"] if intent is not None else None
+    precision = step.transform("precision")
+    policy: Policy | None = precision.options["policy"] if precision is not None else None
     return policy if policy is not None and policy.scales is not None else None
 
 

@@ -26,14 +26,13 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Rewrite, Transform
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
-from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, NotSo
-from colofunc.plugins import Registry
+from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.loop import MIXING, RowsMove, fold, unmixed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
@@ -56,30 +55,29 @@ def accumulate(
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     options = dict(microbatches=microbatches, batch=batch, mixing=mixing)
-    last = partial(_pass, microbatches, batch, mixing)
-    intent = Intent("accumulate", options, last=last, constrain=partial(_constraints, microbatches, batch, mixing))
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    transform = Transform(
+        "accumulate",
+        options,
+        constrain=partial(_constrained, microbatches, batch, mixing),
+        candidates=partial(_loops_too, microbatches, batch, mixing),
+        microbatches=microbatches,
+    )
+    return stage(step_fn, transform)
 
 
-Pass = Callable[[Program, Mesh], Program]
-
-
-def _pass(
-    microbatches: int, batch: int | str | None, mixing: str, traced: Traced, registry: Registry, asked: Constraints
-) -> tuple[Pass, ...]:
+def _loops_too(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:
     """The ways to do it: gathers and reductions outside of the loop, then in it, but for those that somebody wants there."""
     if microbatches == 1:
-        return (lambda program, mesh: program,)
+        return build
+    traced, asked = build.traced, build.constraints
     leaves = _leaves(_argument(traced, batch), traced)
-    rules = Rules(registry.rule, registry.extra_strategies, record_local)
+    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
     if mixing != "error" and not _mixes(leaves, microbatches, rules, traced.program):
         mixing = "error"  # nothing is estimated that another choice of rows computes exactly
     pinned = partial(_rows_on, leaves, microbatches, rules)
     scatter, gather = ((True,) if any(said.values()) else (False, True) for said in (asked.scatter, asked.regather))
-    return tuple(partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each) for each in product(scatter, gather))
+    loops: list[Rewrite] = [partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each) for each in product(scatter, gather)]
+    return build.evolve(alternatives=(*build.alternatives, loops))
 
 
 def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program) -> bool:
@@ -91,25 +89,23 @@ def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, 
     return False
 
 
-def _constraints(
-    microbatches: int, batch: int | str | None, mixing: str, traced: Traced, program: Program, registry: Registry
-) -> Constraints:
+def _constrained(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:
     """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow.
 
     Raises PlanError where an operator mixes samples: of the step itself, so on every mesh and with every plan. A plan may bring all
     rows to every rank and compute such an operator behind the loop, but then it is not accumulated, and only some plans do.
     """
     if microbatches == 1:
-        return NONE
-    leaves = _leaves(_argument(traced, batch), traced)
-    rules = Rules(registry.rule, registry.extra_strategies, record_local)
-    rows, places_of, over = _places(leaves, microbatches, rules, program)
+        return build
+    leaves = _leaves(_argument(build.traced, batch), build.traced)
+    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
+    rows, places_of, over = _places(leaves, microbatches, rules, build.program)
     unmixed(over, "time", microbatches, mixing)
     says = f"{microbatches} microbatches, which have to divide the rows that a rank has ({_padded(f'{microbatches} * ranks')}),"
     items = {}
     for item, places in places_of.items():
         items[item] = (Constraint(("microbatches", microbatches, places), partial(_divides, microbatches, rows, places), says),)
-    return Constraints(items)
+    return build.evolve(constraints=build.constraints | Constraints(items))
 
 
 def _rows_on(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program) -> Constraints:

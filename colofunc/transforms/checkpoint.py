@@ -20,18 +20,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.recompute.fastest import by_policy, fit
 from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.sharding.constraints import NONE, Constraints
-from colofunc.plugins import Registry
 from colofunc.program.ir import Program
-from colofunc.program.tracing.trace import Traced
 
 
 def checkpoint(
@@ -46,15 +43,16 @@ def checkpoint(
     n-th stage. Raises PlanError with the least peak found where nothing fits.
     """
     chosen = _policy(policy)
-    limit, part = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
-    options = {"budget_bytes": limit, "budget_part": part, "policy": chosen}
-    wider = "" if chosen is None else "policy='auto' in cf.checkpoint"
-    refit, check = partial(_refit, chosen), partial(_check, chosen)
-    intent = Intent("checkpoint", options, refit=refit, constrain=check, wider=wider)
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    limit = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
+    transform = Transform(
+        "checkpoint",
+        {"budget": limit, "policy": chosen},
+        constrain=partial(_check, chosen),
+        candidates=partial(_search_too, chosen),
+        budget=limit,
+        wider="" if chosen is None else "policy='auto' in cf.checkpoint",
+    )
+    return stage(step_fn, transform)
 
 
 def _policy(policy: str | Policy) -> Policy | None:
@@ -72,14 +70,18 @@ def _policy(policy: str | Policy) -> Policy | None:
     return NAMED.get(policy)
 
 
-def _check(policy: Policy | None, traced: Traced, program: Program, registry: Registry) -> Constraints:
+def _check(policy: Policy | None, build: Build) -> Build:
     """What is kept constrains no layout, but modules that a policy names have to be there."""
     if policy is not None:
-        check_modules(policy, program)
-    return NONE
+        check_modules(policy, build.program)
+    return build
 
 
-def _refit(
+def _search_too(policy: Policy | None, build: Build) -> Build:
+    return build.evolve(searches=(*build.searches, partial(_search, policy)))
+
+
+def _search(
     policy: Policy | None, program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None
 ) -> tuple[Fitted | None, Fitted]:
     if policy is None:

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError
 from colofunc.ops.experts import capacity_of, check_factor
 
@@ -34,14 +34,13 @@ def expert_capacity(step_fn: Callable[..., Any] | None = None, factor: float = 1
     Numbers other than those of the step without it, the same on every mesh. Works alone, as a decorator, and in any order
     with other transforms.
     """
-    intent = Intent("expert_capacity", {"factor": check_factor(factor)}, around=partial(_around, float(factor)))
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    transform = Transform("expert_capacity", {"factor": check_factor(factor)}, wrap=partial(_wrapped, float(factor)))
+    return stage(step_fn, transform)
 
 
-def _around(factor: float, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(factor: float, build: Build) -> Build:
+    fn = build.fn
+
     @functools.wraps(fn)
     def stepped(*args: Any) -> Any:
         with capacity_of(factor) as capacity:
@@ -53,4 +52,4 @@ def _around(factor: float, fn: Callable[..., Any]) -> Callable[..., Any]:
             )
         return out
 
-    return stepped
+    return build.evolve(fn=stepped)

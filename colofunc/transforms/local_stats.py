@@ -37,9 +37,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from colofunc.compiler.planning import mesh_of
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
@@ -60,20 +59,19 @@ def local_stats(
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     names = None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    intent = Intent("local_stats", {"where": globs, "axes": names}, within=partial(_around, globs, names))
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    transform = Transform("local_stats", {"where": globs, "axes": names}, wrap=partial(_wrapped, globs, names))
+    return stage(step_fn, transform)
 
 
 # ---- how many runs ----
 
 
-def _around(globs: Globs, axes: tuple[str, ...] | None, staged: Staged, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(globs: Globs, axes: tuple[str, ...] | None, build: Build) -> Build:
+    fn = build.fn
+
     @functools.wraps(fn)
     def stepped(*args: Any) -> Any:
-        runs = _ranks(mesh_of(staged), axes) * max((int(i.options.get("microbatches", 1)) for i in staged.intents), default=1)
+        runs = _ranks(build.mesh, axes) * build.microbatches
         # Outside of a trace nobody follows the paths of modules: do so here.
         with nullcontext() if trace_meta.active() is not None else trace_meta.activate(trace_meta.Whereabouts()):
             with LocalStats(globs, runs) as local:
@@ -81,7 +79,7 @@ def _around(globs: Globs, axes: tuple[str, ...] | None, staged: Staged, fn: Call
         local.check_globs()
         return out
 
-    return stepped
+    return build.evolve(fn=stepped)
 
 
 def _ranks(mesh: Mesh, axes: tuple[str, ...] | None) -> int:

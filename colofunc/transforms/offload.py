@@ -21,8 +21,9 @@ from typing import Any
 import attrs
 
 from colofunc.compiler.planning import bytes_in
-from colofunc.compiler.staged import Intent, Staged, fresh, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.staged import Staged, in_place_of
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Lies, Move, Transform
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, parse_room
@@ -60,7 +61,7 @@ def offload(
     measure: so many first steps are timed, and what moves when is planned again (see `compiler/warmup.py`); a policy may ask for it.
     Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
     """
-    limit, part = parse_room(budget, "cf.offload(budget=)")
+    limit = parse_room(budget, "cf.offload(budget=)")
     if not isinstance(policy, str | MemoryPolicy):
         raise PlanError(f"cf.offload(policy={policy!r}): give a name ({', '.join(BUILT_IN)}) or a MemoryPolicy")
     if isinstance(policy, str):
@@ -77,43 +78,43 @@ def offload(
     room = parse_room(host, "cf.offload(host=)")
     directory = disk if disk is None or disk is True else os.path.expanduser(os.fspath(disk))
     chosen = _where({} if where is None else where)
-    options = {"budget_bytes": limit, "budget_part": part, "policy": policy, "host": room, "disk": directory, "where": chosen}
+    options: dict[str, Any] = {"budget": limit, "policy": policy, "host": room, "disk": directory, "where": chosen}
     options["measure"] = measure
-    intent = _intent(options)
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    return stage(step_fn, _transform(options))
 
 
-def _intent(options: dict[str, Any]) -> Intent:
+def _transform(options: dict[str, Any]) -> Transform:
     policy, where, host, disk = (options[word] for word in ("policy", "where", "host", "disk"))
     free = policy in ("auto", AUTO, "bytes", BYTES)
-    wider = "" if free else "policy='auto' in cf.offload"
-    return Intent("offload", options, move=partial(_move, policy, where, host, disk is not None), wider=wider)
+    return Transform(
+        "offload",
+        options,
+        candidates=partial(_copies_too, policy, where, host, disk is not None),
+        budget=options["budget"],
+        wider="" if free else "policy='auto' in cf.offload",
+    )
 
 
 def with_disk(step: Staged, disk: str | bool) -> Staged:
     """A step that is offloaded, with a disk where it has named none."""
-    intent = step.intent("offload")
-    assert intent is not None, "asked for of offloaded steps only"
-    if intent.options["disk"] is not None:
+    offloaded = step.transform("offload")
+    assert offloaded is not None, "asked for of offloaded steps only"
+    if offloaded.options["disk"] is not None:
         return step
-    other = _intent({**intent.options, "disk": disk})
-    return attrs.evolve(step, intents=tuple(other if i is intent else i for i in step.intents), compiler=fresh(step.compiler))
+    return in_place_of(step, offloaded, _transform({**offloaded.options, "disk": disk}))
 
 
 def _refuse_unknown(policy: str, step_fn: Any) -> None:
     """A name of no policy is refused at once. Before a `shard`, which may bring plugins, only what looks misspelt."""
     if policy in BUILT_IN:
         return
-    intent = step_fn.intent("shard") if isinstance(step_fn, Staged) else None
-    options = {} if intent is None else intent.options
+    shard = step_fn.transform("shard") if isinstance(step_fn, Staged) else None
+    options = {} if shard is None else shard.options
     found = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ())))).memory_policies
     hint = near(policy, (*BUILT_IN, *found), "policies")
-    if policy in found or (intent is None and "did you mean" not in hint):
+    if policy in found or (shard is None and "did you mean" not in hint):
         return
-    more = " If a plugin has it, shard first: cf.offload(cf.shard(step, mesh, plugins=[...]), ...)" if intent is None else ""
+    more = " If a plugin has it, shard first: cf.offload(cf.shard(step, mesh, plugins=[...]), ...)" if shard is None else ""
     raise PlanError(f"cf.offload has no policy {policy!r}{hint}{more}")
 
 
@@ -137,16 +138,9 @@ def _where(where: Mapping[str, str]) -> dict[str, str]:
     return dict(where)
 
 
-def _move(
-    policy: str | MemoryPolicy,
-    where: Mapping[str, str],
-    host: Room,
-    disk: bool,
-    policies: Mapping[str, Any],
-    given: Mapping[int, str],
-    captured: Mapping[int, bool],
-) -> Any:
-    """What `within.Ending` wants, once plugins and arguments are known."""
+def _copies_too(policy: str | MemoryPolicy, where: Mapping[str, str], host: Room, disk: bool, build: Build) -> Build:
+    """What writes the copies, once plugins are known."""
+    policies = build.registry.memory_policies
     found = policy if isinstance(policy, MemoryPolicy) else {**BUILT_IN, **policies}.get(policy)
     if found is None:
         names = (*BUILT_IN, *policies)
@@ -154,12 +148,23 @@ def _move(
     if not isinstance(found, MemoryPolicy):
         found = _constructed(str(policy), found)
     found = attrs.evolve(found, where={**found.where, **where}) if where else found
-    captured = captured if disk else dict.fromkeys(captured, True)
+    move: Move = partial(_copied, found, host, disk)
+    return build.evolve(moves=(*build.moves, move))
 
-    def move(
-        program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, like: Hint | None = None
-    ) -> Offloaded:
-        room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
-        return fastest.offload(program, mesh, node_s, budget_bytes, found, given, room, disk, like, captured)
 
-    return move
+def _copied(
+    policy: MemoryPolicy,
+    host: Room,
+    disk: bool,
+    program: Program,
+    mesh: Mesh,
+    node_s: NodeS,
+    budget_bytes: int | None,
+    lies: Lies,
+    /,
+    *,
+    like: Hint | None = None,
+) -> Offloaded:
+    room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
+    captured = lies.captured if disk else dict.fromkeys(lies.captured, True)
+    return fastest.offload(program, mesh, node_s, budget_bytes, policy, lies.tiers, room, disk, like, captured)

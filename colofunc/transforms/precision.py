@@ -27,17 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, PrecisionError
-from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.plugins import Registry
-from colofunc.program.ir import Program
 from colofunc.program.passes.wide_sums import gradients, wide_sums
-from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import container, flatten, rebuild, unflatten
 
 KEY = "loss_scale"
@@ -57,23 +53,27 @@ def precision(step_fn: Callable[..., Any] | str | Policy | None = None, policy: 
     if isinstance(step_fn, (str, Policy, torch.dtype)) and policy is None:
         step_fn, policy = None, step_fn
     chosen = policy if isinstance(policy, Policy) else Policy(compute=floating("bf16" if policy is None else policy))
-    intent = Intent(
-        "precision", {"policy": chosen}, around=functools.partial(_around, chosen), grow=_Grow(chosen),
-        local=functools.partial(_local, chosen), constrain=functools.partial(_priced, chosen),
-    )  # fmt: skip
+    transform = Transform(
+        "precision",
+        {"policy": chosen},
+        wrap=functools.partial(_wrapped, chosen),
+        grow=_Grow(chosen),
+        constrain=functools.partial(_priced, chosen),
+        rewrite_local=functools.partial(_summed, chosen),
+    )
     if step_fn is None or isinstance(step_fn, (str, Policy)):
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+        return stage(None, transform)
+    return stage(step_fn, transform)
 
 
-def _local(policy: Policy, program: Program, mesh: Mesh) -> Program:
-    return wide_sums(program, policy.reduce)
+def _summed(policy: Policy, build: Build) -> Build:
+    return build.evolve(program=wide_sums(build.program, policy.reduce))
 
 
-def _priced(policy: Policy, traced: Traced, program: Program, registry: Registry) -> Constraints:
-    """The planner pays for sums of gradients what `_local` makes of them."""
-    return Constraints(sums=dict.fromkeys(sorted(gradients(program, policy.reduce)), policy.reduce.itemsize))
+def _priced(policy: Policy, build: Build) -> Build:
+    """The planner pays for sums of gradients what `_summed` makes of them."""
+    sums = dict.fromkeys(sorted(gradients(build.program, policy.reduce)), policy.reduce.itemsize)
+    return build.evolve(constraints=build.constraints | Constraints(sums=sums))
 
 
 # ---- the state ----
@@ -86,7 +86,10 @@ class _Grow:
         self.policy = policy
         self.calls = 0
 
-    def __call__(self, state: Any) -> Any:
+    def __call__(self, build: Build) -> Build:
+        return build.evolve(state=self._grown(build.state))
+
+    def _grown(self, state: Any) -> Any:
         leaves, tree = flatten(state)
         wide = self.policy.params
         if any(_narrower(t, wide) for t in leaves):
@@ -152,7 +155,9 @@ def join_scale(bare: Any, record: Any) -> Any:
 # ---- the step ----
 
 
-def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(policy: Policy, build: Build) -> Build:
+    fn = build.fn
+
     @functools.wraps(fn)
     def stepped(*args: Any) -> Any:
         if policy.scales is None or not args:
@@ -166,7 +171,7 @@ def _around(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
         mixed.check_overrides()
         return _scaled(policy, record, state, out, mixed)
 
-    return stepped
+    return build.evolve(fn=stepped)
 
 
 def state_of(out: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from colofunc.compiler.replica_check import EVERY
-from colofunc.compiler.staged import Intent, Staged, stage
-from colofunc.compiler.step_compiler import StepCompiler
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Transform
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 
@@ -46,11 +46,7 @@ def shard(
     consumes = _consumes(donate)
     options = dict(mesh=mesh, plans=plans, in_specs=in_specs, out_specs=out_specs, donate=consumes, auto=auto, plugins=tuple(plugins))
     options["agree_every"] = agree_every
-    intent = Intent("shard", options)
-    if step_fn is None:
-        return lambda fn: stage(fn, intent, StepCompiler)
-    staged: Staged = stage(step_fn, intent, StepCompiler)
-    return staged
+    return stage(step_fn, Transform("shard", options))
 
 
 def _consumes(donate: Donate) -> str | tuple[int, ...]:

@@ -1,0 +1,271 @@
+"""Completion: from what was decided to the program that one rank runs, finished and counted.
+
+    lower -> passes -> alternatives -> kernels -> searches -> reduce_early, views_late, pack, in_place -> moves -> one_call
+
+Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed, values made
+again, copies written, everything counted. Idea: one record has all that happens to a program once its plan is made, so that whoever
+looks for a plan (`budget`) finishes as many as it likes, and what runs is what was counted. Transforms have their say in three places
+(`transform.Build`): alternatives, of which the fastest that fits is taken; searches, which make values again; moves, which write copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from math import inf
+from operator import itemgetter
+
+import attrs
+
+from colofunc.compiler.decide import Decided
+from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
+from colofunc.compiler.transform import Lies, Move, Rewrite, Search
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import Offloaded
+from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.check import check_program
+from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.facts import is_copy
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lanes import Lanes, played
+from colofunc.program.lower import lower
+from colofunc.program.memory import MemoryReport
+from colofunc.program.passes.buckets import buckets
+from colofunc.program.passes.chunks import chunked
+from colofunc.program.passes.coalesce import reduces_early, views_late
+from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
+from colofunc.program.timed import Timed
+from colofunc.program.tracing.trace import record_local
+
+SHARE = 32
+"""Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
+AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
+NOWHERE = Lies({}, {})
+
+
+@attrs.frozen(eq=False)
+class Completion:
+    """What happens to a program once its plan is made.
+
+    `passes`: behind lowering, of plugins and transforms. `ways`: what comes behind them, the fastest first where there are several.
+    `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
+    whether they are written over. `count`: the accountant of the executor that will run it.
+    `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so many bytes gathered
+    ahead, and where inputs lie. `timed`: how long operators take, where that was measured.
+    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `keeps`: whether the program behind
+    each pass is kept (`Fitted.stages`).
+    """
+
+    program: Program
+    mesh: Mesh
+    rule_of: RuleOf
+    passes: Sequence[Pass]
+    chunks: Mapping[int, int | str]
+    temporaries: bool
+    count: Callable[[Program], MemoryReport]
+    searches: Sequence[Search] = ()
+    moves: Sequence[Move] = ()
+    lies: Lies = NOWHERE
+    order: Callable[[Program, float], Program] = lambda program, _: program
+    ways: Sequence[Rewrite] = AS_IT_IS
+    kernels: Callable[[Program], Program] = lambda program: program
+    timed: Timed | None = None
+    wider: Sequence[str] = ()
+    left_out: frozenset[str] = frozenset()
+    keeps: bool = False
+    known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
+
+    def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
+        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks."""
+        lowered, stages = self._lowered(decided)
+        best = self._best(lowered, budget_bytes)
+        return attrs.evolve(best, stages=(*stages, *best.stages)) if self.keeps else best
+
+    def _best(self, lowered: Program, budget_bytes: int | None) -> Fitted:
+        first = self._written(lowered, self.ways[0])
+        best = self._searched(first, budget_bytes)
+        if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
+            return best
+        rest = {_looks(some[0]): some for some in self._rest(lowered)}
+        rest.pop(_looks(first[0]), None)  # a way that changes nothing
+        guesses = []
+        for some in rest.values():
+            guess, slower_s = self._counted(budget_bytes, some[0], best), self._seconds(some[0]) - self._seconds(first[0])
+            guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, some))
+        for rank, slower_s, some in sorted(guesses, key=itemgetter(0)):
+            if rank < _rank(budget_bytes, best) or not best.fits(budget_bytes):
+                found = self._searched(some, budget_bytes)
+                best = min(best, attrs.evolve(found, more_s=found.more_s + slower_s), key=partial(_rank, budget_bytes))
+        return best
+
+    def _rest(self, lowered: Program) -> Iterator[tuple[Program, Stages]]:
+        """All ways but the first that can be gone."""
+        for way in self.ways[1:] if self.mesh.size > 1 else ():
+            try:
+                yield self._written(lowered, way)
+            except PlanError:
+                continue  # the first one stands
+
+    def _written(self, lowered: Program, way: Rewrite) -> tuple[Program, Stages]:
+        """One rank's program, written in one way."""
+        passes = Pass("alternatives", lambda program: way(program, self.mesh)), Pass("kernels", self.kernels)
+        return run_passes(map(self._checked, passes), lowered, keep=self.keeps)
+
+    def _checked(self, each: Pass) -> Pass:
+        """A pass, and behind it a check that what it gives is a program."""
+
+        def run(program: Program) -> Program:
+            program = each.run(program)
+            check_program(program, self.mesh)
+            return program
+
+        return attrs.evolve(each, run=run)
+
+    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None) -> Fitted:
+        """Completed in the order that the searches find, the first of them next to the program itself."""
+        local, stages = written
+        finish: Finish = partial(self._counted, budget_bytes)
+        for search in self.searches:
+            finish = partial(_found_by, search, self._node_s, finish, budget_bytes)
+        began = time.perf_counter()
+        best = finish(local)
+        if not self.keeps:
+            return best
+        looked_s = time.perf_counter() - began - sum(stage.took_s for stage in best.stages)
+        here = [attrs.evolve(stage, took_s=looked_s) if stage.name == "searches" else stage for stage in best.stages]
+        return attrs.evolve(best, stages=(*stages, *here))
+
+    def _seconds(self, local: Program) -> float:
+        return sum(self._node_s(node, local.values) for node in local.nodes)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a program that is too large may be made to fit."""
+        return bool(self.searches or self.moves)
+
+    def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
+        """Orders of the same work have most of their nodes in common, so those that came by are `known`, with what they read and make."""
+        took = self.known.get(id(node))
+        if took is not None and took[0] is node and all(values[value.id] is value for value in took[1]):
+            return took[2]
+        model = partial(node_s, mesh=self.mesh, rule_of=self.rule_of)
+        seconds = model(node, values) if self.timed is None else self.timed.node_s(node, values, model)
+        self.known[id(node)] = node, tuple(values[i] for i in (*node.refs, *node.outs) if i is not None), seconds
+        return seconds
+
+    def _lowered(self, decided: Decided) -> tuple[Program, Stages]:
+        layouts = decided.input_layouts, decided.output_layouts
+
+        def lowered(program: Program) -> Program:
+            return lower(program, decided.choices, *layouts, self.mesh, record_local, decided.regather)
+
+        passes = Pass("lower", lowered, optional=False), *self.passes
+        return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
+
+    def _completed(self, local: Program, bucket_bytes: float) -> tuple[Program, Stages]:
+        chunks = {local.inputs[k]: size for k, size in self.chunks.items()}
+
+        def packed(program: Program) -> Program:
+            program, apart = chunked(program, chunks)
+            return buckets(program, self.mesh, apart, bucket_bytes)
+
+        passes = (
+            Pass("reduce_early", reduces_early),
+            Pass("views_late", views_late),
+            Pass("pack", packed),
+            Pass("in_place", partial(in_place, temporaries=self.temporaries, every_state=bool(self.moves))),
+        )
+        return run_passes(passes, local, self.left_out, self.keeps)
+
+    def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
+        piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
+        if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
+            done, _ = self._completed(local, piece)
+            near = self._moved(self.order(done, piece), budget_bytes, like.hint)
+            return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
+        check_program(local, self.mesh)
+        done, stages = self._completed(local, piece)
+        if self.keeps and self.searches:
+            stages = (Stage("searches", local, 0.0), *stages)
+        if not self.moves or not moves:
+            uncounted = budget_bytes is None and not self.searches
+            return Fitted(done, 0 if uncounted else self._peak(done), 0.0, stages=stages)
+        began = time.perf_counter()
+        moved = self._moved(self.order(done, piece), budget_bytes)
+        check_program(moved.program, self.mesh)
+        if self.keeps:
+            stages = (*stages, Stage("moves", moved.program, time.perf_counter() - began))
+        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint, stages)
+
+    def _moved(self, done: Program, budget_bytes: int | None, like: Hint | None = None) -> Offloaded:
+        """With the copies of all that write some, one behind the other."""
+        moved = [self.moves[0](done, self.mesh, self._node_s, budget_bytes, self.lies, like=like)]
+        for move in self.moves[1:]:
+            moved.append(move(moved[-1].program, self.mesh, self._node_s, budget_bytes, self.lies))
+        if len(moved) == 1:
+            return moved[0]
+        words = tuple(word for one in moved for word in one.words)
+        short = next((one.short for one in moved if one.short), "")
+        return attrs.evolve(moved[-1], words=words, short=short)
+
+    def ended(self, done: Fitted) -> Program:
+        """What runs of a program that was chosen: its updates side by side, where that holds no more and takes no longer.
+
+        They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
+        a copy has come, so where there are copies the clock decides.
+        """
+        if "one_call" in self.left_out:
+            return done.program
+        program, moved = done.program, updates_in_one_call(done.program, self.count)
+        if moved is program or not any(map(is_copy, program.nodes)):
+            return moved
+        saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
+        return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
+
+    def lanes(self, done: Program) -> Lanes:
+        """How long what is done takes, in the order in which the executor runs it."""
+        return played(self.order(done, inf), self.mesh, self._node_s)
+
+    def _peak(self, done: Program) -> int:
+        return self.count(done).peak_bytes["device"]
+
+
+def _found_by(
+    search: Search,
+    node_s: NodeS,
+    finish: Finish,
+    budget_bytes: int | None,
+    local: Program,
+    like: Fitted | None = None,
+    /,
+    moves: bool = True,
+) -> Fitted:
+    """What a search finds, for one that stands around it."""
+    fitted, leanest = search(local, node_s, finish, budget_bytes)
+    return fitted or leanest
+
+
+def ways_of(alternatives: Sequence[Sequence[Rewrite]]) -> Sequence[Rewrite]:
+    """All ways to write a program, by what several transforms offer: the fastest of each first."""
+    return [partial(_one_by_one, rewrites) for rewrites in product(*alternatives)] if alternatives else AS_IT_IS
+
+
+def _one_by_one(rewrites: Sequence[Rewrite], program: Program, mesh: Mesh) -> Program:
+    for rewrite in rewrites:
+        program = rewrite(program, mesh)
+    return program
+
+
+def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool, float]:
+    return (False, done.more_s + slower_s) if done.fits(budget_bytes) else (True, done.peak_bytes)
+
+
+def _looks(local: Program) -> tuple[object, ...]:
+    """The operators outside of loops, and those in each."""
+    return tuple(node.target if node.loop is None else _looks(node.loop.body) for node in local.nodes)

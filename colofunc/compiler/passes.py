@@ -1,0 +1,134 @@
+"""Passes: what a program goes through on its way to what runs, by name.
+
+Problem: a program is rewritten a dozen times before it runs, and who looks for the pass that changed something has only the last one.
+Idea: each is a `Pass` with a name; whoever runs a list of them may keep the program behind each one (`Stage`), and may leave some out.
+
+    print(low.passes)                    # names, operators behind each, what it changed, how long it took
+    print(low.passes.diff("pack"))       # what one of them has changed, line by line
+    print(low.after("lower").text())     # the program behind it
+    COLOFUNC_PASSES=-pack,-in_place      # left out, to see whether the numbers are right without
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import unified_diff
+
+import attrs
+
+from colofunc import env
+from colofunc.errors import PlanError, near
+from colofunc.program.check import check_program
+from colofunc.program.ir import Program
+from colofunc.program.text import text
+
+REWRITES = ("reduce_early", "views_late", "pack", "in_place", "one_call")
+"""Passes of our own that can be left out: a program is right without them, only slower or larger."""
+
+
+@attrs.frozen(eq=False)
+class Pass:
+    """A rewriting of a program. `optional`: whether it can be left out."""
+
+    name: str
+    run: Callable[[Program], Program]
+    optional: bool = True
+
+
+@attrs.frozen(eq=False)
+class Stage:
+    """The program behind a pass, and the seconds that it took."""
+
+    name: str
+    program: Program
+    took_s: float
+
+
+Stages = tuple[Stage, ...]
+
+
+def run_passes(
+    passes: Iterable[Pass], program: Program, left_out: frozenset[str] = frozenset(), keep: bool = False
+) -> tuple[Program, Stages]:
+    """The program behind all passes but those that are left out; with `keep` the one behind each, too."""
+    stages = []
+    for each in passes:
+        if each.optional and each.name in left_out:
+            continue
+        began = time.perf_counter()
+        program = each.run(program)
+        if keep:
+            stages.append(Stage(each.name, program, time.perf_counter() - began))
+    return program, tuple(stages)
+
+
+def left_out(names: Sequence[str]) -> frozenset[str]:
+    """The passes that COLOFUNC_PASSES leaves out. names: of those that can be. Raises PlanError for any other."""
+    asked = env.passes_left_out()
+    for name in asked:
+        if name not in names:
+            raise PlanError(
+                f"COLOFUNC_PASSES leaves out {name!r}, which is no pass that can be left out{near(name, names, 'passes')}; "
+                "low.passes lists what this step goes through"
+            )
+    return frozenset(asked)
+
+
+@attrs.frozen(eq=False)
+class Passes:
+    """The passes of a step in the order in which they ran, each with the program behind it. Prints as a table."""
+
+    stages: Stages
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    def __getitem__(self, name: str) -> Stage:
+        """Raises PlanError where the step went through no pass of that name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise PlanError(f"this step went through no pass {name!r}{near(name, self.names, 'passes')}")
+
+    def diff(self, name: str) -> str:
+        """What a pass has changed, as a unified diff of the texts of the programs before and behind it; "" for nothing."""
+        at = self.names.index(self[name].name)
+        before = text(self.stages[at - 1].program).splitlines() if at else []
+        behind = text(self.stages[at].program).splitlines()
+        return "\n".join(unified_diff(before, behind, f"before {name}", f"behind {name}", lineterm="", n=1))
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.names)
+        lines = [f"{'pass':{width}}  operators    seconds"]
+        before: Program | None = None
+        for stage in self.stages:
+            same = "  (changes nothing)" if before is not None and _same(before, stage.program) else ""
+            lines.append(f"{stage.name:{width}}  {len(stage.program.nodes):9,}  {stage.took_s:9.4f}{same}")
+            before = stage.program
+        return "\n".join(lines)
+
+
+def _same(before: Program, behind: Program) -> bool:
+    return before is behind or (before.nodes == behind.nodes and before.outputs == behind.outputs and before.aliases == behind.aliases)
+
+
+def check_interface(name: str, before: Program, behind: Program) -> None:
+    """Raises PlanError where a rewriting of the whole program gives it other inputs or outputs, ProgramError where it is no program."""
+    for what, old, new in (("inputs", before.inputs, behind.inputs), ("outputs", before.outputs, behind.outputs)):
+        shapes = [(before.values[i].shape, before.values[i].dtype) for i in old]
+        if shapes != [(behind.values[i].shape, behind.values[i].dtype) for i in new]:
+            raise PlanError(
+                f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes and dtypes; "
+                "keep them, and put what is to be new into the state with the hook grow"
+            )
+    if before.inputs != behind.inputs:
+        raise PlanError(f"{name} renames inputs of the program; keep their value ids")
+    check_program(behind)

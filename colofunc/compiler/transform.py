@@ -1,0 +1,192 @@
+"""Transforms and builds: what anybody can do to a step on its way to a program that runs.
+
+Problem: a transform has something to say at several moments: around the function, in the state, in the traced program, of what the
+planner may decide, and of what one rank runs. Idea: one frozen record, the `Build`, says what is known of a step so far. A `Transform`
+is a name, options, and some of six hooks; each takes a build and gives one back. Built-in transforms and those of others use the same.
+
+    def halved(step_fn=None):
+        return cf.ext.stage(step_fn, cf.ext.Transform("halved", rewrite_local=halve))
+
+    def halve(build: cf.ext.Build) -> cf.ext.Build:
+        return build.evolve(program=shorter(build.program, build.mesh))
+
+Several transforms of a chain may use the same hook. They do so in an order that does not depend on the chain, so that `a(b(f))` and
+`b(a(f))` are the same step: by name, but for what `behind` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Protocol
+
+import attrs
+
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.mesh.sizes import Room
+from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.offload.choice import Hint
+from colofunc.planner.offload.fastest import Offloaded
+from colofunc.planner.recompute.stages import NodeS
+from colofunc.planner.sharding.constraints import NONE, Constraints
+from colofunc.plugins.registry import Registry
+from colofunc.program.ir import Program
+from colofunc.program.tracing.trace import Traced
+
+Rewrite = Callable[[Program, Mesh], Program]
+
+
+class Search(Protocol):
+    """Looks for an order of one rank's program that fits: what is made again, and when.
+
+    `finish` completes an order and counts its peak. Returns (what fits or None, the leanest that was tried).
+    """
+
+    def __call__(
+        self, program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, /
+    ) -> tuple[Fitted | None, Fitted]: ...
+
+
+@attrs.frozen
+class Lies:
+    """Where inputs lie before a step. `tiers`: position -> tier, of those that lie somewhere already or are wished to.
+
+    `captured`: position of what the step captured -> whether somebody has it in memory as it is.
+    """
+
+    tiers: Mapping[int, str]
+    captured: Mapping[int, bool]
+
+
+class Move(Protocol):
+    """Writes copies between tiers into a finished program of one rank. like: what to take over, for an estimate."""
+
+    def __call__(
+        self, program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, lies: Lies, /, *, like: Hint | None = None
+    ) -> Offloaded: ...
+
+
+@attrs.frozen(eq=False)
+class Build:
+    """What is known of one step so far. A hook returns it with what it has changed: `build.evolve(program=...)`.
+
+    `transforms`: all of the chain, in the order of the hooks. `mesh`: with the figures that a plan counts by, from the trace on.
+    `fn`: the step function (changed by `wrap`). `state`: argument 0 of a call (`grow`).
+    `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's. `traced`: names and trees of arguments and results.
+    `registry`: what plugins bring.
+    `constraints`: what the planner may not decide otherwise (`constrain`).
+    `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several ways to write
+    one rank's program, the fastest first; a search for an order that fits; what writes copies between tiers. What they give is finished
+    and counted, and the fastest that fits is taken.
+    """
+
+    transforms: tuple[Transform, ...]
+    mesh: Mesh
+    fn: Callable[..., Any] = None  # type: ignore[assignment]  # what is not known yet is None: no hook runs so early that asks for it
+    state: Any = None
+    program: Program = None  # type: ignore[assignment]
+    traced: Traced = None  # type: ignore[assignment]
+    registry: Registry = None  # type: ignore[assignment]
+    constraints: Constraints = NONE
+    alternatives: tuple[Sequence[Rewrite], ...] = ()
+    searches: tuple[Search, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    def evolve(self, **changes: Any) -> Build:
+        """The same build, but for `changes`."""
+        return attrs.evolve(self, **changes)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The functions of all hooks."""
+        found = (getattr(transform, name) for transform in self.transforms for name in HOOKS)
+        return tuple(hook for hook in found if hook is not None)
+
+    @property
+    def microbatches(self) -> int:
+        """In how many parts a batch is computed."""
+        return max((transform.microbatches for transform in self.transforms), default=1)
+
+
+Hook = Callable[[Build], Build]
+
+
+@attrs.frozen(eq=False)
+class Transform:
+    """One step of a chain. `options`: its own arguments; their texts are part of what a cached plan is found by.
+
+    `wrap`: puts something around `build.fn` before it is traced, and before the single-device reference runs it.
+    `grow`: argument 0 with what the transform keeps in it, at every call; a state that has it already comes back as it is.
+    `rewrite_global`: changes the traced program before anything is placed; inputs and outputs stay what they are.
+    `constrain`: adds what the planner may not decide otherwise.
+    `candidates`: adds ways to finish a program.
+    `rewrite_local`: changes the program of one rank, behind the passes of plugins.
+    `behind`: names of transforms whose hooks run before this one's. `clashes`: other transform -> why the two cannot stand in one
+    chain, and what to do instead.
+    `budget`: the device memory that it keeps to, in bytes or as a part; (None, None): all there is; None: it keeps to none.
+    `microbatches`: in how many parts it computes the batch.
+    `wider`: what to write instead where its policy forbids what would need less memory.
+    """
+
+    name: str
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    wrap: Hook | None = attrs.field(default=None, kw_only=True)
+    grow: Hook | None = attrs.field(default=None, kw_only=True)
+    rewrite_global: Hook | None = attrs.field(default=None, kw_only=True)
+    constrain: Hook | None = attrs.field(default=None, kw_only=True)
+    candidates: Hook | None = attrs.field(default=None, kw_only=True)
+    rewrite_local: Hook | None = attrs.field(default=None, kw_only=True)
+    behind: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    clashes: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    budget: Room | None = attrs.field(default=None, kw_only=True)
+    microbatches: int = attrs.field(default=1, kw_only=True)
+    wider: str = attrs.field(default="", kw_only=True)
+
+    @property
+    def auto_budget(self) -> bool:
+        """Whether it keeps to all the memory that there is."""
+        return self.budget == (None, None)
+
+    def applied(self, hook: str, build: Build) -> Build:
+        """The build behind one hook of this transform. Raises PlanError where the hook gives something else."""
+        function: Hook | None = getattr(self, hook)
+        if function is None:
+            return build
+        made = function(build)
+        if not isinstance(made, Build):
+            raise PlanError(
+                f"transform {self.name!r}: its hook {hook} gave {type(made).__name__}, not a build; "
+                "return build.evolve(...) with what it changes"
+            )
+        return made
+
+
+HOOKS = ("wrap", "grow", "rewrite_global", "constrain", "candidates", "rewrite_local")
+
+
+def through(hook: str, build: Build) -> Build:
+    """The build behind one hook of all transforms."""
+    for transform in build.transforms:
+        build = transform.applied(hook, build)
+    return build
+
+
+def in_order(chain: Iterable[Transform]) -> tuple[Transform, ...]:
+    """The transforms in the order of their hooks: by name, but for what they say they are behind. Raises PlanError for a circle."""
+    by_name = {transform.name: transform for transform in chain}
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name in sorted(by_name):
+        sorter.add(name, *(before for before in by_name[name].behind if before in by_name))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " behind ".join(reversed(error.args[1]))
+        raise PlanError(f"transforms that say they are behind one another: {circle}; drop one of them, or its `behind`") from error
+    ready, ordered = list[str](), list[Transform]()
+    while sorter.is_active():
+        ready = sorted((*ready, *sorter.get_ready()))
+        name = ready.pop(0)
+        ordered.append(by_name[name])
+        sorter.done(name)
+    return tuple(ordered)
