@@ -14,7 +14,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.plugins import hookspecs
-from tools.docs import READ, environment_page, errors_page, hooks_page, members, public_names, reference_page
+from tools.docs import environment_page, errors_page, hooks_page, members, public_names, reference_page
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -143,11 +143,11 @@ def test_the_rebuild_uses_nothing_of_colofunc_and_stays_short() -> None:
     assert not any(re.search(r"^\s*(import|from) colofunc", block, re.M) for block in blocks(text, "python"))
 
 
-def test_the_manual_says_which_hooks_are_read() -> None:
+def test_every_hook_is_read() -> None:
     """A hook is read where code asks a registry for its table."""
     sources = [path.read_text() for path in (ROOT / "colofunc").rglob("*.py")]
     asked = {f"colofunc_{name}" for source in sources for name in re.findall(r"registry(?:\(.*\))?\.([a-z_]+)\b", source)}
-    assert asked & set(hookspecs.HOOKS) == READ
+    assert asked >= set(hookspecs.HOOKS)
 
 
 def test_generated_pages_are_up_to_date() -> None:

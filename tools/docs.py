@@ -23,12 +23,6 @@ from colofunc.planner.wishes import product_pairs  # noqa: E402
 from colofunc.plugins import hookspecs, operators  # noqa: E402
 
 NOTE = "<!-- Written by tools/docs.py from {}; do not edit. -->\n"
-READ = frozenset(
-    {
-        "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_memory_policies", "colofunc_passes", "colofunc_topologies",
-        "colofunc_transforms", "colofunc_kernels",
-    }
-)  # fmt: skip
 EXAMPLE = ROOT / "examples" / "scan_plugin"
 
 
@@ -56,8 +50,7 @@ def hooks_page() -> str:
     for name in hookspecs.HOOKS:
         hook = getattr(hookspecs, name)
         returns = str(inspect.signature(hook).return_annotation)
-        note = "" if name in READ else "\n\n*Collected and checked; nothing in this version reads it yet.*"
-        parts.append(f"### {name}\n\n`-> {returns}`\n\n{inspect.getdoc(hook)}{note}\n")
+        parts.append(f"### {name}\n\n`-> {returns}`\n\n{inspect.getdoc(hook)}\n")
     parts += [
         "## Operators of your own\n",
         _code(inspect.getdoc(operators) or "", "python") + "\n",
@@ -67,6 +60,7 @@ def hooks_page() -> str:
         "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` finds it.\n",
         f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
         f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
+        "A transform as a package is `examples/narrow_gradients`; [Writing a transform](writing_a_transform.md) says how.\n",
     ]
     return "\n".join(parts)
 

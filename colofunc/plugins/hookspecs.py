@@ -80,18 +80,6 @@ def colofunc_memory_policies() -> Mapping[str, Any]:
 
 
 @hookspec
-def colofunc_schedules() -> Mapping[str, Callable[..., Any]]:
-    """Schedule name -> `schedule(stages, microbatches) -> action table`, for `cf.pipeline(schedule=name)`."""
-    raise NotImplementedError
-
-
-@hookspec
-def colofunc_quantizers() -> Mapping[str, Any]:
-    """Quantizer name -> quantizer, for `cf.quantize(step, name)`."""
-    raise NotImplementedError
-
-
-@hookspec
 def colofunc_kernels() -> Iterable[Kernel]:
     """`cf.ext.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
 
@@ -105,13 +93,20 @@ def colofunc_kernels() -> Iterable[Kernel]:
 
 @hookspec
 def colofunc_passes() -> Mapping[str, Callable[..., Any]]:
-    """Pass name -> `pass(program, mesh) -> Program`, run on the local program in the order of their names."""
+    """Pass name -> `pass(program, mesh) -> Program`, run on the local program in the order of their names.
+
+    For every step. What a step asks for is a transform.
+    """
     raise NotImplementedError
 
 
 @hookspec
 def colofunc_transforms() -> Mapping[str, Any]:
-    """Transform name -> a whole transform: `transform(step, **options) -> staged step`, which `cf.configure` calls by name."""
+    """Transform name -> a whole transform: `transform(step=None, **options)`, which `cf.configure` calls by name.
+
+    It gives `cf.ext.stage(step, cf.ext.Transform(name, options, ...))`: a record with some of six hooks, each from a `cf.ext.Build` to a
+    `cf.ext.Build`.
+    """
     raise NotImplementedError
 
 
@@ -122,6 +117,6 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 
 HOOKS = (
-    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules "
-    "colofunc_quantizers colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
+    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
+    "colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
 ).split()

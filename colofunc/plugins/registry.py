@@ -39,8 +39,6 @@ class Registry:
     strategies: Mapping[str, tuple[StrategyFn, ...]]
     plans: Mapping[str, Callable[..., Any]]
     memory_policies: Mapping[str, Any]
-    schedules: Mapping[str, Callable[..., Any]]
-    quantizers: Mapping[str, Any]
     kernels: Table
     passes: Mapping[str, Callable[..., Any]]
     transforms: Mapping[str, Any]
@@ -187,7 +185,7 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
     return kernels
 
 
-_CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_schedules", "colofunc_passes"})
+_CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes"})
 
 
 def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
