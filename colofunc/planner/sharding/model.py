@@ -94,19 +94,6 @@ class Model:
                 row = row + pair[choice[coded.flow.producer]]
         return row
 
-    def change_s(self, choice: Choice, moves: Mapping[int, int]) -> float:
-        """Change of the true cost when the classes of `moves` change option."""
-        y = list(choice)
-        delta = 0.0
-        for c, o in moves.items():
-            y[c] = o
-            delta += self.weight[c] * (self.seconds[c].item(o) - self.seconds[c].item(choice[c]))
-            if self.extra:
-                delta += self.extra[c].item(o) - self.extra[c].item(choice[c])
-        for f in {f: None for c in moves for f in self.flows_of[c]}:
-            delta += self.flow_s(f, y) - self.flow_s(f, choice)
-        return delta
-
     # --- the model to search in
 
     def pair_graph(self, choice: Choice | float) -> Graph:

@@ -16,6 +16,7 @@ import numpy as np
 from colofunc.planner.sharding.eliminate import Array, eliminate_all, exact_order, partial_order
 from colofunc.planner.sharding.exact import exact_graph
 from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.position import Position
 from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
 STARTS = 3
@@ -83,38 +84,39 @@ def polish(model: Model, x: list[int], rng: np.random.Generator, effort: Effort)
 
 def _sweep(model: Model, x: list[int], best: float) -> tuple[list[int], float, bool]:
     """One round of true-cost moves: every class to every option, every flow to every common layout."""
-    moved = False
+    here, moved = Position(model, x), False
     for f in range(len(model.flows)):
-        for proposal in _together(model, f, x):
-            gain = model.change_s(x, proposal)
+        for proposal in _together(here, f):
+            gain = here.change_s(proposal)
             if gain < -1e-12 * abs(best):
-                x, best, moved = _apply(x, proposal), best + gain, True
+                here.move(proposal)
+                best, moved = best + gain, True
     for c, options in enumerate(model.options):
         if len(options) == 1:
             continue
-        row = model.row(c, x)
+        row = here.row(c)
         o = int(row.argmin())
-        gain = float(row[o] - row[x[c]])
+        gain = float(row[o] - row[here.choice[c]])
         if gain < -1e-12 * abs(best):
-            x, best, moved = _apply(x, {c: o}), best + gain, True
-    return x, best, moved
+            here.move({c: o})
+            best, moved = best + gain, True
+    return here.choice, best, moved
 
 
-def _together(model: Model, f: int, x: Sequence[int]) -> list[dict[int, int]]:
+def _together(here: Position, f: int) -> list[dict[int, int]]:
     """Moves of all consumers of a flow to one layout, with the producer as it is or giving that layout itself."""
-    coded = model.coded[f]
+    coded = here.model.coded[f]
     producer = coded.flow.producer
     if len(set(coded.classes)) < 2:
         return []
-    rows = {c: model.row(c, x) for c in (*coded.classes, producer)}
     wanted: dict[int, dict[int, int]] = {}
     for c, column in zip(coded.classes, coded.targets, strict=True):
-        for layout, option in _cheapest(column, rows[c]).items():
+        for layout, option in _cheapest(column, here.row(c)).items():
             wanted.setdefault(layout, {})[c] = option
-    sources = _cheapest(coded.source, rows[producer])
+    sources = _cheapest(coded.source, here.row(producer))
     out = []
     for layout, moves in wanted.items():
-        moves = {c: o for c, o in moves.items() if x[c] != o}
+        moves = {c: o for c, o in moves.items() if here.choice[c] != o}
         if not moves:
             continue
         out.append(moves)
@@ -132,9 +134,3 @@ def _cheapest(column: Sequence[int], row: Array) -> dict[int, int]:
             best[layout] = o
     return best
 
-
-def _apply(x: Sequence[int], moves: dict[int, int]) -> list[int]:
-    y = list(x)
-    for c, o in moves.items():
-        y[c] = o
-    return y
