@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -375,9 +376,9 @@ def abort(group: Any, device: str) -> bool:
     return end is not None
 
 
-def wrapper(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """`wrapper_subclass` of a contiguous tensor without gradient, the arguments by position: that takes two thirds of the time."""
-    return wrapper_subclass(cls, shape, None, None, None, dtype, torch.strided, device)
+def wrapper_maker(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    """What makes `wrapper_subclass` of a contiguous tensor without gradient; arguments by position take two thirds of the time."""
+    return partial(wrapper_subclass, cls, shape, None, None, None, dtype, torch.strided, device)
 
 
 # What `F.grouped_mm` calls; the public function is not seen by function modes.

@@ -196,9 +196,9 @@ def test_wrapper_subclass() -> None:
     assert y.grad_fn is not None
 
 
-def test_wrapper() -> None:
+def test_wrapper_maker() -> None:
     slow = compat.wrapper_subclass(Wrapper, (2, 3), dtype=torch.float64, device="cpu", requires_grad=False)
-    quick = compat.wrapper(Wrapper, (2, 3), torch.float64, torch.device("cpu"))
+    quick = compat.wrapper_maker(Wrapper, (2, 3), torch.float64, torch.device("cpu"))()
     assert (quick.shape, quick.stride(), quick.dtype, quick.device) == (slow.shape, slow.stride(), slow.dtype, slow.device)
     assert not quick.requires_grad and quick.is_contiguous()
 

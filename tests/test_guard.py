@@ -11,7 +11,8 @@ import torch
 import colofunc as cf
 from colofunc.compiler.guard import Guard
 from colofunc.compiler.surroundings import look_around
-from colofunc.program.tracing.tree import flatten, flatten_like, unflatten
+from colofunc.program.tracing.tree import flatten, unflatten
+from colofunc.program.tracing.tree_reader import reader
 
 State = dict[str, Any]
 
@@ -20,14 +21,14 @@ State = dict[str, Any]
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Per call since: whether a guard let it through."""
     found: list[bool] = []
-    leaves = Guard.leaves
+    ask = Guard.given
 
     def told(self: Guard, args: tuple[Any, ...]) -> Any:
-        known = leaves(self, args)
-        found.append(known is not None)
-        return known
+        given = ask(self, args)
+        found.append(given is not None)
+        return given
 
-    monkeypatch.setattr(Guard, "leaves", told)
+    monkeypatch.setattr(Guard, "given", told)
     yield found
 
 
@@ -237,7 +238,7 @@ def test_a_tree_is_like_another_exactly_where_their_keys_are_equal(left: int, ri
     trees = [(x,), (x, x), [x], {"a": x, "b": 1}, {"b": 1, "a": x}, {"a": x, "b": True}, {"a": x, "b": "1"}, (x, None), (x, 1.0)]
     trees += [{"a": x, "b": x}, {"a": x, "c": x}, ({"a": x, "b": x}, x), ()]
     tree = flatten(trees[left])[1]
-    leaves = flatten_like(tree, trees[right])
+    leaves = reader(tree)(trees[right])
     assert (leaves is not None) == (tree.key() == flatten(trees[right])[1].key())
     assert leaves is None or len(leaves) == len(flatten(trees[right])[0])
 

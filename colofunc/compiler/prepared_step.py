@@ -1,7 +1,7 @@
 """A step that is prepared for one signature: what it keeps between its calls, and one call of it.
 
     ready = Ready(lowered, executor, watch, step_fn, disk, leaves, used)
-    out = ready.call(leaves, "step at train.py:12")       # place what is not placed, run, wrap what comes out
+    out = ready.call(given, "step at train.py:12")       # place what is not placed, run, wrap what comes out
 
 Inputs that this step or another has placed as this one wants them (`DTensor.home`) are taken as they are; for all others
 `place` finds out what to do. A donated leaf is consumed where it lies, and its memory comes back in the result.
@@ -21,7 +21,7 @@ import torch
 from colofunc import compat
 from colofunc.compiler.agree import equal_leaves
 from colofunc.compiler.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
-from colofunc.compiler.guard import Guard
+from colofunc.compiler.guard import Given, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.reads import reads_of
 from colofunc.compiler.replica_check import Alike, state_names
@@ -29,7 +29,7 @@ from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
-from colofunc.dtensor.tensor import DTensor, Home, consume_all, home_of
+from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, parts_of
 from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
@@ -82,7 +82,7 @@ class Ready:
         self._reads = reads_of(fn, captured.values())
         targets = {node.target for node in low.traced.program.nodes}
         self._operators = {name: OPERATORS[name] for name in targets if name in OPERATORS}
-        self._makers: list[Callable[[Shards], DTensor]] | None = None  # per output, from the first call on
+        self._makers: list[Maker] | None = None  # per output, from the first call on
 
     def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
         """On real ranks, once: plain tensors must be equal on all of them."""
@@ -171,47 +171,40 @@ class Ready:
 
     # ---- one call ----
 
-    def call(self, leaves: Sequence[Leaf], name: str, agree_every: int = 0) -> Any:
+    def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
         """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for errors.
 
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
         low = self.low
-        inputs, lent = self._placed(leaves, name)
+        inputs = self._placed(given, name)
+        lent = [x for x in map(given.leaves.__getitem__, given.away) if type(x) is DTensor and x.lent]
         if low.traced.uses_seed:
             seed = main_seed(self.watch, draw_seed(), self.device)
             inputs.append([seed] * len(self.backend.ranks(low.mesh)))
         inputs += self.hidden()
         if self.buffers:
             inputs = side_by_side(inputs, self.buffers)
-        given: list[DTensor] = []
-        given_names: list[str] = []
-        for position in low.donated:
-            leaf = leaves[position]
-            if type(leaf) is DTensor and leaf.owned:
-                given.append(leaf)
-                given_names.append(low.traced.names[position])
-        outs = self._ran(inputs, given, name)
+        kept = {k for k in given.away if not _is_owned(given.leaves[k])}  # the caller's: they were copied
+        donated = [k for k in low.donated if k not in kept]
+        state: Any = [given.leaves[k] for k in donated]
+        outs = self._ran(inputs, given, state, name)
         for leaf in (*lent, *(x for x in self._captured if x.lent)):  # the caller may write there as soon as this returns
             COPIER.arrived(leaf.parts_in_flight)
-        consume_all(given, name, given_names)
+        consume_all(state, name, [low.traced.names[k] for k in donated])
         if agree_every and self.watch is not None:
             self._alike.check(outs, self.watch, name, agree_every)
         return low.traced.unpack(self._wrapped(outs))
 
-    def _placed(self, leaves: Sequence[Leaf], name: str) -> tuple[list[Shards], list[DTensor]]:
-        """The parts of each leaf; those leaves of which the caller has memory on the host."""
-        inputs: list[Shards] = []
-        elsewhere: list[int] = []
-        for leaf, home in zip(leaves, self.homes, strict=True):
-            parts = leaf.parts_at(home) if type(leaf) is DTensor else None
-            if parts is None:
-                elsewhere.append(len(inputs))
-            inputs.append(parts or [])
-        if elsewhere:
-            self._bring(leaves, elsewhere, inputs, name)
-        away = (leaves[k] for k in elsewhere)
-        return inputs, [leaf for leaf in away if type(leaf) is DTensor and leaf.lent]
+    def _placed(self, given: Given, name: str) -> list[Shards]:
+        """The parts of each leaf."""
+        inputs = parts_of(given.leaves)
+        for k in given.away:
+            inputs[k] = []
+        missing = [k for k, parts in enumerate(inputs) if not parts]  # also of a consumed one, on which there is an error
+        if missing:
+            self._bring(given.leaves, missing, inputs, name)
+        return inputs
 
     def _bring(self, leaves: Sequence[Leaf], which: Sequence[int], inputs: list[Shards], name: str) -> None:
         """Place those leaves that are not at home."""
@@ -231,11 +224,12 @@ class Ready:
         if shelves is not None:
             shelves.commit()
 
-    def _ran(self, inputs: list[Shards], given: Sequence[DTensor], name: str) -> list[Shards]:
-        """The results; where it fails in the middle of an update, the `given` state is lost and says so."""
-        written = list(chain.from_iterable(leaf.parts_in_flight for leaf in given))
+    def _ran(self, inputs: list[Shards], given: Given, state: Sequence[DTensor], name: str) -> list[Shards]:
+        """The results; where it fails in the middle of an update, the `state` is lost and says so."""
+        written = list(chain.from_iterable(parts_of(state)))
         before = compat.versions(written)
-        disk = Together(chain.from_iterable(inputs))
+        # What is at home lies in memory.
+        disk = Together(chain(*(inputs[k] for k in given.away), *inputs[len(given.leaves) :]))
         scratch = self.scratch
         run = self.run if self.warmup is None else self.warmup.run
         try:
@@ -248,7 +242,7 @@ class Ready:
             self.__dict__.pop("scratch", None)
             if disk.committed or before != compat.versions(written):
                 lost = f"{name}, which failed in the middle of its update, so this state is lost (load the last checkpoint)"
-                consume_all(given, lost)
+                consume_all(state, lost)
                 error.add_note(
                     f"{name} had begun to update its state in place: that state is lost; load the last checkpoint"
                 )
@@ -268,10 +262,10 @@ class Ready:
         """A tensor that this step has placed."""
         return self._maker(parts, home, role)(parts)
 
-    def _maker(self, parts: Shards, home: Home, role: str) -> Callable[[Shards], DTensor]:
+    def _maker(self, parts: Shards, home: Home, role: str) -> Maker:
         """What makes tensors of parts like these. At home is what `place` would leave where it is, whatever it finds out."""
         if home.layout.tier == "device" and (parts[0].is_cuda or self.device.type == "cpu"):
-            return partial(home.make, role=role) if role else home.make
+            return home.maker(parts[0].device, role)
         return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True, role=role)
 
 

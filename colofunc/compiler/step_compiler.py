@@ -20,7 +20,7 @@ import torch
 from colofunc.compiler.agree import watch_of
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
-from colofunc.compiler.guard import Guard
+from colofunc.compiler.guard import Given, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.prepare import prepare, say
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
@@ -65,10 +65,10 @@ class StepCompiler:
         name = getattr(staged.fn, "__name__", "step")
         for ready in self._recent:
             guard = ready.guard
-            known = None if guard is None else guard.leaves(args)
-            if guard is not None and known is not None and ready.used.stands() and not ready.stale():
-                self._last = known, guard.tree, guard.surroundings
-                return self._run(staged, ready, known, name)
+            given = None if guard is None else guard.given(args)
+            if guard is not None and given is not None and ready.used.stands() and not ready.stale():
+                self._last = given.leaves, guard.tree, guard.surroundings
+                return self._run(staged, ready, given, name)
         leaves, tree = flatten(args)
         ready = self._get(staged, args, leaves, tree, runs=True)
         ready.compare("call", leaves)
@@ -79,19 +79,20 @@ class StepCompiler:
         guard = None
         if ready.warmup is None and ready.after is None:
             guard = Guard.of(tree, leaves, ready.homes, self._last[2])
-        out = self._run(staged, ready, leaves, name)
+        out = self._run(staged, ready, Given.of(leaves, ready.homes), name)
         ready.guard = guard
         self._recent = [ready, *(other for other in self._recent if other is not ready)][:RECENT]
         return out
 
-    def _run(self, staged: Staged, ready: Ready, leaves: Sequence[Leaf], name: str) -> Any:
+    def _run(self, staged: Staged, ready: Ready, given: Given, name: str) -> Any:
         self._calls += 1
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             while ready.after is not None:
                 ready = ready.after
-                leaves = moved(leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
+                leaves = moved(given.leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
+                given = Given.of(leaves, ready.homes)
             every = agree_every(staged)
-            return ready.call(leaves, _called(name), every if every and self._calls % every == 0 else 0)
+            return ready.call(given, _called(name), every if every and self._calls % every == 0 else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
         """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one standing."""

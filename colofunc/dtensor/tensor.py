@@ -34,6 +34,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.tracing.meta import user_line
 
 SpecLike = str | Spec | Layout
+Maker = Callable[[list[torch.Tensor]], "DTensor"]
 
 
 @attrs.frozen(eq=False)
@@ -45,13 +46,19 @@ class Home:
     mesh: Mesh
     backend: Backend
 
-    def make(self, shards: list[torch.Tensor], role: str = "") -> DTensor:
-        """An owned tensor whose parts are known to lie here; made in less time than others."""
-        x: DTensor = compat.wrapper(DTensor, self.layout.shape, self.dtype, shards[0].device)
-        x.sharding, x.mesh, x._backend = self.layout, self.mesh, self.backend
-        x._held, x._origin, x.home = Held(shards), None, self
-        x._lays_grad, x.owned, x.movable, x.role = False, True, False, role
-        return x
+    def maker(self, device: torch.device, role: str = "") -> Maker:
+        """What makes owned tensors of parts on a device that are known to lie here, in less time than others."""
+        wrapper = compat.wrapper_maker(DTensor, self.layout.shape, self.dtype, device)
+        layout, mesh, backend = self.layout, self.mesh, self.backend
+
+        def make(shards: list[torch.Tensor]) -> DTensor:
+            x: DTensor = wrapper()
+            x.sharding, x.mesh, x._backend, x.home = layout, mesh, backend, self
+            x._held, x._origin = Held(shards), None
+            x._lays_grad, x.owned, x.movable, x.role = False, True, False, role
+            return x
+
+        return make
 
 
 def home_of(layout: Layout, dtype: torch.dtype, mesh: Mesh, backend: Backend) -> Home:
@@ -68,6 +75,11 @@ def consume_all(given: Iterable[DTensor], by: str, names: Iterable[str] | None =
     for x, name in zip(given, repeat("") if names is None else names):
         held = x._held
         held.shards, held.consumed_by, held.name = None, by, name
+
+
+def parts_of(leaves: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What each tensor holds, without a look at what has become of it; nothing of one that is plain or was consumed."""
+    return [(x._held.shards or []) if type(x) is DTensor else [] for x in leaves]
 
 
 class DTensor(torch.Tensor):
@@ -111,10 +123,6 @@ class DTensor(torch.Tensor):
         self.role = role
         self.home = None
         return self.requires_grad_() if requires_grad else self
-
-    def parts_at(self, home: Home) -> list[torch.Tensor] | None:
-        """The parts if this tensor certainly has that home and its parts; None where `parts` has to say."""
-        return self._held.shards if self.home is home else None
 
     # -- what it is ---------------------------------------------------------------------------------------------
 

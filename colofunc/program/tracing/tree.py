@@ -18,7 +18,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -112,48 +112,6 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     kind, keys, items, context = parts
     children = tuple(_flatten(item, join(name, key), leaves) for key, item in zip(keys, items, strict=True))
     return Tree(kind, name, type(obj), tuple(keys), children, context=context)
-
-
-def flatten_like(tree: Tree, obj: Any) -> list[torch.Tensor] | None:
-    """The leaves of `obj` if it certainly has this tree, in less time than `flatten` takes; None where that has to say."""
-    leaves: list[torch.Tensor] = []
-    return leaves if _flatten_like(tree, obj, leaves) else None
-
-
-def _flatten_like(tree: Tree, obj: Any, leaves: list[torch.Tensor]) -> bool:
-    kind = tree.kind
-    if kind == "tensor" and tree.type is None:
-        leaves.append(obj)
-        return isinstance(obj, torch.Tensor)
-    if kind == "tensor":
-        return type(obj) is tree.type and _flatten(obj, tree.name, leaves).type is tree.type
-    if kind == "static" and tree.content is not None:
-        return obj is tree.value and held_by(obj) == tree.content
-    if kind == "static":
-        return obj is tree.value or (type(obj) is type(tree.value) and type(obj) in _PLAIN and bool(obj == tree.value))
-    if type(obj) is not tree.type:
-        return False
-    keys: Sequence[Any]
-    items: Sequence[Any]
-    if kind == "dict":
-        keys, items = tuple(obj), tuple(obj.values())
-    elif kind == "sequence":
-        keys, items = tree.keys, obj
-    else:
-        parts = container(obj)
-        if parts is None:
-            return False
-        keys, items = tuple(parts[1]), parts[2]
-    if keys != tree.keys or len(items) != len(tree.children):
-        return False
-    if tree.holds_tensors:
-        leaves += items
-        return all(issubclass(cls, torch.Tensor) for cls in set(map(type, items)))
-    return all(map(_flatten_like, tree.children, items, repeat(leaves)))
-
-
-_PLAIN = (bool, int, str)
-"""Static leaves of these types are the same where they are equal; others, where they are the same object."""
 
 
 # Objects within static leaves are followed this far.
