@@ -322,6 +322,22 @@ def training(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "training", False))
 
 
+def all_training(modules: Sequence[torch.nn.Module]) -> list[bool]:
+    """`training` of each; one attribute each where all have it."""
+    try:
+        return [module.training for module in modules]
+    except AttributeError:
+        return [training(module) for module in modules]
+
+
+def all_children(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Module | None, ...]]:
+    """`children` of each; one attribute each where torch keeps them by name."""
+    try:
+        return [tuple(module._modules.values()) for module in modules]
+    except AttributeError:
+        return [children(module) for module in modules]
+
+
 def group_store(answer_s: float) -> Any:
     """The store that the default process group was made with, of which each request may take so long; None where there is none."""
     find = getattr(distributed_c10d, "_get_default_store", None)

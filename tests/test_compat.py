@@ -449,6 +449,9 @@ def test_children() -> None:
     inner = torch.nn.Tanh()
     outer = torch.nn.Sequential(inner, inner)
     assert compat.children(outer) == (inner, inner) and compat.children(inner) == ()
+    scripted = torch.jit.script(torch.nn.Sequential(inner))
+    for modules in ([outer, inner], [outer, scripted]):
+        assert compat.all_children(modules) == list(map(compat.children, modules))
 
 
 def test_in_forward_mode() -> None:
@@ -461,7 +464,10 @@ def test_in_forward_mode() -> None:
 def test_training() -> None:
     scripted = torch.jit.script(torch.nn.Linear(2, 2))
     assert compat.training(scripted) and not compat.training(scripted.eval())
-    assert not compat.training(torch.jit.freeze(scripted))
+    frozen = torch.jit.freeze(scripted)
+    assert not compat.training(frozen)
+    assert compat.all_training([torch.nn.Tanh(), torch.nn.Tanh().eval()]) == [True, False]
+    assert compat.all_training([torch.nn.Tanh(), frozen]) == [True, False]
 
 
 def test_no_torch_function() -> None:

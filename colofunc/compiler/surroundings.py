@@ -12,7 +12,7 @@ long as the same things are bound there, and have the modes and children that th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +20,7 @@ import attrs
 import torch
 
 from colofunc.compiler.reads import UNBOUND, inside, names_of
-from colofunc.program.tracing.used import Mode, Weights
+from colofunc.program.tracing.used import Mode, Modes, Weights
 
 DEPTH = 3
 """Functions within functions that are looked into."""
@@ -48,10 +48,12 @@ class Surroundings:
         for read, was in self.places:
             if read() is not was:
                 return False
-        for mode in self.modes:
-            if not mode.stands():
-                return False
-        return all(weights.stands() for weights in self.frozen)
+        return self._asked.stand() and all(weights.stands() for weights in self.frozen)
+
+    @cached_property
+    def _asked(self) -> Modes:
+        """The modes; first read when all have been found."""
+        return Modes.of(self.modes)
 
 
 def ambient() -> tuple[Any, ...]:

@@ -54,8 +54,7 @@ class Home:
         def make(shards: list[torch.Tensor]) -> DTensor:
             x: DTensor = wrapper()
             x.sharding, x.mesh, x._backend, x.home = layout, mesh, backend, self
-            x._held, x._origin = Held(shards), None
-            x._lays_grad, x.owned, x.movable, x.role = False, True, False, role
+            x._held, x.owned, x.role = Held(shards), True, role
             return x
 
         return make
@@ -85,18 +84,19 @@ def parts_of(leaves: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
 
-    __slots__ = ("_backend", "_held", "_lays_grad", "_origin", "home", "mesh", "movable", "owned", "role", "sharding")
+    __slots__ = ("_backend", "_held", "home", "mesh", "owned", "role", "sharding")
 
     sharding: Layout
     mesh: Mesh
     _held: Held
-    _origin: Origin | None
     _backend: Backend
-    _lays_grad: bool
     owned: bool  # placed by a step, whose next call may reuse the memory
-    movable: bool  # lies as nobody asked for, so a step's plan may lay it otherwise
-    role: str  # what it is to the steps that made and placed it ("param", ...; see `roles`), "" where that is not known
     home: Home | None  # of what a step has placed, as long as it has no gradient and nobody has written to it
+    role: str  # what it is to the steps that made and placed it ("param", ...; see `roles`), "" where that is not known
+    # What most have not is said by the class, as a step makes hundreds of them.
+    _origin: Origin | None = None
+    _lays_grad: bool = False
+    movable: bool = False  # lies as nobody asked for, so a step's plan may lay it otherwise
 
     @staticmethod
     def __new__(
@@ -115,11 +115,10 @@ class DTensor(torch.Tensor):
         self.sharding = layout
         self.mesh = mesh
         self._held = Held(shards)
-        self._origin = None
         self._backend = backend or backend_for(mesh)
-        self._lays_grad = False
         self.owned = owned
-        self.movable = movable
+        if movable:
+            self.movable = True
         self.role = role
         self.home = None
         return self.requires_grad_() if requires_grad else self

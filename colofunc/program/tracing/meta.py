@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from itertools import count
 from types import CodeType
 from typing import Any
@@ -190,7 +191,7 @@ def user_line() -> str:
     while frame is not None:
         code = frame.f_code
         if _is_user(code):
-            return _line(code, frame.f_lineno)
+            return _line(code.co_filename, frame.f_lineno, code.co_name)
         if code.co_filename == _COMMAND_LINE:
             return ""  # further out is what started the command
         frame = frame.f_back  # type: ignore[assignment]
@@ -202,13 +203,14 @@ def raised_line(error: BaseException) -> str:
     line, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        line = _line(code, trace.tb_lineno) if _is_user(code) else line
+        line = _line(code.co_filename, trace.tb_lineno, code.co_name) if _is_user(code) else line
         trace = trace.tb_next
     return line
 
 
-def _line(code: CodeType, number: int) -> str:
-    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
+@lru_cache(maxsize=1 << 12)
+def _line(file: str, number: int, function: str) -> str:
+    return f"{os.path.basename(file)}:{number} in {function}"
 
 
 def inside_file(suffix: str, function: str = "") -> bool:

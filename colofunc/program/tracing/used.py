@@ -46,8 +46,22 @@ class Mode:
     def of(module: torch.nn.Module) -> Mode:
         return Mode(module, compat.training(module), compat.children(module))
 
-    def stands(self) -> bool:
-        return compat.training(self.module) is self.training and compat.children(self.module) == self.children
+
+@attrs.frozen(eq=False)
+class Modes:
+    """Many modules as they were found. They are asked together, which takes a fraction of the time."""
+
+    modules: list[torch.nn.Module]
+    training: list[bool]
+    children: list[tuple[torch.nn.Module | None, ...]]
+
+    @staticmethod
+    def of(modes: Iterable[Mode]) -> Modes:
+        found = list(modes)
+        return Modes([mode.module for mode in found], [mode.training for mode in found], [mode.children for mode in found])
+
+    def stand(self) -> bool:
+        return compat.all_training(self.modules) == self.training and compat.all_children(self.modules) == self.children
 
 
 @attrs.frozen(eq=False)
@@ -108,11 +122,13 @@ class Used:
         held = {id(model.frozen): model.frozen for model in models}
         return Used(tuple(map(Mode.of, parts.values())), tuple(map(Weights.of, held.values())), Hooks.of(list(parts.values())))
 
+    @cached_property
+    def _asked(self) -> Modes:
+        return Modes.of(self.modes)
+
     def stands(self) -> bool:
         """Whether all of it is as it was."""
-        if not self.hooks.stands():
-            return False
-        return all(mode.stands() for mode in self.modes) and all(weights.stands() for weights in self.frozen)
+        return self.hooks.stands() and self._asked.stand() and all(weights.stands() for weights in self.frozen)
 
     def without(self, modes: Iterable[Mode], frozen: Iterable[Weights]) -> Used:
         """What is left beside these, which somebody else looks at; hooks stay."""
