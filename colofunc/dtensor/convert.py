@@ -12,6 +12,9 @@ are free. Where topology makes communication free, bytes decide, then the number
 
 Dims that have no common refinement, or are padded to different sizes, are made whole on the way (`fit` pads or cuts).
 Tier and quantisation scheme are not a conversion's business: a copy or a quantizer is another node.
+
+A value that exists at some indices of an axis only (`Layout.at`) is converted where it is, and then sent to where it is wanted: to one
+index a send and a receive, to all a broadcast. What is there already, as a copy on all ranks is, costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from colofunc.dtensor.convert_moves import FREE, Step
 from colofunc.dtensor.convert_normal import Curve, curve_of, is_free, normal
 from colofunc.dtensor.convert_refine import Puzzle, local_numel, refine
 from colofunc.dtensor.convert_search import Question, answer
-from colofunc.dtensor.layout import Layout, make_layout
+from colofunc.dtensor.layout import At, Layout, covers, make_layout
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
 
@@ -81,14 +84,15 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     """Seconds of `conversion`; one dict lookup when asked again."""
     found = _SECONDS.get((src, dst, mesh, itemsize))
     if found is None:
-        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s
+        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s + _sent_s(src, dst, mesh, itemsize)
         _SECONDS[src, dst, mesh, itemsize] = found
     return found
 
 
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
     """Bytes that a rank receives in `conversion`."""
-    return 0 if src is dst else _route(src, dst, mesh, itemsize, None).wire_bytes
+    sent_bytes = 0 if covers(src.at, dst.at) else prod(dst.local_shape) * itemsize
+    return 0 if src is dst else _route(src, dst, mesh, itemsize, None).wire_bytes + sent_bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -108,14 +112,42 @@ def conversion(
             moves.append(Move("fit", (leg.dst.local_shape,), leg.src.local_shape, leg.dst.local_shape, leg.dst))
         else:
             moves += lower(leg.puzzle, leg.steps, leg.src, axis_sizes)
+    there = covers(src.at, dst.at)
+    moves = [_at(move, dst.at if there else src.at) for move in moves]
+    if not there:
+        moves.append(_send(src, dst, mesh))
     peak = max((prod(m.in_shape) + prod(m.local_shape) for m in moves), default=prod(src.local_shape)) * itemsize
-    return Conversion(tuple(moves), route.cost_s, route.wire_bytes, peak)
+    sent_bytes = 0 if there else prod(dst.local_shape) * itemsize
+    return Conversion(tuple(moves), route.cost_s + _sent_s(src, dst, mesh, itemsize), route.wire_bytes + sent_bytes, peak)
+
+
+def _at(move: Move, at: At | None) -> Move:
+    """The move on some ranks only."""
+    return attrs.evolve(move, layout=None if move.layout is None else move.layout.with_at(at), on=at)
+
+
+def _send(src: Layout, dst: Layout, mesh: Mesh) -> Move:
+    """From the first index at which the value is to all at which it is wanted."""
+    assert src.at is not None, "what all ranks have is sent to nobody"
+    axis, (source, *_) = src.at
+    if dst.at is not None and dst.at[0] != axis:
+        raise SpecError(f"no conversion from {src} to {dst}: one is at an index of {axis!r}, the other of {dst.at[0]!r}; use one axis")
+    targets = tuple(range(mesh.axis_size(axis))) if dst.at is None else dst.at[1]
+    members = tuple(sorted({source, *targets}))
+    on = None if len(members) == mesh.axis_size(axis) else (axis, members)
+    return Move("send", ((axis,), mesh.axis_size(axis), source, targets), dst.local_shape, dst.local_shape, dst, on)
+
+
+def _sent_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
+    if covers(src.at, dst.at) or src.at is None:
+        return 0.0
+    return mesh.collective_s("permute", prod(dst.local_shape) * itemsize, (src.at[0],))
 
 
 @lru_cache(maxsize=1 << 18)
 def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
-    """Legs of the cheapest way. Tiers are ignored."""
-    src, dst = src.with_tier("device"), dst.with_tier("device")
+    """Legs of the cheapest way. Tiers, and where a value exists, are ignored."""
+    src, dst = src.with_tier("device").with_at(None), dst.with_tier("device").with_at(None)
     if (src.dims, src.pending) == (dst.dims, dst.pending):
         return _NOTHING
     if 0 in src.shape:

@@ -17,7 +17,7 @@ import attrs
 
 from colofunc.dtensor.convert_moves import Step
 from colofunc.dtensor.convert_refine import COPY, HOW, Locations, Part, Puzzle
-from colofunc.dtensor.layout import Atom, Layout, make_layout
+from colofunc.dtensor.layout import At, Atom, Layout, make_layout
 
 LETTERS = ascii_lowercase + ascii_uppercase
 
@@ -29,7 +29,7 @@ class Move:
     """One operator call on the value so far: `colofunc.<target>(x, *args)`.
 
     `in_shape`, `local_shape`: of x and of the result. `layout`: of the result, None where it is none (a part of an
-    axis is placed, or chunks stand in front).
+    axis is placed, or chunks stand in front). `on`: who takes part; None: all.
     """
 
     target: str
@@ -37,6 +37,7 @@ class Move:
     in_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     layout: Layout | None = None
+    on: At | None = None
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(map(repr, self.args))})"

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc.dtensor.convert import conversion, conversion_s
 from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.parts import holds
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.dtensor.rules import rule_for, strategies_for
 from colofunc.dtensor.strategies import FREE, enumerate_strategies, follow, replicated_strategy
@@ -33,7 +34,7 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.define import KERNELS
 from colofunc.ops.targets import target_of
-from colofunc.program.facts import is_wire
+from colofunc.program.facts import has_wires
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
 from colofunc.program.tracing.ops import functional_form
@@ -51,7 +52,8 @@ def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype
     for move in conversion(src, dst, mesh, dtype.itemsize).moves:
         id = len(values)
         values[id] = Value(id, move.local_shape, dtype, layout=move.layout)
-        nodes.append(Node(f"colofunc.{move.target}", (Ref(id - 1), *move.args), (), (id,), note=f"{src.text()} -> {dst.text()}"))
+        note = f"{src.text()} -> {dst.text()}"
+        nodes.append(Node(f"colofunc.{move.target}", (Ref(id - 1), *move.args), (), (id,), note=note, on=move.on))
     return Program((0,), tuple(nodes), (len(values) - 1,), values, stage="local")
 
 
@@ -65,11 +67,13 @@ def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend
     if src is dst:
         return list(settled(shards, wanted, mesh))
     program = _conversion_program(src, dst, mesh, shards[0].dtype)
-    if any(is_wire(node) for node in program.nodes):
+    if has_wires(program):
         if backend.watch is not None:
             meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
         shards = _to_compute(shards, device_of(mesh))
     made = backend.run(program, mesh, [shards])[0]
+    if dst.at is not None:
+        made = [x if holds(dst.at, mesh, rank) else x.new_empty(0) for rank, x in zip(backend.ranks(mesh), made, strict=True)]
     return settled(made, wanted, mesh)
 
 
@@ -107,7 +111,7 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     operands = [x for x in leaves if isinstance(x, cls)]
     key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
     eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh, KERNELS.get(target_of(plain)))
-    if backend.watch is not None and any(is_wire(node) for node in eager.program.nodes):
+    if backend.watch is not None and has_wires(eager.program):
         meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
     device = device_of(mesh)
     outs = iter(backend.run(eager.program, mesh, [_to_compute(x.parts, device) for x in operands]))

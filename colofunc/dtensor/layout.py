@@ -10,6 +10,9 @@ composite layouts are other orders of atoms, nothing else. Mesh axes that appear
 axes over which the parts still have to be reduced (+, max, min). Adjacent local atoms are merged and size-1 atoms are
 dropped, so that equal layouts are equal objects.
 
+`at`: a value need not be everywhere. `a b @pp=1` exists on the ranks at index 1 of `pp` only, where the pattern says how it is split
+over the other axes; elsewhere its part is an empty tensor. `@pp=0,3`: at two indices, each with a copy.
+
 Padding: the atoms of a dim may multiply to more than the dim's global size; the elements past the end are zeros.
 """
 
@@ -25,6 +28,8 @@ from colofunc.errors import SpecError
 
 Atom = tuple[int, str | None]
 Dim = tuple[Atom, ...]
+At = tuple[str, tuple[int, ...]]
+"""Some indices of a mesh axis, ascending: where a value exists, or who runs an operator. None in its place: all ranks."""
 
 REDUCTIONS = ("sum", "max", "min")
 
@@ -52,6 +57,7 @@ class Layout:
     pending: tuple[tuple[str, str], ...] = ()  # ((axis, "sum" | "max" | "min"), ...), sorted by axis
     tier: str = "device"
     scheme: str | None = None  # quantisation scheme, None: stored as computed
+    at: At | None = None  # where it exists
     local_shape: tuple[int, ...] = attrs.field(init=False, default=())  # shape of one rank's part
 
     # Layouts are interned by `make_layout`, so identity is equality and hashing is free.
@@ -74,7 +80,7 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
-        return not self.axes and not self.pending
+        return not self.axes and not self.pending and self.at is None
 
     @property
     def local_numel(self) -> int:
@@ -87,22 +93,26 @@ class Layout:
 
     def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
         """The same split with these axes, (axis, how they are reduced), pending."""
-        return make_layout(self.dims, self.shape, pending, self.tier, self.scheme)
+        return make_layout(self.dims, self.shape, pending, self.tier, self.scheme, self.at)
 
     def without(self, axes: Collection[str]) -> Layout:
         """What an all-gather over `axes` makes of it: nothing is split over these any more."""
         dims = tuple(tuple((size, None if axis in axes else axis) for size, axis in dim) for dim in self.dims)
-        return make_layout(dims, self.shape, self.pending, self.tier, self.scheme)
+        return make_layout(dims, self.shape, self.pending, self.tier, self.scheme, self.at)
 
     def with_tier(self, tier: str) -> Layout:
         """The same split in another memory."""
-        return make_layout(self.dims, self.shape, self.pending, tier, self.scheme)
+        return make_layout(self.dims, self.shape, self.pending, tier, self.scheme, self.at)
+
+    def with_at(self, at: At | None) -> Layout:
+        """The same split on other ranks; None: on all."""
+        return self if at == self.at else make_layout(self.dims, self.shape, self.pending, self.tier, self.scheme, at)
 
     def __repr__(self) -> str:
         return f"Layout({self.text()!r}, shape={self.shape})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return make_layout, (self.dims, self.shape, self.pending, self.tier, self.scheme)
+        return make_layout, (self.dims, self.shape, self.pending, self.tier, self.scheme, self.at)
 
     def text(self, taken: tuple[str, ...] = ()) -> str:
         """The spec that binds to this layout, with letters for the local factors: `(dp a) b (tp c)`.
@@ -121,22 +131,25 @@ def make_layout(
     pending: tuple[tuple[str, str], ...] = (),
     tier: str = "device",
     scheme: str | None = None,
+    at: At | None = None,
 ) -> Layout:
     """The canonical, interned layout; raises SpecError where an axis is used twice or sizes cannot fit."""
     dims = tuple(canonical_dim(dim) for dim in dims)
     pending = tuple(sorted(pending)) if len(pending) > 1 else tuple(pending)
-    key = (dims, shape, pending, tier, scheme)
+    key = (dims, shape, pending, tier, scheme, at)
     found = _INTERNED.get(key)
     if found is None:
-        _check(dims, shape, pending)
-        found = _INTERNED.setdefault(key, Layout(dims, shape, pending, tier, scheme))
+        _check(dims, shape, pending, at)
+        found = _INTERNED.setdefault(key, Layout(dims, shape, pending, tier, scheme, at))
     return found
 
 
-def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[str, str], ...]) -> None:
+def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[str, str], ...], at: At | None) -> None:
     if len(dims) != len(shape):
         raise SpecError(f"layout has {len(dims)} dims but the tensor has {len(shape)} (shape {shape})")
     used = [axis for dim in dims for _, axis in dim if axis is not None] + [axis for axis, _ in pending]
+    if at is not None:
+        used.append(at[0])
     for axis in used:
         if used.count(axis) > 1:
             raise SpecError(f"mesh axis {axis!r} is used {used.count(axis)} times in one spec; use it once")
@@ -146,6 +159,18 @@ def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[s
     for axis, how in pending:
         if how not in REDUCTIONS:
             raise SpecError(f"pending reduction {how!r} over {axis!r} is none of {REDUCTIONS}")
+
+
+def covers(have: At | None, want: At | None) -> bool:
+    """Whether who is at `want` is at `have`, too."""
+    if have is None or want is None:
+        return have is None
+    return have[0] == want[0] and set(want[1]) <= set(have[1])
+
+
+def at_text(at: At) -> str:
+    """`@pp=0,3`"""
+    return f"@{at[0]}={','.join(map(str, at[1]))}"
 
 
 def is_major(layout: Layout) -> bool:
@@ -161,7 +186,7 @@ def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
 @lru_cache(maxsize=1 << 14)
 def layout_text(layout: Layout, taken: tuple[str, ...] = ()) -> str:
     """A spec string that binds back to `layout` on a mesh whose other axes and views are `taken` (or not letters)."""
-    placed = {*taken, *layout.axes, *(axis for axis, _ in layout.pending)}
+    placed = {*taken, *layout.axes, *(axis for axis, _ in layout.pending), *(layout.at or ())[:1]}
     letters = iter([c for c in "abcdefghijklmnopqrstuvwxyz" if c not in placed])
     words: list[str] = []
     padded = layout.padded_shape
@@ -187,4 +212,6 @@ def layout_text(layout: Layout, taken: tuple[str, ...] = ()) -> str:
     words += [f"+{a}" if how == "sum" else f"{how}:{a}" for a, how in layout.pending]
     if layout.tier != "device":
         words.append(f"@{layout.tier}")
+    if layout.at is not None:
+        words.append(at_text(layout.at))
     return " ".join(words)

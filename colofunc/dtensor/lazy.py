@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.dtensor.layout import Layout, is_major
-from colofunc.dtensor.parts import part
+from colofunc.dtensor.parts import holds, part
 from colofunc.errors import InputError, TraceError
 from colofunc.mesh import Mesh
 
@@ -190,6 +190,9 @@ def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]
         key = part_key(layout, mesh, rank)
         if key in pieces:
             continue
+        if key == NOTHING:
+            pieces[key] = torch.empty(0, dtype=t.dtype)
+            continue
         read = None if whole is not None else _read(t, box_of(layout, mesh, rank))
         if read is None:
             whole = make(t) if whole is None else whole
@@ -206,8 +209,14 @@ def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
         return t.source.read(box)
 
 
+NOTHING = (-1,)
+"""The key of a part of a value that does not exist on a rank."""
+
+
 def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Equal for ranks that hold the same part."""
+    if not holds(layout.at, mesh, rank):
+        return NOTHING
     where = mesh.coordinates(rank)
     return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
 

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.spec import Spec, parse
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
@@ -32,8 +32,18 @@ def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return out
 
 
+def holds(at: At | None, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank is among those that have a value, or run an operator."""
+    return at is None or mesh.index(rank, at[0]) in at[1]
+
+
 def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere."""
+    """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere.
+
+    An empty tensor where the value does not exist.
+    """
+    if not holds(layout.at, mesh, rank):
+        return x.new_empty(0)
     where = mesh.coordinates(rank)
     atoms = [atom for dim in layout.dims for atom in dim]
     if not atoms or (layout.is_replicated and not layout.is_padded):
@@ -49,6 +59,8 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
 
 def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """A rank's part without its padding, which lies behind the elements of each dim; a copy where there is some. x: (local_shape)."""
+    if not holds(layout.at, mesh, rank):
+        return x
     given = x
     where = mesh.coordinates(rank)
     for d, (dim, size, padded) in enumerate(zip(layout.dims, layout.shape, layout.padded_shape, strict=True)):
@@ -69,12 +81,15 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Te
     atoms = [atom for dim in layout.dims for atom in dim]
     kept = [size for size, axis in atoms if axis is None]
     out = shards[0].new_empty([size for size, _ in atoms])
+    first = dict.fromkeys(mesh.axis_names, 0)
+    if layout.at is not None:
+        first[layout.at[0]] = layout.at[1][0]
     done: dict[tuple[int, ...], torch.Tensor] = {}
     pending_axes = {axis for axis, _ in layout.pending}
     for rank, shard in enumerate(shards):
         where = mesh.coordinates(rank)
-        if any(where[a] for a in mesh.axis_names if a not in layout.axes and a not in pending_axes):
-            continue  # another copy of a part that is already there
+        if any(where[a] != first[a] for a in mesh.axis_names if a not in layout.axes and a not in pending_axes):
+            continue  # another copy of a part that is already there, or nothing
         key = tuple(where[axis] for _, axis in atoms if axis is not None)
         local = shard.reshape(kept)
         if key in done:

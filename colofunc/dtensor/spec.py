@@ -4,6 +4,7 @@
     Spec("(tp v~) d @host")             padded to the next multiple of tp; kept in host memory
     Spec("(4 sp c) d")                  block-cyclic: four blocks in a row on each rank of sp
     Spec("... (tp d) +sp max:ep")       leading dims whole; a pending sum over sp, a pending maximum over ep
+    Spec("(dp o) i @pp=1")              exists at index 1 of pp only (a pipeline stage); @pp=0,3 at two (a tied weight)
 
 A word is one dim; a group in parentheses is one dim as a product of factors, major first. A factor that is the name of
 a mesh axis (or view) places that axis; any other name is local. `_` is a local factor without a name, which no axis can have:
@@ -24,7 +25,7 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import REDUCTIONS, Atom, Dim, Layout, make_layout
+from colofunc.dtensor.layout import REDUCTIONS, At, Atom, Dim, Layout, at_text, make_layout
 from colofunc.errors import SpecError, near
 from colofunc.mesh import TIERS, Mesh
 
@@ -55,6 +56,7 @@ class Parsed:
     dims: tuple[tuple[Factor, ...] | None, ...]
     pending: tuple[tuple[str, str], ...] = ()
     tier: str = "device"
+    at: At | None = None
 
 
 @lru_cache(maxsize=1 << 14)
@@ -63,6 +65,7 @@ def parse(text: str) -> Parsed:
     dims: list[tuple[Factor, ...] | None] = []
     pending: list[tuple[str, str]] = []
     tiers: list[str] = []
+    places: list[At] = []
     group: list[Factor] | None = None
     for token in _TOKEN.findall(text):
         if token == "(":
@@ -77,7 +80,9 @@ def parse(text: str) -> Parsed:
         elif token[0] == "@" or token[0] == "+" or ":" in token:
             if group is not None:
                 raise SpecError(f"{token!r} inside a group; write it after the dims")
-            if token[0] == "@":
+            if token[0] == "@" and "=" in token:
+                places.append(_at(token))
+            elif token[0] == "@":
                 tiers.append(_tier(token))
             else:
                 pending.append(_pending(token))
@@ -89,15 +94,27 @@ def parse(text: str) -> Parsed:
         raise SpecError("unbalanced parentheses: '(' is never closed")
     if len(tiers) > 1:
         raise SpecError(f"two tiers, {' and '.join('@' + t for t in tiers)}; keep one")
+    if len(places) > 1:
+        raise SpecError(f"two places, {' and '.join(map(at_text, places))}; a value is at some indices of one axis, such as '@pp=0,3'")
     if dims.count(None) > 1:
         raise SpecError("'...' stands twice; it can stand for the rest once")
-    return Parsed(tuple(dims), tuple(pending), tiers[0] if tiers else "device")
+    return Parsed(tuple(dims), tuple(pending), tiers[0] if tiers else "device", places[0] if places else None)
 
 
 def _tier(token: str) -> str:
     if token[1:] not in TIERS:
         raise SpecError(f"no memory tier {token[1:]!r}{near(token[1:], TIERS, 'tiers')}")
     return token[1:]
+
+
+def _at(token: str) -> At:
+    axis, _, text = token[1:].partition("=")
+    indices = text.split(",")
+    if not axis.isidentifier() or not all(index.isdecimal() for index in indices):
+        raise SpecError(f"{token!r} says no indices of an axis; write '@pp=1', or '@pp=0,3' for two")
+    if len(set(indices)) != len(indices):
+        raise SpecError(f"{token!r} says an index twice; keep one")
+    return axis, tuple(sorted(map(int, indices)))
 
 
 def _pending(token: str) -> tuple[str, str]:
@@ -111,7 +128,7 @@ def _pending(token: str) -> tuple[str, str]:
 
 def _factor(token: str) -> Factor:
     if not _FACTOR.match(token):
-        raise SpecError(f"{token!r} is no name, size, '...', '+axis', 'max:axis' or '@tier'")
+        raise SpecError(f"{token!r} is no name, size, '...', '+axis', 'max:axis', '@tier' or '@axis=index'")
     word, pad = token.removesuffix("~"), token.endswith("~")
     if not word[0].isdigit():
         return Factor(word, None, pad)
@@ -201,7 +218,7 @@ def _bind(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
         bound = tuple(_bind_dim(dim, size, mesh, sizes) for dim, size in zip(dims, shape, strict=True))
         terms = [(atom, how) for axis, how in parsed.pending for atom in mesh.expand(axis)]
         pending = tuple((atom, how) for atom, how in terms if mesh.shape[atom] > 1)
-        return make_layout(bound, shape, pending, parsed.tier)
+        return make_layout(bound, shape, pending, parsed.tier, at=_bind_at(parsed.at, mesh))
     except SpecError as error:
         error.add_note(f"in spec {spec.pattern!r} for a tensor of shape {shape} on {mesh!r}")
         raise
@@ -213,11 +230,13 @@ def _check_names(spec: Spec, parsed: Parsed, mesh: Mesh) -> None:
         if axis not in mesh:
             word = f"+{axis}" if how == "sum" else f"{how}:{axis}"
             raise SpecError(f"{word!r} names no mesh axis{near(axis, (*mesh.shape, *mesh.views), 'axes')}")
+    if parsed.at is not None and parsed.at[0] not in mesh.shape:
+        raise SpecError(f"{at_text(parsed.at)!r} names no mesh axis{near(parsed.at[0], mesh.shape, 'axes')}")
     for name, _ in spec.sizes:
         if name in mesh:
             raise SpecError(f"size {name}=... is given, but {name!r} is a mesh axis; its size is the mesh's")
     names = [f.name for dim in parsed.dims if dim is not None for f in dim if f.name]
-    placed = [n for n in names if n in mesh] + [axis for axis, _ in parsed.pending]
+    placed = [n for n in names if n in mesh] + [axis for axis, _ in parsed.pending] + list((parsed.at or ())[:1])
     atoms = [atom for name in placed for atom in mesh.expand(name)]
     for atom in atoms:
         if atoms.count(atom) > 1:
@@ -228,6 +247,16 @@ def _check_names(spec: Spec, parsed: Parsed, mesh: Mesh) -> None:
     for name in local:
         if local.count(name) > 1 and name != NAMELESS:
             raise SpecError(f"factor {name!r} is used {local.count(name)} times; give each dim its own names")
+
+
+def _bind_at(at: At | None, mesh: Mesh) -> At | None:
+    """None where it names all indices of its axis."""
+    if at is None:
+        return None
+    size = mesh.axis_size(at[0])
+    if at[1][-1] >= size:
+        raise SpecError(f"{at_text(at)!r}: index {at[1][-1]} of axis {at[0]!r} is not in 0..{size - 1}")
+    return None if len(at[1]) == size else at
 
 
 def _spread(dims: tuple[tuple[Factor, ...] | None, ...], rank: int) -> list[tuple[Factor, ...] | None]:

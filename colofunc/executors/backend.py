@@ -26,6 +26,7 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.memory import MemoryReport, memory
+from colofunc.program.places import distinct_ranks, on_rank
 
 Shards = list[torch.Tensor]
 Run = Callable[[Sequence[Shards]], list[Shards]]
@@ -156,12 +157,14 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
 
 
 def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False) -> MemoryReport:
-    """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
+    """What a rank holds while the executor runs `program`, the one that holds most: on real ranks with what is in flight. Joins nothing.
 
     A step that was put on "distributed" counts as on real ranks before there are any. grouped: see `ordered`; no peak is another by it.
     """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return memory(ordered(program, mesh, name, grouped=grouped), sent=real)
+    kinds = [on_rank(program, mesh, rank).program for rank in distinct_ranks(program, mesh)]
+    reports = [memory(ordered(mine, mesh, name, grouped=grouped), sent=real) for mine in kinds]
+    return max(reports, key=lambda report: report.peak_bytes["device"])
 
 
 def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False) -> Program:

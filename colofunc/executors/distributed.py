@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from colofunc import compat, env
 from colofunc.errors import InputError, MeshError
+from colofunc.dtensor.layout import At
+from colofunc.dtensor.parts import holds
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
@@ -40,13 +42,14 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.ops.copies import COPIES
-from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.facts import PEERS, has_wires, is_copy, is_peer, is_wire, written
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
+from colofunc.program.places import OnRank, has_places, on_rank
 
 
 class RankProgram:
@@ -60,9 +63,16 @@ class RankProgram:
         bound: Mapping[str, Callable[..., Any]] | None = None,
         tap: Tap | None = None,
         whole: Program | None = None,
+        union: Program | None = None,
+        mine: OnRank | None = None,
     ) -> None:
-        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
+        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them.
+
+        `union`: what all ranks run, where `program` is only this one's part of it; `mine`: which part.
+        """
         self.program = program
+        self._union = union or program
+        self._mine = mine
         self.pool = pool_of(program, 1, whole) if tap is None else None
         self._whole = whole
         self._tap = tap
@@ -73,7 +83,7 @@ class RankProgram:
         self._function: StepFunction | None = None
         self._hash = ""  # of a program that communicates, from the first call on
         positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
-        self._expected = len(positions)
+        self._expected = sum(i not in self._union.constants for i in self._union.inputs)
         self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
 
     def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
@@ -84,6 +94,8 @@ class RankProgram:
         if len(inputs) != self._expected:
             raise InputError(f"the program takes {self._expected} tensors, {len(inputs)} were given")
         flat = [shards[0] for shards in inputs]
+        if self._mine is not None:
+            flat = [flat[k] for k in self._mine.inputs]
         partition = ((0,),) * len(flat)
         if self._written:
             own_memory(flat, partition, self._written)
@@ -91,19 +103,36 @@ class RankProgram:
         if self.pool is not None:
             self.pool.allocate(device.type == "cuda")
         if self._function is None:
-            if self._watch is not None and has_wires(self.program):
-                self._hash = program_hash(self.program, self._groups.mesh)
+            if self._watch is not None and has_wires(self._union):
+                self._hash = program_hash(self._union, self._groups.mesh)
                 self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
+            self._make_groups()
             flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
             wires = RankWires(self._groups, flight)
             writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
             writer.write()
             self._function = writer.function()
         if self._watch is None or not self._hash:
-            return self._function.per_lane(self._function(flat))
+            return self._outputs(self._function.per_lane(self._function(flat)), device)
         self._watch.advance(self._hash)
         outs = self._function(flat) if device.type == "cpu" else in_flight(self._watch.launched(), device, self._function, flat)
-        return self._function.per_lane(outs)
+        return self._outputs(self._function.per_lane(outs), device)
+
+    def _make_groups(self) -> None:
+        """All ranks make all process groups, in the order of what all run, also those that they have no part in."""
+        if self._mine is not None:
+            for each in self._union.with_bodies():
+                for node in each.nodes:
+                    if is_wire(node) or is_peer(node):
+                        self._groups.of(node.args[1])
+
+    def _outputs(self, mine: list[Shards], device: torch.device) -> list[Shards]:
+        """The outputs of the whole: empty where they do not exist on this rank."""
+        if self._mine is None:
+            return mine
+        here = dict(zip(self._mine.outputs, mine, strict=True))
+        values = [self._union.values[i] for i in self._union.outputs]
+        return [here[k] if k in here else [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)]
 
 
 def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -129,6 +158,9 @@ class RankWires:
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
             self._copy(writer, node, kind, asynchronous)
+            return
+        if kind in PEERS:
+            self._peer(writer, node, kind)
             return
         out = only(node)
         name = writer.stem(out)
@@ -156,6 +188,26 @@ class RankWires:
             fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
             source += f", {count_of(writer, rest[0])}" if limited else ""
             writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
+
+    def _peer(self, writer: Writer, node: Node, kind: str) -> None:
+        """This rank's half of a send: what it sends may be written over when the line has passed."""
+        if kind == "receive":
+            axes, _, source, shape, dtype = node.args
+            call = f"{writer.bind(self.groups.receiver(axes, source, shape, dtype, writer.device), 'receive')}()"
+        else:
+            ref, axes, _, _, targets = node.args
+            call = f"{writer.bind(self.groups.sender(axes, targets), 'send')}({writer.where[ref.id][0]})"
+        if node.results:
+            out = only(node)
+            writer.where[out] = (writer.stem(out),)
+            writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
+            writer.line(f"{writer.stem(out)} = {call}")
+        else:
+            writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
+            writer.line(call)
+
+    def here(self, at: At | None) -> tuple[bool, ...]:
+        return (holds(at, self.groups.mesh, self.groups.rank),)
 
     def behind(self, writer: Writer, node: Node) -> None:
         """How many rows will travel is told to the host as soon as it is known, and read by the first exchange."""
@@ -261,13 +313,22 @@ class Distributed:
 
         `bound`: callables of targets that are no registered operators. `whole`: the program before it was compiled.
         """
-        return RankProgram(self.order(program), self._groups_of(mesh), self.watch, bound, whole=whole)
+        return self._prepared(program, mesh, bound, whole=whole)
 
     def order(self, program: Program) -> Program:
         return overlapped(program, grouped=True)
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
         return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
+
+    def _prepared(
+        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None, whole: Program | None
+    ) -> RankProgram:
+        groups = self._groups_of(mesh)
+        if not has_places(program):
+            return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
+        mine = on_rank(program, mesh, self.rank)
+        return RankProgram(self.order(mine.program), groups, self.watch, bound, whole=whole, union=program, mine=mine)
 
     def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)
@@ -391,7 +452,7 @@ def program_hash(program: Program, mesh: Mesh) -> str:
     """A hash that is equal exactly on ranks that are about to run the same program."""
     digest = hashlib.sha256(mesh.fingerprint.encode())
     for node in program.nodes:
-        digest.update(repr((node.target, node.args, node.kwargs, node.outs)).encode())
+        digest.update(repr((node.target, node.args, node.kwargs, node.outs, node.on)).encode())
         if node.loop is not None:
             digest.update(repr((node.loop.trips, node.loop.axis, node.loop.gathers)).encode())
             digest.update(program_hash(node.loop.body, mesh).encode())

@@ -17,7 +17,7 @@ import attrs
 
 from colofunc.errors import ColofuncError, InputError, near
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send")
 
 
 class FaultError(ColofuncError, RuntimeError):

@@ -118,6 +118,39 @@ class Groups:
             if pg is not dist.group.WORLD:
                 compat.set_group_limit(pg, limit_s)
 
+    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that sends a copy of a tensor to other members, and gives that copy. It does not wait until they have it."""
+        group, flying = self.of(axes), list[tuple[Any, torch.Tensor]]()
+        others = [group.members[k] for k in targets if k != group.place]
+        through_host = self.carriers.get("cuda") == "gloo"
+
+        def send(x: torch.Tensor) -> torch.Tensor:
+            flying[:] = [(work, sent) for work, sent in flying if not work.is_completed()]
+            kept = x.clone(memory_format=torch.contiguous_format)
+            carried = kept.cpu() if through_host else kept
+            for member in others if x.numel() else ():
+                flying.append((dist.isend(_bytes(carried), member, group=group.pg), carried))
+            return kept
+
+        return send
+
+    def receiver(
+        self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[], torch.Tensor]:
+        """A function that waits for what a member sends."""
+        group = self.of(axes)
+        through_host = self.carriers.get("cuda") == "gloo"
+
+        def receive() -> torch.Tensor:
+            out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
+            if out.numel():
+                work = dist.irecv(_bytes(out), group.members[source], group=group.pg)
+                assert work is not None, "a member of the group receives"
+                work.wait()
+            return out.to(device)
+
+        return receive
+
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""
         group = self.of(axes)

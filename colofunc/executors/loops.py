@@ -27,6 +27,8 @@ from colofunc.program.passes.reuse import own_outputs
 if TYPE_CHECKING:
     from colofunc.executors.source import Writer
 
+ABSENT = ""
+"""In place of a variable: the value does not exist on this lane."""
 _EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
 
 
@@ -65,7 +67,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
 def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool: str) -> tuple[str, ...]:
     """Lines that put output k of the body to what the trips before have given; its variables per lane. pool: where that is to lie."""
     how, counter, source = loop.gathers[k], writer.loops[-1][1], writer.where[loop.body.outputs[k]]
-    classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(source))}
+    classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(name for name in source if name != ABSENT))}
     mine = k in owned and not pool and not writer.pooled(loop.body.outputs[k])
     host = loop.body.values[loop.body.outputs[k]].tier != "device"
     for name, total in classes.items():
@@ -81,7 +83,7 @@ def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool
         first = name if mine else f"{total}.copy_({name})" if pool else f"{name}.clone()"
         more = f"{total}.add_({name})" if how == "sum" else f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
         writer.line(f"{total} = {first} if {counter} == 0 else {more}")
-    return tuple(classes[name] for name in source)
+    return tuple(classes.get(name, ABSENT) for name in source)
 
 
 def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
@@ -96,7 +98,7 @@ def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
     if kind == "axis_index":
         # Filled by a kernel, which takes the number along; a tensor of a number is a copy that the host waits for.
         full, device = writer.bind(torch.full, "full"), writer.bind(writer.device, "device")
-        writer.where[out] = (writer.stem(out),) * writer.lanes
+        writer.where[out] = tuple(writer.stem(out) if runs else ABSENT for runs in writer.runs)
         writer.line(f"{writer.stem(out)} = {full}((), {counter}, device={device})")
         return True
     source = writer.where[node.refs[0]]

@@ -73,7 +73,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
                 line.append(inside[tier])
                 _check(program, mesh, tier, line)
             exec("\n".join(frees), env)
-    outputs = [[env[name] for name in writer.where[o]] for o in program.outputs]
+    outputs = [[env[name] for name in writer.everywhere(o)] for o in program.outputs]
     return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
 
 
@@ -112,6 +112,8 @@ def _holders(writer: Writer, ids: Collection[int]) -> dict[str, Holder]:
     tiers: dict[str, str] = {}
     for id in ids:
         for rank, name in enumerate(writer.where[id]):
+            if name == ABSENT:
+                continue
             who.setdefault(name, set()).add(rank)
             tiers[name] = writer.program.values[id].tier
     return {name: (ranks, tiers[name]) for name, ranks in who.items()}

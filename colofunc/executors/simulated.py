@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 from colofunc.errors import InputError, ProgramError
+from colofunc.dtensor.layout import At
+from colofunc.dtensor.parts import holds
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask
 from colofunc.executors.kernels import HostCount, first_rows, reduce_members, with_zeros, without_rest
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
-from colofunc.executors.source import Look, Partition, StepFunction, Tap, Writer, only
+from colofunc.executors.source import ABSENT, Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.copies import COPIES, duplicate
@@ -181,8 +183,11 @@ class SimulatedWires:
             self._copy(writer, node, kind, asynchronous)
         elif kind in ("axis_index", "take_shard", "keep_first"):
             getattr(self, "_" + kind)(writer, node)
+        elif kind == "send":
+            self._send(writer, node)
         else:
-            writer.line(f"{writer.bind(ask, 'ask')}({kind.removesuffix('_flat')!r}, {tuple(range(self.mesh.size))!r})")
+            who = tuple(rank for rank in self.ranks if writer.runs[rank])
+            writer.line(f"{writer.bind(ask, 'ask')}({kind.removesuffix('_flat')!r}, {who!r})")
             out = only(node)
             results = self._collective(writer, node, kind, f"h{writer.stem(out)}" if asynchronous else writer.stem(out))
             if asynchronous:
@@ -193,6 +198,9 @@ class SimulatedWires:
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.mesh.index(lane, axes)
 
+    def here(self, at: At | None) -> tuple[bool, ...]:
+        return tuple(holds(at, self.mesh, rank) for rank in range(self.mesh.size)) if at is not None else (True,) * self.mesh.size
+
     def behind(self, writer: Writer, node: Node) -> None:
         """All members are here: nothing has to be told."""
 
@@ -202,8 +210,8 @@ class SimulatedWires:
         """Write a collective; the variable of its result per lane. Groups with equal members are computed once."""
         _, axes, _, *rest = node.args
         # The text of what each lane sends: a variable, or a tuple of them.
-        source = tuple(writer.literal(node.args[0], lane) for lane in range(writer.lanes))
-        groups = self.mesh.groups(axes)
+        source = tuple(writer.literal(node.args[0], lane) if writer.runs[lane] else ABSENT for lane in range(writer.lanes))
+        groups = [group for group in self.mesh.groups(axes) if all(writer.runs[rank] for rank in group)]
         if kind == "permute":
             return self._permute(writer, source, groups, rest[0], stem)
         fn = writer.bind(_MEMBERS[kind], kind)
@@ -231,11 +239,24 @@ class SimulatedWires:
         for group in groups:
             for i, r in enumerate(group):
                 came[r] = source[group[table[i]]]
-        copies = {name: f"{stem}_{k}" for k, name in enumerate(dict.fromkeys(came))}
+        copies = {name: f"{stem}_{k}" for k, name in enumerate(dict.fromkeys(name for name in came if name != ABSENT))}
         clone = writer.bind(contiguous_clone, "contiguous_clone")
         for name, copy in copies.items():
             writer.line(f"{copy} = {clone}({name})")
-        return tuple(copies[name] for name in came)
+        return tuple(copies.get(name, ABSENT) for name in came)
+
+    def _send(self, writer: Writer, node: Node) -> None:
+        """What arrives is a buffer of its own, also where the sender keeps what it sends."""
+        ref, axes, _, source, targets = node.args
+        writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(r for r in self.ranks if writer.runs[r])!r})")
+        came = [ABSENT] * writer.lanes
+        for group in self.mesh.groups(axes):
+            for target in targets:
+                came[group[target]] = writer.where[ref.id][group[source]]
+        writer.runs = tuple(name != ABSENT for name in came)
+        clone = writer.bind(contiguous_clone, "contiguous_clone")
+        for name, lane in writer.assign(only(node), came):
+            writer.line(f"{name} = {clone}({came[lane]})")
 
     def _start(self, writer: Writer, out: int, results: tuple[str, ...]) -> None:
         """The started value is NaN until it is waited for."""
@@ -271,7 +292,7 @@ class SimulatedWires:
             into, x = node.refs
             writer.sharing.separate(node, (into,), list(zip(writer.where[into], writer.where[x], strict=True)))
             source, target = writer.where[x], writer.where[into]
-            pairs = dict(zip(target, source, strict=True))
+            pairs = {name: given for name, given in zip(target, source, strict=True) if name != ABSENT}
             spoil = writer.bind(spoiled, "spoiled")
             for name, given in pairs.items():
                 writer.line(f"{spoil}({name})" if asynchronous else f"{name}.copy_({given})")
@@ -303,12 +324,13 @@ class SimulatedWires:
         if kind == "put":
             writer.sharing.separate(node, node.refs[:1], list(zip(*(writer.where[i] for i in node.refs), strict=True)))
         operands = list(zip(*(writer.where[i] for i in node.refs), strict=True))
+        there = [names for names, runs in zip(operands, writer.runs, strict=True) if runs]
         writer.disk += 1
-        moves = {names: f"d{writer.disk}_{k}" for k, names in enumerate(dict.fromkeys(operands))}
+        moves = {names: f"d{writer.disk}_{k}" for k, names in enumerate(dict.fromkeys(there))}
         for names, move in moves.items():
             call = f"{start}({kind!r}, ({', '.join(names)},), {device}{', ' * bool(pool)}{pool})"
             writer.line(f"{move} = {call}" + ("" if asynchronous else ".wait()"))
-        mine = tuple(moves[names] for names in operands)
+        mine = tuple(moves.get(names, ABSENT) for names in operands)
         if not node.outs:
             writer.line(f"del {', '.join(moves.values())}")
             return

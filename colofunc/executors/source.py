@@ -24,9 +24,11 @@ from typing import Any, Protocol
 
 import torch
 
+from colofunc.dtensor.layout import At
 from colofunc.executors.choices import Choices, Chosen
 from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
+from colofunc.executors.loops import ABSENT as ABSENT
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.executors.pools import Pool, in_tier, moves
@@ -55,6 +57,9 @@ class Wires(Protocol):
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         """The index of a lane's rank along axes."""
+
+    def here(self, at: At | None) -> tuple[bool, ...]:
+        """Whether each lane's rank is at some indices of an axis."""
 
     def behind(self, writer: Writer, node: Node) -> None:
         """Write lines behind those of any node, if its results need some."""
@@ -99,7 +104,8 @@ class Writer:
         self.lanes = lanes
         self.device = device
         self.wires = wires
-        self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane
+        self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane, ABSENT on those where it does not exist
+        self.runs = (True,) * lanes  # whether each lane runs the node that is written
         self.lines: list[str] = []
         self.origin: list[int] = []  # node index of each line
         self.names: dict[str, Any] = {}
@@ -129,7 +135,9 @@ class Writer:
             several = max(lanes) > 0
             mine = [f"v{id}_{c}" if several else f"v{id}" for c in range(max(lanes) + 1)]
             names += mine
-            self.where[id] = tuple(mine[c] for c in lanes)
+            layout = self.program.values[id].layout
+            here = self.wires.here(None if layout is None else layout.at)
+            self.where[id] = tuple(mine[c] if exists else ABSENT for c, exists in zip(lanes, here, strict=True))
         return names
 
     def bind(self, thing: Any, hint: str) -> str:
@@ -170,12 +178,12 @@ class Writer:
         classes: dict[Hashable, int] = {}
         first: list[int] = []
         for lane, key in enumerate(keys):
-            if key not in classes:
+            if self.runs[lane] and key not in classes:
                 classes[key] = len(classes)
                 first.append(lane)
         stem = self.stem(id)
         names = [f"{stem}_{c}" if len(classes) > 1 else stem for c in range(len(classes))]
-        self.where[id] = tuple(names[classes[key]] for key in keys)
+        self.where[id] = tuple(names[classes[key]] if runs else ABSENT for key, runs in zip(keys, self.runs, strict=True))
         return list(zip(names, first, strict=True))
 
     # ---- nodes ----
@@ -207,6 +215,7 @@ class Writer:
         if node.target not in self._bound:
             check_words(node)
         kind = kind_of(node)
+        self.runs = self.wires.here(node.on)
         if kind is not None:
             if kind[0] == "rearrange":
                 self.rearrange(node)
@@ -236,7 +245,7 @@ class Writer:
         name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
-        classes = {key: c for c, key in enumerate(dict.fromkeys(keys))}
+        classes = {key: c for c, key in enumerate(dict.fromkeys(key for key in keys if key != (ABSENT,)))}
         many = len(classes) > 1
         for key, c in classes.items():
             lane = keys.index(key)
@@ -253,7 +262,8 @@ class Writer:
             self.line(self._assignment(self._targets(node, c, many), call, result))
         for o in node.outs:
             if o is not None:
-                self.where[o] = tuple(f"{self.stem(o)}_{classes[key]}" if many else self.stem(o) for key in keys)
+                names = {key: f"{self.stem(o)}_{c}" if many else self.stem(o) for key, c in classes.items()}
+                self.where[o] = tuple(names.get(key, ABSENT) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
 
@@ -269,13 +279,14 @@ class Writer:
     def updates(self, run: Sequence[int]) -> bool:
         """One line for a run of updates; False where lanes update different tensors, each of which has a line of its own."""
         nodes = [self.program.nodes[k] for k in run]
-        if any(len(set(self._keys(node))) > 1 for node in nodes):
+        self.runs = self.wires.here(nodes[0].on)
+        if any(node.on != nodes[0].on for node in nodes) or any(len(set(self._keys(node))) > 1 for node in nodes):
             return False
-        many = MANY[nodes[0].target]
+        many, lane = MANY[nodes[0].target], self.runs.index(True)
         words = []
         for place, arg in enumerate(nodes[0].args):
             own = place in many.own and arg is not None
-            words.append(self.literal(tuple(node.args[place] for node in nodes) if own else arg, 0))
+            words.append(self.literal(tuple(node.args[place] for node in nodes) if own else arg, lane))
         self.line(f"{self.bind(many.call, many.call.__name__)}({', '.join(words)})")
         return True
 
@@ -298,6 +309,14 @@ class Writer:
         self.settle([source], [name])
         self.line(f"{name}.copy_({source})")
 
+    def everywhere(self, id: int) -> tuple[str, ...]:
+        """A variable per lane of value `id`: an empty tensor where it does not exist."""
+        if ABSENT not in self.where[id]:
+            return self.where[id]
+        dtype = self.program.values[id].dtype
+        empty = self.bind(torch.empty(0, dtype=dtype, device=self.device), f"absent_{id}")
+        return tuple(name or empty for name in self.where[id])
+
     def settle(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are done."""
         if self.device.type != "cpu" and (reads or writes):
@@ -309,8 +328,9 @@ class Writer:
         return [] if self.device.type == "cpu" else [self.where[i][lane] for i in dict.fromkeys(ids) if values[i].tier != "device"]
 
     def _keys(self, node: Node) -> list[tuple[str, ...]]:
-        """Per lane, the variables of the operands."""
-        return list(zip(*(self.where[i] for i in node.refs), strict=True)) or [()] * self.lanes
+        """Per lane, the variables of the operands; (ABSENT,) where it does not run the node."""
+        keys = list(zip(*(self.where[i] for i in node.refs), strict=True)) or [()] * self.lanes
+        return [key if runs else (ABSENT,) for key, runs in zip(keys, self.runs, strict=True)]
 
     def _assignment(self, targets: list[str], call: str, result: str) -> str:
         if not targets or all(t == "_" for t in targets):
@@ -341,14 +361,16 @@ class Writer:
     def debug(self, node: Node) -> None:
         """What `cf.debug` shows: one line for the main rank, or one per rank."""
         values, text, key, ranks = node.args
+        shown = 0 if node.on is None else min(rank for rank, runs in zip(self.wires.ranks, self.runs, strict=True) if runs)
         for lane, rank in enumerate(self.wires.ranks):
-            if ranks or rank == 0:
+            if self.runs[lane] and (ranks or rank == shown):
                 self.settle(self.on_host(node.refs, lane), [])
                 words = [self.literal(arg, lane) for arg in (values, text, key, ranks)]
                 self.line(f"{self.bind(show, 'show')}({', '.join(words)}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
-        gone = [name for id in ids for name in dict.fromkeys((*self.where[id], *self.extra.pop(self.stem(id), ())))]
+        held = ((*self.where[id], *self.extra.pop(self.stem(id), ())) for id in ids)
+        gone = [name for names in held for name in dict.fromkeys(names) if name != ABSENT]
         if gone:
             self.line("del " + ", ".join(gone))
 
@@ -362,7 +384,7 @@ class StepFunction:
     """A compiled straight-line function; errors carry a note with the node that failed."""
 
     def __init__(self, writer: Writer) -> None:
-        outs = [writer.where[o] for o in writer.program.outputs]
+        outs = [writer.everywhere(o) for o in writer.program.outputs]
         order = {name: k for k, name in enumerate(dict.fromkeys(n for names in outs for n in names))}
         # outputs -> per lane -> place in the returned tuple
         self.slots = tuple(tuple(order[n] for n in names) for names in outs)

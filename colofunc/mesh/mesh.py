@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -211,6 +211,18 @@ class Mesh:
     def part_size(self, name: str) -> int:
         """Size of an axis, a view or a part of an axis."""
         return axis_part(name)[2] or self.axis_size(name)
+
+    def at(self, **indices: int | Sequence[int]) -> tuple[int, ...]:
+        """The ranks at these indices of axes: `mesh.at(pp=1)`, `mesh.at(pp=(0, 3), dp=0)`."""
+        wanted = {axis: (given,) if isinstance(given, int) else tuple(given) for axis, given in indices.items()}
+        for axis, given in wanted.items():
+            if axis not in self.shape:
+                raise self._unknown(axis, self.axis_names)
+            for index in given:
+                if not 0 <= index < self.shape[axis]:
+                    raise MeshError(f"index {index} of axis {axis!r} is not in 0..{self.shape[axis] - 1} on {self!r}")
+        here = map(self.coordinates, range(self.size))
+        return tuple(rank for rank, place in enumerate(here) if all(place[axis] in given for axis, given in wanted.items()))
 
     def groups(self, axes: Iterable[str]) -> Groups:
         """All groups of ranks that differ only in `axes` (axes or views).

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.dtensor.layout import at_text, covers
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
@@ -28,6 +29,7 @@ from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
+from colofunc.program.places import SEND, made_at
 from colofunc.program.text import node_text, type_text
 from colofunc.program.tracing.infer import Meta, check_dtypes, contiguous, infer, remembered, slots
 
@@ -106,7 +108,7 @@ def _value_problem(program: Program, value: Value, scope: _Scope) -> str:
         said = f"its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
         return f"%{value.id} has shape {value.shape}, {said}"
     if scope.axes is not None:
-        for axis in (*layout.axes, *(a for a, _ in layout.pending)):
+        for axis in (*layout.axes, *(a for a, _ in layout.pending), *(layout.at or ())[:1]):
             if axis.split("[")[0] not in scope.axes:
                 return f"%{value.id} is laid out over axis {axis!r}, which the mesh does not have"
     return ""
@@ -117,6 +119,9 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
     for ref in node.refs:
         if ref not in defined:
             return f"%{ref} is read before it is defined"
+    problem = _place_problem(program, node, scope)
+    if problem:
+        return problem
     for out in node.outs:
         if out is None:
             continue
@@ -132,6 +137,25 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
     if is_wire(node):  # a started one gives what it gives when it is waited for
         node = attrs.evolve(node, target=node.target.removesuffix("_start"))
     return _legal_problem(program, node) or _type_problem(program, node)
+
+
+def _place_problem(program: Program, node: Node, scope: _Scope) -> str:
+    """What is wrong with who runs a node, "" if nothing is."""
+    if node.on is not None and scope.axes is not None and node.on[0] not in scope.axes:
+        return f"{node.target} runs at indices of axis {node.on[0]!r}, which the mesh does not have"
+    reads, makes = node.on, made_at(node)
+    if node.target == SEND:
+        _, (axis,), _, source, _ = node.args
+        reads = axis, (source,)
+    for ref in node.refs:
+        layout = program.values[ref].layout
+        if layout is not None and not covers(layout.at, reads):
+            return f"%{ref} lies as {layout.text()!r}, and {node.target} is to read it {at_text(reads) if reads else 'on all ranks'}"
+    for out in node.results:
+        layout = program.values[out].layout if out in program.values else None
+        if layout is not None and not covers(makes, layout.at):
+            return f"%{out} lies as {layout.text()!r}, and {node.target} makes it {at_text(makes) if makes else 'on all ranks'} only"
+    return ""
 
 
 def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> str:

@@ -23,7 +23,7 @@ from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
 
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
+WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send"})
 LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug"})
 
 RuleOf = Callable[[Call], Rule | None]

@@ -25,6 +25,7 @@ from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
+PEERS = frozenset({"send", "receive"})  # between some of a group; written as they stand, started by nobody
 WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "all_gather_flat"})
 
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
@@ -36,7 +37,7 @@ def kind_of(node: Node) -> tuple[str, bool] | None:
     if not node.target.startswith("colofunc."):
         return None
     name = node.target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL or name in COPIES or node.target in (LOOP, DEBUG):
+    if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or node.target in (LOOP, DEBUG):
         return name, False
     base = name.removesuffix("_start")
     return (base, True) if base != name and (base in WIRE or base in COPIES) else None
@@ -48,6 +49,12 @@ def is_wire(node: Node) -> bool:
     return kind is not None and kind[0] in WIRE
 
 
+def is_peer(node: Node) -> bool:
+    """Whether a node sends to some of a group, or receives from one of it."""
+    kind = kind_of(node)
+    return kind is not None and kind[0] in PEERS
+
+
 def is_copy(node: Node) -> bool:
     """Whether a node copies from one tier of memory to another (asynchronous starts included)."""
     kind = kind_of(node)
@@ -56,7 +63,7 @@ def is_copy(node: Node) -> bool:
 
 def has_wires(program: Program) -> bool:
     """Whether a program communicates, in loops too."""
-    return any(is_wire(node) or (node.loop is not None and has_wires(node.loop.body)) for node in program.nodes)
+    return any(is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body)) for node in program.nodes)
 
 
 @cache

@@ -9,6 +9,9 @@ collectives and copies are nodes like any other. Both are printed, checked, save
     Program inputs, nodes, outputs, and the trees that pack and unpack them
     Loop    what a node repeats: a program whose ids are its own
 
+A local program is the union of what all ranks do. Most nodes run on all of them; one that has `on` runs at some indices of a mesh axis
+only, and its results exist there (`Layout.at`). What one rank runs is a filter of it (`places.on_rank`).
+
 Arguments other than tensors are plain Python data (int, float, bool, str, None, tuple, torch.dtype, torch.device,
 torch.memory_format, torch.layout). Nodes never mutate their inputs unless their target is registered as in place
 (`colofunc.update_` and friends), which only the last pass introduces.
@@ -23,7 +26,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.rule import Ref as Ref
 from colofunc.errors import ProgramError
 from colofunc.ops.kernels import Planned, Table
@@ -84,6 +87,7 @@ class Node:
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
     loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
     kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)  # what the plan counts for it, see `passes.kernels`
+    on: At | None = None  # who runs it: the ranks at some indices of an axis; None: all
 
     @cached_property
     def refs(self) -> tuple[int, ...]:

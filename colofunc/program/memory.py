@@ -235,7 +235,7 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
         return _ordinary(node, program, metas)
     if node.loop is not None:
         return tuple(None if o is None else (-1, k, *_fresh(values[o])[2:]) for k, o in enumerate(node.outs))
-    if not node.outs:  # put
+    if not node.outs:  # put, and a send to others only
         return ()
     (out,) = node.outs
     if out is None:

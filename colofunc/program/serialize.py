@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from colofunc import owned, untrusted
-from colofunc.dtensor.layout import Layout, make_layout
+from colofunc.dtensor.layout import At, Layout, make_layout
 from colofunc.errors import ProgramError, SpecError
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
 
@@ -86,8 +86,12 @@ class _Saved:
 
 _Node = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str]
 _LoopNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any]
+_PlacedNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any, At]
 _Loop = tuple[dict, int, str, tuple[str, ...]]  # type: ignore[type-arg]
 _Layout = tuple[tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None]
+_PlacedLayout = tuple[
+    tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None, At
+]
 
 
 def from_dict(data: Any, constants: dict[int, torch.Tensor]) -> Program:
@@ -140,15 +144,18 @@ def _value_from(entry: tuple[Any, ...]) -> Value:
 def _node_to(n: Node) -> list[Any]:
     kwargs = [[k, encode(v)] for k, v in n.kwargs]
     plain = [n.target, [encode(a) for a in n.args], kwargs, list(n.outs), n.phase, n.path, n.line, n.note]
+    if n.on is not None:
+        return [*plain, None if n.loop is None else _loop_to(n.loop), [n.on[0], list(n.on[1])]]
     return plain if n.loop is None else [*plain, _loop_to(n.loop)]
 
 
 def _node_from(data: Any, where: str) -> Node:
-    has_loop = isinstance(data, list) and len(data) == 9
-    entry = untrusted.check(_LoopNode if has_loop else _Node, data, where)
+    kinds = {9: _LoopNode, 10: _PlacedNode}
+    entry = untrusted.check(kinds.get(len(data), _Node) if isinstance(data, list) else _Node, data, where)
     target, args, kwargs, outs, phase, path, line, note = entry[:8]
+    loop, on = (*entry[8:], None, None)[:2]
     given = tuple(decode(a) for a in args), tuple((k, decode(v)) for k, v in kwargs)
-    return Node(target, *given, outs, phase, path, line, note, _loop_from(entry[8], where) if has_loop else None)
+    return Node(target, *given, outs, phase, path, line, note, None if loop is None else _loop_from(loop, where), on=on)
 
 
 def _loop_to(loop: Loop) -> list[Any]:
@@ -164,16 +171,18 @@ def _layout_to(layout: Layout | None) -> Any:
     if layout is None:
         return None
     dims = [[list(atom) for atom in dim] for dim in layout.dims]
-    return [dims, list(layout.shape), [list(p) for p in layout.pending], layout.tier, layout.scheme]
+    plain = [dims, list(layout.shape), [list(p) for p in layout.pending], layout.tier, layout.scheme]
+    return plain if layout.at is None else [*plain, [layout.at[0], list(layout.at[1])]]
 
 
 def _layout_from(data: Any) -> Layout | None:
     if data is None:
         return None
-    dims, shape, pending, tier, scheme = untrusted.check(_Layout, data, "layout")
+    placed = isinstance(data, list) and len(data) == 6
+    dims, shape, pending, tier, scheme, *at = untrusted.check(_PlacedLayout if placed else _Layout, data, "layout")
     if len(dims) != len(shape) or any(n < 0 for dim in dims for n, _ in dim):
         raise untrusted.Wrong(f"a layout {dims!r:.80} does not fit shape {shape!r:.80}")
-    return make_layout(dims, shape, pending, tier, scheme)
+    return make_layout(dims, shape, pending, tier, scheme, at[0] if at else None)
 
 
 def _dtype_to(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from colofunc.dtensor.layout import at_text
 from colofunc.program.ir import Node, Program, Ref, Value
 
 DTYPES = {
@@ -67,7 +68,7 @@ def node_text(node: Node, values: Mapping[int, Value]) -> str:
     """One line: results, call, where it comes from."""
     results = ", ".join("_" if o is None else value_text(values[o]) if o in values else f"%{o}: ?" for o in node.outs)
     arguments = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs]
-    call = f"{target_text(node.target)}({', '.join(arguments)})"
+    call = f"{target_text(node.target)}({', '.join(arguments)})" + (f" {at_text(node.on)}" if node.on is not None else "")
     origin = " ".join(filter(None, (node.phase, node.path, node.line, f"({node.note})" if node.note else "")))
     return f"{results} = {call}    # {origin}" if results else f"{call}    # {origin}"
 

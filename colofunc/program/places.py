@@ -1,0 +1,134 @@
+"""Places: who has a value, who runs a node, and what one rank runs of a program that is the union of all.
+
+Problem: ranks do not all do the same: a pipeline's first stage has the embedding, its last one the loss. Idea: one program says what
+all of them do. A node runs at some indices of a mesh axis (`Node.on`), its results exist there; a `send` makes them exist elsewhere.
+What a rank runs is what is left of the program when the others' nodes are gone.
+
+    %7: f32[4,8] «a b @pp=0» = tanh(%6) @pp=0
+    %8: f32[4,8] «a b @pp=1» = send(%7, ('pp',), 2, 0, (1,))        # rank of pp=0: send(%7, ...); of pp=1: %8 = receive(...)
+    %9: f32[4,8] «a b @pp=1» = mm(%8, %3) @pp=1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import attrs
+
+from colofunc.dtensor.layout import At
+from colofunc.dtensor.parts import holds
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Loop, Node, Program, computed_once
+
+SEND = "colofunc.send"
+RECEIVE = "colofunc.receive"
+
+
+def made_at(node: Node) -> At | None:
+    """Where the results of a node exist."""
+    if node.target != SEND:
+        return node.on
+    _, (axis,), n, _, targets = node.args
+    return None if len(targets) == n else (axis, tuple(targets))
+
+
+@computed_once
+def has_places(program: Program) -> bool:
+    """Whether some rank does not do all of a program, or has not all of its values."""
+    layouts = (program.values[i].layout for i in program.inputs)
+    here = any(layout is not None and layout.at is not None for layout in layouts)
+    return here or any(node.on is not None or node.target == SEND for each in program.with_bodies() for node in each.nodes)
+
+
+@attrs.frozen(eq=False)
+class OnRank:
+    """What one rank runs. `inputs`, `outputs`: positions of those of the union that it has; inputs are counted without constants."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def on_rank(program: Program, mesh: Mesh, rank: int) -> OnRank:
+    """What a rank runs of a program: the nodes that it takes part in, the inputs and outputs that exist there."""
+    given = [i for i in program.inputs if i not in program.constants]
+    if not has_places(program):
+        return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))))
+    mine = _filtered(program, mesh, rank, [i for i in program.inputs if _exists(program, i, mesh, rank)])
+    there = set(mine.inputs)
+    made = there | {out for node in mine.nodes for out in node.results}
+    outputs = tuple(k for k, out in enumerate(program.outputs) if out in made)
+    return OnRank(mine, tuple(k for k, i in enumerate(given) if i in there), outputs)
+
+
+def _filtered(program: Program, mesh: Mesh, rank: int, inputs: Sequence[int]) -> Program:
+    """What a rank runs of a program of which it has these inputs."""
+    nodes: list[Node] = []
+    made = set(inputs)
+    for node in program.nodes:
+        for mine in _of_rank(node, program, made, mesh, rank):
+            nodes.append(mine)
+            made.update(mine.results)
+    kept = {k: out for k, out in enumerate(program.outputs) if out in made}
+    places = {k: place for place, k in enumerate(kept)}
+    positions = {i: k for k, i in enumerate(inputs)}
+    aliases = tuple((places[out], positions[program.inputs[into]]) for out, into in program.aliases if out in places)
+    values = {i: program.values[i] for i in made}
+    return attrs.evolve(program, inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(kept.values()), values=values, aliases=aliases)
+
+
+def _exists(program: Program, id: int, mesh: Mesh, rank: int) -> bool:
+    layout = program.values[id].layout
+    return layout is None or holds(layout.at, mesh, rank)
+
+
+def _of_rank(node: Node, program: Program, there: Collection[int], mesh: Mesh, rank: int) -> Iterator[Node]:
+    """A node as a rank runs it; nothing if it does not. there: the values that the rank has before it."""
+    if not holds(node.on, mesh, rank):
+        return
+    if node.target == SEND:
+        yield from _sent(node, program, mesh, rank)
+    elif node.loop is not None:
+        yield from _repeated(node, node.loop, there, mesh, rank)
+    else:
+        yield attrs.evolve(node, on=None)
+
+
+def _sent(node: Node, program: Program, mesh: Mesh, rank: int) -> Iterator[Node]:
+    """The sender's half, which keeps what it sends where it is a target itself, or a receiver's."""
+    _, axes, n, source, targets = node.args
+    here, (out,) = mesh.index(rank, axes), node.results
+    if here == source:
+        yield attrs.evolve(node, outs=(out,) if here in targets else (), on=None)
+    elif here in targets:
+        value = program.values[out]
+        yield attrs.evolve(node, target=RECEIVE, args=(axes, n, source, value.shape, value.dtype), on=None)
+
+
+def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: int) -> Iterator[Node]:
+    """A loop with what the rank runs of its body; nothing where that is nothing."""
+    passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if arg.id in there]
+    body = _filtered(loop.body, mesh, rank, [into for _, into in passed])
+    if not body.nodes:
+        return
+    args = tuple(arg for arg, _ in passed)
+    made = {*body.inputs, *(out for inner in body.nodes for out in inner.results)}
+    kept = [k for k, out in enumerate(loop.body.outputs) if out in made]
+    gathers, outs = tuple(loop.gathers[k] for k in kept), tuple(node.outs[k] for k in kept)
+    yield attrs.evolve(node, args=args, outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)
+
+
+def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:
+    """One rank of each kind that runs something else."""
+    if not has_places(program):
+        return (0,)
+    axes = set()
+    for each in program.with_bodies():
+        layouts = (program.values[i].layout for i in program.inputs) if each is program else ()
+        axes |= {layout.at[0] for layout in layouts if layout is not None and layout.at is not None}
+        axes |= {node.on[0] for node in each.nodes if node.on is not None}
+        axes |= {axis for node in each.nodes if node.target == SEND for axis in node.args[1]}
+    first: dict[int, int] = {}
+    for rank in range(mesh.size):
+        first.setdefault(mesh.index(rank, mesh.ordered(axes)), rank)
+    return tuple(first.values())
