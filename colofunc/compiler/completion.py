@@ -40,6 +40,7 @@ from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
+from colofunc.program.placing import Placing
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
 
@@ -58,7 +59,8 @@ class Completion:
     whether they are written over. `count`: the accountant of the executor that will run it.
     `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so many bytes gathered
     ahead, and where inputs lie. `timed`: how long operators take, where that was measured.
-    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `keeps`: whether the program behind
+    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and
+    outputs are, if not everywhere. `keeps`: whether the program behind
     each pass is kept (`Fitted.stages`).
     """
 
@@ -78,6 +80,7 @@ class Completion:
     timed: Timed | None = None
     wider: Sequence[str] = ()
     left_out: frozenset[str] = frozenset()
+    placing: Placing | None = None
     keeps: bool = False
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
@@ -163,7 +166,7 @@ class Completion:
         layouts = decided.input_layouts, decided.output_layouts
 
         def lowered(program: Program) -> Program:
-            return lower(program, decided.choices, *layouts, self.mesh, record_local, decided.regather)
+            return lower(program, decided.choices, *layouts, self.mesh, record_local, decided.regather, placing=self.placing)
 
         passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)

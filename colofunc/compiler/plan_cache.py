@@ -113,7 +113,7 @@ def key_of(
         digest.update(repr((program.values[id].name, program.values[id].role)).encode())
     for item in sorted(constraints.items):
         digest.update(repr((item, [(c.says, c.key) for c in constraints.items[item]])).encode())
-    for said in (constraints.regather, constraints.chunks, constraints.scatter):
+    for said in (constraints.regather, constraints.chunks, constraints.scatter, constraints.at):
         digest.update(repr(sorted(said.items())).encode())
     for position in sorted(constraints.outputs):
         digest.update(repr((position, constraints.outputs[position].text())).encode())

@@ -31,7 +31,7 @@ from colofunc.compiler.plan_cache import decided_by, key_of, remembered
 from colofunc.compiler.plan_reuse import as_before
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
-from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_tiers
+from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_places, without_tiers
 from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.placed import SHELF
@@ -52,6 +52,7 @@ from colofunc.planner.sharding.constraints import Constraint, Constraints, retri
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.placing import placing_of
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import Traced
 
@@ -187,7 +188,12 @@ def gathered(
     constraints, wished = without_tiers(_as_placed(program, hidden.layouts, build.constraints), program)
     # From here on outputs share memory with inputs where the constraints let them.
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
+    constraints = without_places(constraints, program, priced)
+    placing = placing_of(program, constraints.at, priced)
+    if placing is not None:
+        constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
     axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
+    axes = tuple(axis for axis in axes if axis not in {on for on, _ in constraints.at.values()})
     budget_bytes = _least_budget(staged, priced)
     temporaries = staged.executor != "compiled"
     lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
@@ -209,6 +215,7 @@ def gathered(
         timed=timed,
         wider=[transform.wider for transform in build.transforms if transform.wider],
         left_out=seen.left_out,
+        placing=placing,
     )
     parts = build.microbatches
     asked = (_asked(staged.transforms), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks, sorted(seen.left_out))

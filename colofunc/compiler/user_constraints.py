@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout, at_text
 from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.spec import Spec, bind
 from colofunc.errors import InputError, PlanError, SpecError, near
@@ -225,6 +225,37 @@ def without_tiers(constraints: Constraints, program: Program) -> tuple[Constrain
             )
     outputs = {out: layout.with_tier("device") for out, layout in constraints.outputs.items()}
     return attrs.evolve(constraints, items=items, outputs=outputs), tiers
+
+
+def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Constraints:
+    """The constraints on tensors that are everywhere, with where they exist in `at`: who has what is decided apart from how it is split.
+
+    Raises PlanError where an axis at whose indices values exist is to split others.
+    """
+    items, at = dict(constraints.items), dict(constraints.at)
+    for position in range(len(program.inputs)):
+        some = constraints.items.get(position, ())
+        pinned = [c.key[1] for c in some if isinstance(c.key, tuple) and c.key[0] == "pin" and c.key[1].at is not None]
+        if pinned:
+            at[position] = pinned[-1].at
+            items[position] = tuple(pin(c.key[1].with_at(None), c.says) if c.key[0] == "pin" else c for c in some)
+    outputs = {out: layout.with_at(None) for out, layout in constraints.outputs.items()}
+    placed = {axis for axis, _ in at.values()}
+    for some in items.values():
+        for constraint in some if placed else ():
+            split = {axis for offer in constraint.offers for layout in offer.outs if layout is not None for axis in layout.axes}
+            if split & placed:
+                axis = (split & placed).pop()
+                raise PlanError(
+                    f"{constraint.says} splits along axis {axis!r}, at whose indices other tensors exist "
+                    f"({_first_at(at, program, axis)}); use another axis of {mesh!r} for one of them"
+                )
+    return attrs.evolve(constraints, items=items, outputs=outputs, at=at)
+
+
+def _first_at(at: Mapping[int, At], program: Program, axis: str) -> str:
+    position = next(position for position, (on, _) in sorted(at.items()) if on == axis)
+    return f"{program.values[program.inputs[position]].name} {at_text(at[position])}"
 
 
 def pin(layout: Layout, says: str) -> Constraint:

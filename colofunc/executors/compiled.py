@@ -71,7 +71,7 @@ def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segmen
     head = piece.nodes[0]
     note = f"{len(piece.nodes)} operators compiled"
     operands = (*(Ref(i) for i in piece.ins), *piece.numbers)
-    return Node(known[text].target, operands, (), piece.outs, head.phase, head.path, head.line, note)
+    return Node(known[text].target, operands, (), piece.outs, head.phase, head.path, head.line, note, on=head.on)
 
 
 def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:

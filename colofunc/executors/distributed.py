@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat, env
-from colofunc.errors import InputError, MeshError
 from colofunc.dtensor.layout import At
 from colofunc.dtensor.parts import holds
+from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu

@@ -15,7 +15,7 @@ import torch
 from colofunc.errors import CapacityError
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
-from colofunc.executors.source import Writer
+from colofunc.executors.source import ABSENT, Writer
 from colofunc.mesh import Mesh
 from colofunc.program.facts import lifetimes
 from colofunc.program.ir import Node, Program

@@ -97,6 +97,9 @@ def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
             if index > begin:
                 yield begin, program.nodes[begin:index]
             begin = index + 1
+        elif node.on != program.nodes[begin].on:  # other ranks run it
+            yield begin, program.nodes[begin:index]
+            begin = index
     if begin < len(program.nodes):
         yield begin, program.nodes[begin:]
 

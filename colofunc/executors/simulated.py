@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from colofunc.errors import InputError, ProgramError
 from colofunc.dtensor.layout import At
 from colofunc.dtensor.parts import holds
+from colofunc.errors import InputError, ProgramError
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.faults import ask

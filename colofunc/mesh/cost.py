@@ -50,7 +50,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 
 
 def check_kind(kind: str) -> str:
-    """The kind of a collective, or an error with near names."""
+    """The kind of a collective that a cost is that of, or an error with near names: a send costs what a permutation does, one message."""
+    if kind == "send":
+        return "permute"
     if kind not in KINDS:
         raise MeshError(f"no collective {kind!r}{near(kind, KINDS, 'collectives')}")
     return kind
@@ -62,7 +64,7 @@ def wire_bytes(kind: str, nbytes: int, n: int) -> int:
     nbytes: the group's full buffer for all_gather (its output), reduce_scatter (its input) and all_reduce; the local
     buffer for all_to_all and permute.
     """
-    check_kind(kind)
+    kind = check_kind(kind)
     if n <= 1:
         return 0
     if kind == "permute":

@@ -329,7 +329,7 @@ class Mesh:
     # --- internal
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
-        cost.check_kind(kind)
+        kind = cost.check_kind(kind)
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
         if not spanned:
             return 0.0, 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from colofunc import owned, untrusted
+from colofunc.dtensor.layout import At
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
@@ -78,6 +79,7 @@ class Leaf:
     why: str = ""
     read_by: tuple[str, ...] = ()  # the first few operators
     alternatives: tuple[Alternative, ...] = ()  # the best few specs
+    at: At | None = None  # where it exists, if not everywhere: ("pp", (1,))
 
 
 @attrs.frozen

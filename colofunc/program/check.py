@@ -143,6 +143,8 @@ def _place_problem(program: Program, node: Node, scope: _Scope) -> str:
     """What is wrong with who runs a node, "" if nothing is."""
     if node.on is not None and scope.axes is not None and node.on[0] not in scope.axes:
         return f"{node.target} runs at indices of axis {node.on[0]!r}, which the mesh does not have"
+    if node.loop is not None:
+        return ""  # each node of its body says who runs it
     reads, makes = node.on, made_at(node)
     if node.target == SEND:
         _, (axis,), _, source, _ = node.args

@@ -78,6 +78,8 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
         value, expected = values[node.refs[0]], node.args[4] if len(node.args) > 4 else 0
         return kind, axes, n, value.nbytes // max(1, value.shape[1]) * expected
     nbytes = sum(values[i].nbytes for i in node.refs)
+    if kind == "send":
+        nbytes *= len(node.args[4])  # one target after the other
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
 
 

@@ -18,11 +18,12 @@ import attrs
 import torch
 
 from colofunc.dtensor.convert import conversion, conversion_s
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout, covers
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.placing import Placing, everywhere, is_view
 
 RecordLocal = Callable[[Callable[..., Any], Sequence[TensorType]], Program]
 
@@ -60,6 +61,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
         self.copies: dict[int, dict[Layout, int]] = {}  # global id -> layout -> local id
+        self.views: dict[int, tuple[Node, Choice]] = {}  # global id -> the view that it is, where values are at places
 
     def new_value(self, like: Value, layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
         id = len(self.values)
@@ -71,6 +73,10 @@ class Builder:
         id = self.new_value(like, layout, layout.local_shape)
         self.copies.setdefault(global_id, {})[layout] = id
         return id
+
+    def is_at(self, global_id: int, at: At | None) -> bool:
+        """Whether some copy of a value is there."""
+        return any(covers(layout.at, at) for layout in self.copies[global_id])
 
     def want(self, global_id: int, layout: Layout, source: Node | None) -> int:
         """The local id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet."""
@@ -89,12 +95,10 @@ class Builder:
         for move in conv.moves:
             out = self.new_value(like, move.layout, move.local_shape)
             note = f"{best.text()} -> {layout.text()}"
-            origin = source or Node("", (), (), ())
-            self.nodes.append(
-                Node(f"colofunc.{move.target}", (Ref(current), *move.args), (), (out,), origin.phase, origin.path, origin.line, note)
-            )
+            target, args, origin = f"colofunc.{move.target}", (Ref(current), *move.args), source or Node("", (), (), ())
+            self.nodes.append(Node(target, args, (), (out,), origin.phase, origin.path, origin.line, note, on=move.on))
             current = out
-        if self.values[current].layout is not layout:
+        if conv.moves and self.values[current].layout is not layout:
             self.values[current] = attrs.evolve(self.values[current], layout=layout)
         self.copies[global_id][layout] = current
         if global_id in self.regather:
@@ -117,7 +121,8 @@ class Builder:
                 outs.append(here[o])
             args = map_refs(inner.args, lambda i: Ref(here[i]))
             kwargs = map_refs(inner.kwargs, lambda i: Ref(here[i]))
-            self.nodes.append(Node(inner.target, args, kwargs, tuple(outs), node.phase, node.path, node.line, f"{node.target} {name}"))
+            note = f"{node.target} {name}"
+            self.nodes.append(Node(inner.target, args, kwargs, tuple(outs), node.phase, node.path, node.line, note, on=node.on))
         return tuple(here[o] for o in body.outputs)
 
 
@@ -130,48 +135,68 @@ def lower(
     record_local: RecordLocal,
     regather: frozenset[int] = frozenset(),
     build: Builder | None = None,
+    placing: Placing | None = None,
 ) -> Program:
     """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
 
     `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `build`: a new
-    builder, for callers that want to know afterwards which local value is a copy of which global one.
+    builder, for callers that want to know afterwards which local value is a copy of which global one. `placing`: where inputs, nodes and
+    outputs are; None: everywhere.
     """
     build = build or Builder(mesh, regather)
-    inputs = tuple(build.define(i, program.values[i], input_layouts[i]) for i in program.inputs)
+    places = placing or everywhere(program)
+    inputs = tuple(
+        build.define(i, program.values[i], input_layouts[i].with_at(at)) for i, at in zip(program.inputs, places.inputs, strict=True)
+    )
     constants = {local: program.constants[i] for local, i in zip(inputs, program.inputs, strict=True) if i in program.constants}
-    for node, choice in zip(program.nodes, choices, strict=True):
-        _lower_node(build, program, node, choice, record_local)
+    for node, choice, at in zip(program.nodes, choices, places.nodes, strict=True):
+        if placing is not None and is_view(node):
+            build.views.update(dict.fromkeys(node.results, (node, choice)))
+        _lower_node(build, program, node, choice, at, record_local)
     outputs = tuple(
-        build.want(i, layout, None) for i, layout in zip(program.outputs, output_layouts, strict=True)
+        build.want(i, layout.with_at(at), None) for i, layout, at in zip(program.outputs, output_layouts, places.outputs, strict=True)
     )
     for of, copies in build.copies.items():
         build.values.update({id: attrs.evolve(build.values[id], of=of) for id in copies.values()})
     return Program(inputs, tuple(build.nodes), outputs, build.values, constants, program.aliases, "local")
 
 
-def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, record_local: RecordLocal) -> None:
+def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, at: At | None, record_local: RecordLocal) -> None:
     call, ids = call_of(node, program.values)
     strategy = choice.strategy
-    operands = [build.want(i, layout, node) for i, layout in zip(ids, strategy.ins, strict=True)]
+    for i in ids:
+        _look_again(build, program, i, at, record_local)
+    operands = [build.want(i, layout.with_at(at), node) for i, layout in zip(ids, strategy.ins, strict=True)]
     if strategy.local is not None:
         types = [TensorType(build.values[i].shape, build.values[i].dtype) for i in operands]
         body = record_local(partial(strategy.local, mesh=build.mesh), types)
-        results = build.splice(body, operands, node, strategy.name)
+        results = build.splice(body, operands, attrs.evolve(node, on=at), strategy.name)
         tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
         for (id, layout), result in zip(tensors, results, strict=True):  # results that are None are not recorded
-            _adopt(build, program, id, layout, result, node)
+            _adopt(build, program, id, layout.with_at(at), result, node)
         return
     args, kwargs = call.args, call.kwargs
     if choice.rule is not None and choice.rule.localize is not None:
         args, kwargs = choice.rule.localize(call, strategy.ins, strategy.outs)
     outs = [
-        None if o is None or layout is None else build.define(o, program.values[o], layout)
+        None if o is None or layout is None else build.define(o, program.values[o], layout.with_at(at))
         for o, layout in zip(node.outs, strategy.outs, strict=True)
     ]
-    at = lambda k: Ref(operands[k])  # noqa: E731 - operand k of the call is a local value here
+    local = lambda k: Ref(operands[k])  # noqa: E731 - operand k of the call is a local value here
     build.nodes.append(
-        attrs.evolve(node, args=map_refs(args, at), kwargs=map_refs(kwargs, at), outs=tuple(outs), note=strategy.name)
+        attrs.evolve(node, args=map_refs(args, local), kwargs=map_refs(kwargs, local), outs=tuple(outs), note=strategy.name, on=at)
     )
+
+
+def _look_again(build: Builder, program: Program, id: int, at: At | None, record_local: RecordLocal) -> None:
+    """Take a view once more where what it looks at has come, so that it need not be sent."""
+    if id not in build.views or build.is_at(id, at):
+        return
+    node, choice = build.views[id]
+    for ref in node.refs:
+        _look_again(build, program, ref, at, record_local)
+    if all(build.is_at(ref, at) for ref in node.refs):
+        _lower_node(build, program, node, choice, at, record_local)
 
 
 def _adopt(build: Builder, program: Program, global_id: int, layout: Layout, local_id: int, node: Node) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.planner.sharding.classes import item_of
@@ -66,7 +66,8 @@ class Constraints:
     `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
     `sums`: value id -> bytes of an element while it is summed over the mesh, where that is more than the value's own.
     `chunks`: input position -> elements of the chunks that it lies in, or "auto". `scatter`: input position -> whether its
-    gradient is reduced in each microbatch, where somebody said so.
+    gradient is reduced in each microbatch, where somebody said so. `at`: input position -> where it exists, if not everywhere: the search
+    knows nothing of it (`program.placing`).
     """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
@@ -75,10 +76,11 @@ class Constraints:
     sums: Mapping[int, int] = attrs.field(factory=dict)
     chunks: Mapping[int, int | str] = attrs.field(factory=dict)
     scatter: Mapping[int, bool] = attrs.field(factory=dict)
+    at: Mapping[int, At] = attrs.field(factory=dict)
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
-        return (*(c.key for c in self.items.get(item, ())), self.regather.get(item))
+        return (*(c.key for c in self.items.get(item, ())), self.regather.get(item), self.at.get(item))
 
     def on(self, axes: Collection[str]) -> Constraints:
         """What they say of these axes."""
@@ -90,7 +92,7 @@ class Constraints:
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
-        said = ("outputs", "regather", "sums", "chunks", "scatter")
+        said = ("outputs", "regather", "sums", "chunks", "scatter", "at")
         return Constraints(items, **{name: {**getattr(self, name), **getattr(other, name)} for name in said})
 
 

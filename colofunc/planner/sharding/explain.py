@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import attrs
 
 from colofunc.dtensor.convert import conversion
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import PlanError
@@ -251,6 +251,7 @@ def _leaf(
         "wished: " + "; ".join(wishes) if wishes else "",
         tuple(dict.fromkeys(readers.get(id, ())))[:SHOWN],
         _specs(found, found.ties.of_item[position], taken),
+        constraints.at.get(position),
     )
 
 
@@ -289,18 +290,20 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
     of_key = {key: d for d in plan.decisions for key in d.keys}
     of_leaf = {leaf.name: leaf for leaf in plan.inputs}
     items: dict[int, tuple[Constraint, ...]] = {}
+    at: dict[int, At] = {}
     n = len(program.inputs)
     for k, id in enumerate(program.inputs):
         leaf = of_leaf.get(program.values[id].name)
         if leaf is not None and leaf.shape == program.values[id].shape:
             items[k] = (_keeps((leaf.spec,), (), leaf.spec, mesh, f"the plan's {leaf.spec!r} for {leaf.name}"),)
+            at.update({} if leaf.at is None else {k: leaf.at})
     for k, key in enumerate(node_keys(program)):
         d = of_key.get(key)
         if d is not None:
             items[n + k] = (_keeps(d.outs, d.ins, d.strategy, mesh, f"the plan's {d.strategy} for {key}"),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
-    return Constraints(items)
+    return Constraints(items, at=at)
 
 
 def _keeps(

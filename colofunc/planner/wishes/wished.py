@@ -16,7 +16,7 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import Layout, is_major, make_layout
+from colofunc.dtensor.layout import At, Layout, at_text, is_major, make_layout
 from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.dtensor.spec import bind, parse
 from colofunc.dtensor.strategies import enumerate_layouts
@@ -64,7 +64,7 @@ def constraints_of(
     for item, constraint in meeting(odd, program, mesh, rule_of, extra_of):
         some.items[item].append(constraint)
     items = {item: tuple(constraints) for item, constraints in some.items.items()}
-    return Constraints(items, regather=some.regather, chunks=some.chunks, scatter=some.scatter)
+    return Constraints(items, regather=some.regather, chunks=some.chunks, scatter=some.scatter, at=some.at)
 
 
 @attrs.define
@@ -81,6 +81,7 @@ class _Heard:
     regather: dict[int, bool] = attrs.field(factory=dict)
     chunks: dict[int, int | str] = attrs.field(factory=dict)
     scatter: dict[int, bool] = attrs.field(factory=dict)
+    at: dict[int, At] = attrs.field(factory=dict)
 
     def hear(self, wish: Wish, item: int, all_of: Where, whole: Constraint) -> Constraint | None:
         """What of a constraint is heard beside wishes of higher rank; raises PlanError where another of its rank says otherwise."""
@@ -112,6 +113,9 @@ class _Heard:
             self.regather[item] = wish.regather
         for node in _casts(self.program, item) if wish.regather else ():
             self.items.setdefault(node, []).append(attrs.evolve(constraint, says=f"{wish}, cast where it lies", offers=()))
+        at = _bounds(wish, self.program.values[self.program.inputs[item]], self.mesh)[0].at if item < len(self.program.inputs) else None
+        if at is not None:
+            self.at[item] = at
         if wish.chunk is not None:
             self.chunks[item] = wish.chunk
         if wish.scatter is not None:
@@ -151,6 +155,7 @@ def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, 
         axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
         axes = tuple(a for a in mesh.atoms(axes) if mesh.axis_size(a) > 1)
         wheres = [places(layout, axes) for layout in layouts]
+        layouts = tuple(layout.with_at(None) for layout in layouts)
         where = {a: frozenset(w[a] for w in wheres) if len(wheres) > 1 else wheres[0][a] for a in axes}
         constraint = _any_of([_leaf_constraint(wish, layout, axes, mesh) for layout in layouts])
         yield k, where, constraint if k < len(program.inputs) else attrs.evolve(constraint, offers=())
@@ -185,6 +190,7 @@ def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
         parsed = parse(str(want))
         names += [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
         names += [a for a, _ in parsed.pending]
+        names += [] if parsed.at is None else [parsed.at[0]]
     return tuple(dict.fromkeys(names))
 
 
@@ -229,6 +235,7 @@ def places(layout: Layout, axes: Iterable[str]) -> Where:
     """Axis -> the dim it lies on, "whole" where it lies on none, or its pending reduction."""
     on: Where = {a: d for d, dim in enumerate(layout.dims) for _, a in dim if a is not None}
     on |= {a: f"pending {how}" for a, how in layout.pending}
+    on |= {} if layout.at is None else {layout.at[0]: at_text(layout.at)}
     return {a: on.get(a, "whole") for a in axes}
 
 

@@ -88,7 +88,7 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float
             continue
         # What is gathered anew in backward was let go of in between.
         phase = node.phase if kind == "all_gather" else ""
-        key = (kind, node.args[1:], program.values[node.refs[0]].dtype, phase)
+        key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase)
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
         together = nbytes + (0 if bucket is None else bucket.nbytes)

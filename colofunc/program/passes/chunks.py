@@ -273,7 +273,7 @@ def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tupl
     for one in scope.owned:
         node = nodes[one.index]
         operand = scope.program.values[node.refs[0]].dtype
-        key = (node.target, node.args[1:], operand, chunk_of[one.owner], node.phase if one.early else "", one.early)
+        key = (node.target, node.args[1:], node.on, operand, chunk_of[one.owner], node.phase if one.early else "", one.early)
         groups.setdefault(key, _Group([])).members.append(one)
     # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
     together = [g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)]

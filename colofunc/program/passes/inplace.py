@@ -37,6 +37,7 @@ from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.reuse import fuse, reuse
 from colofunc.program.passes.schedule import updates_early
+from colofunc.program.places import made_at
 
 MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
 
@@ -135,7 +136,7 @@ def _written_over(program: Program, every_state: bool) -> Program:
         if maker.target == "colofunc.rearrange" and new not in read and _only_reshapes(maker, program):
             gone.add(new)  # writing is copying, in any shape
             source = maker.refs[0]
-        write = Node("colofunc.write_", (Ref(old), Ref(source)), (), (), "update", maker.path, maker.line, maker.note)
+        write = Node("colofunc.write_", (Ref(old), Ref(source)), (), (), "update", maker.path, maker.line, maker.note, on=made_at(maker))
         writes.append(write)
         outputs[out] = old
     nodes = [node for node in program.nodes if not (node.outs and node.outs[0] in gone)]

@@ -345,8 +345,10 @@ def _averaged(program: Program, each: set[int], sources: set[int], axis: str, tr
             part, whole = edit.new(program.values[id]), edit.new(program.values[id])
             origin = node or Node("", (), (), (), "forward")
             where = (origin.phase, origin.path, origin.line, "mean over the microbatches")
-            nodes.append(Node("aten.div.Scalar", (Ref(id), trips), (), (part,), *where))
-            nodes.append(Node("colofunc.all_reduce", (Ref(part), (axis,), trips, "sum"), (), (whole,), *where))
+            layout = program.values[id].layout
+            on = None if layout is None else layout.at
+            nodes.append(Node("aten.div.Scalar", (Ref(id), trips), (), (part,), *where, on=on))
+            nodes.append(Node("colofunc.all_reduce", (Ref(part), (axis,), trips, "sum"), (), (whole,), *where, on=on))
             means[id] = whole
         return means[id]
 

@@ -234,7 +234,7 @@ class Writer:
             out = self.edit.new(Value(0, like.shape, like.dtype, device_free=like.device_free))
             reader = self.reader
             assert reader is not None
-            self.nodes.append(Node(target, args, kwargs, (out,), phase=reader.phase, path=reader.path, line=reader.line))
+            self.nodes.append(Node(target, args, kwargs, (out,), phase=reader.phase, path=reader.path, line=reader.line, on=reader.on))
             self.written[key] = out
         return self.written[key]
 

@@ -188,4 +188,4 @@ def kind_of_update(node: Node, values: Mapping[int, Value]) -> Hashable | None:
     others = tuple((type(arg), arg) for place, arg in enumerate(node.args) if place not in many.own)
     if len({value.dtype for value in tensors}) != 1 or any(values[i].tier != "device" for i in node.refs):
         return None
-    return node.target, tensors[0].dtype, tuple(arg is None for arg in own), others
+    return node.target, node.on, tensors[0].dtype, tuple(arg is None for arg in own), others

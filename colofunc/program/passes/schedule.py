@@ -128,7 +128,7 @@ def overlap(
         floor[node.target] = at
         fresh = edit.new(value)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
-        wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note)
+        wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note, on=node.on)
         # A start in front of its own pack takes the pack along, also where it only takes the pack's place.
         if packing is not None and at <= packing:
             starts.setdefault(at, []).append(program.nodes[packing])

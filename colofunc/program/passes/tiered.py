@@ -121,7 +121,9 @@ class Tiered:
     def _node(self, name: str, storage: int, args: tuple[Ref, ...], outs: tuple[int, ...]) -> Node:
         made = self.maker.get(self._root(storage))
         origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
-        return Node(f"colofunc.{name}", args, (), outs, *origin, note=self.program.values[self._root(storage)].name)
+        value = self.program.values[self._root(storage)]
+        on = None if value.layout is None else value.layout.at
+        return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
     def _root(self, storage: int) -> int:
         return self.lies.storages[storage].value

@@ -31,7 +31,7 @@ import attrs
 import torch
 
 from colofunc.dtensor.convert import conversion
-from colofunc.dtensor.layout import Layout, make_layout, replicated
+from colofunc.dtensor.layout import At, Layout, make_layout, replicated
 from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.dtensor.strategies import FREE, build, enumerate_strategies, follow, place, replicated_strategy, usable
 from colofunc.errors import ProgramError
@@ -41,6 +41,7 @@ from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
 from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time
+from colofunc.program.places import made_at
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
@@ -94,6 +95,8 @@ def _build(
     build_.leaves.update(split)
     for id in program.inputs:
         build_.define(id, replicated(program.values[id].shape))
+        layout = program.values[id].layout
+        build_.places[id] = None if layout is None else layout.at
         if id in split:
             build_.lies[id] = split[id]
     for node in program.nodes:
@@ -125,6 +128,7 @@ class _Build:
     level: dict[int, int] = attrs.field(factory=dict)  # new id -> accumulations that have to end before it is known
     makers: dict[int, Node] = attrs.field(factory=dict)
     leaves: set[int] = attrs.field(factory=set)  # old ids of the batch's leaves, however they were moved over the mesh
+    places: dict[int, At | None] = attrs.field(factory=dict)  # old id -> where it exists
     known: dict[Call, Rule | None] = attrs.field(factory=dict)
     more: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
 
@@ -172,10 +176,11 @@ class _Build:
         current, like = self.copies[old][have], self.program.values[old]
         if 0 in over.shape:  # no element to move
             current = self.copies[old][over] = self.new(like, None, over.local_shape)
-            self.emit(Node("aten.full.default", (over.local_shape, 0), (("dtype", like.dtype),), (current,)), (current,))
+            zeros = Node("aten.full.default", (over.local_shape, 0), (("dtype", like.dtype),), (current,), on=self.places[old])
+            self.emit(zeros, (current,))
             self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
             return
-        maker = node or self.makers.get(old) or Node("", (), (), ())
+        maker = attrs.evolve(node or self.makers.get(old) or Node("", (), (), ()), on=self.places[old])
         who = f"{_user_of(node)} needs {over.text()}" if node is not None else "an output"
         wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
         if wide:  # see Note [Accumulators]
@@ -185,7 +190,7 @@ class _Build:
             rise = int(move.target in ("all_reduce", "all_gather"))
             made = Node(
                 f"colofunc.{move.target}", (Ref(current), *move.args), (), (out,), maker.phase, maker.path, maker.line,
-                f"{have.text()} -> {over.text()}: {who}",
+                f"{have.text()} -> {over.text()}: {who}", on=maker.on,
             )  # fmt: skip
             self.emit(made, (out,), rise)
             current = out
@@ -199,7 +204,7 @@ class _Build:
         value = self.values[id]
         out = self.new(attrs.evolve(value, dtype=dtype), value.layout, value.shape)
         where = (maker.phase, maker.path, maker.line, f"accumulated in {torch.float32}")
-        self.emit(Node("aten._to_copy.default", (Ref(id),), (("dtype", dtype),), (out,), *where), (out,))
+        self.emit(Node("aten._to_copy.default", (Ref(id),), (("dtype", dtype),), (out,), *where, on=maker.on), (out,))
         return out
 
     def _at_source(self, old: int, over: Layout) -> int | None:
@@ -244,6 +249,7 @@ class _Build:
 
     def node(self, node: Node) -> None:
         self.makers.update(dict.fromkeys(node.results, node))
+        self.places.update(dict.fromkeys(node.results, made_at(node)))
         if node.target in _LIKE and not dict(node.kwargs).get("memory_format"):
             node = self._filled(node)
         call, ids = call_of(node, self.program.values)
@@ -314,7 +320,7 @@ class _Build:
             args, kwargs = map_refs((inner.args, inner.kwargs), lambda i: Ref(here[i]))
             note = f"{node.target} {strategy.name}"
             rise = int(is_reduction(inner, self.axis))
-            self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note), outs, rise)
+            self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note, on=node.on), outs, rise)
         tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
         for (old, lay), result in zip(tensors, body.outputs, strict=True):
             like, new = self.program.values[old], here[result]

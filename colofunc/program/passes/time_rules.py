@@ -130,6 +130,7 @@ def _local(operand: tuple[Factors, ...], sizes: Mapping[str, int], layout: Layou
 _RULES: dict[str, Callable[[Call], Rule | None]] = {
     "colofunc.all_reduce": _same,
     "colofunc.permute": _same,
+    "colofunc.send": _same,
     "colofunc.keep_first": _same,
     "colofunc.all_gather": _gather,
     "colofunc.take_shard": _chunk,
@@ -165,7 +166,7 @@ def with_time(layout: Layout | None, over: Layout, axis: str) -> Layout | None:
                 if rest[0][0] == 1:
                     rest.pop(0)
         dims.append(tuple(atoms))
-    return make_layout(tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme)
+    return make_layout(tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme, layout.at)
 
 
 # ---- one element per row ----

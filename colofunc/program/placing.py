@@ -1,0 +1,162 @@
+"""Placing: where the nodes of a global program run, if some of its inputs exist at some indices of a mesh axis only.
+
+Problem: a person says where parameters are (`o i @pp=1`), and everything else is to follow. Idea: a node runs where its operands are.
+Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come, and
+what was sent once is there for all that follow. So stage 1's products run at 1, the gradient that leaves it is sent to 0 once, and what
+neither reads, such as a mask, is made on all ranks. A gradient is made where its parameter is.
+
+    placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
+
+State of which nobody says anything is where the only nodes that read it are: a parameter's moments follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+import attrs
+
+from colofunc.dtensor.layout import At
+from colofunc.dtensor.strategies import FREE
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Node, Program
+
+Indices = frozenset[int]
+STATE = frozenset({"param", "state", "buffer", "frozen"})
+"""Roles of inputs that stay where they are."""
+ROUNDS = 4
+"""How often state may be found to follow other state: moments follow parameters, and what is computed of them follows these."""
+
+
+@attrs.frozen
+class Placing:
+    """Where things are: inputs and outputs by position, nodes by index. None: everywhere."""
+
+    inputs: tuple[At | None, ...]
+    nodes: tuple[At | None, ...]
+    outputs: tuple[At | None, ...]
+
+
+def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh) -> Placing | None:
+    """Where everything is, by what is said of inputs (by position); None where nothing is said."""
+    if not given:
+        return None
+    axes = {axis for axis, _ in given.values()}
+    if len(axes) > 1:
+        raise PlanError(f"values are placed at indices of {len(axes)} axes, {', '.join(sorted(axes))}; place all of them on one axis")
+    (axis,) = axes
+    where = {position: frozenset(indices) for position, (_, indices) in given.items()}
+    for _ in range(ROUNDS):
+        run = _Run(program, mesh.axis_size(axis), where).all()
+        more = run.followers()
+        if not more:
+            break
+        where |= more
+    return run.placing(axis)
+
+
+class _Run:
+    """One pass over the nodes. `there`: value -> where a copy is by now; `home`: where it was made."""
+
+    def __init__(self, program: Program, size: int, inputs: Mapping[int, Indices]) -> None:
+        self.program, self.everywhere, self.given = program, frozenset(range(size)), inputs
+        self.home = {id: inputs.get(position, self.everywhere) for position, id in enumerate(program.inputs)}
+        self.there = dict(self.home)
+        self.stays = {i for i in program.inputs if program.values[i].role in STATE}
+        self.gradient_of = gradients(program)
+        self.nodes: list[Indices] = []
+
+    def all(self) -> _Run:
+        for node in self.program.nodes:
+            at = self._choose(node)
+            self.nodes.append(at)
+            for id in node.refs:
+                self._bring(id, at)
+            self.home |= dict.fromkeys(node.results, at)
+            self.there |= dict.fromkeys(node.results, at)
+        return self
+
+    def _choose(self, node: Node) -> Indices:
+        """Where a node runs."""
+        homes = {self.home[id] for id in node.refs if self.home[id] != self.everywhere}
+        if not homes:
+            return self.everywhere
+        for id in node.results:
+            if id in self.gradient_of:
+                return self.home[self.gradient_of[id]]
+        options = set(homes)
+        if node.phase != "update":  # an update keeps all copies of what it updates equal
+            options |= {frozenset((index,)) for home in homes for index in home}
+        later = node.phase == "forward"
+
+        def order(at: Indices) -> tuple[float, int, int]:
+            moved = sum(self._moved(id, at) for id in dict.fromkeys(node.refs))
+            # What flows forward has to come to the later stage anyway, gradients to the earlier one.
+            return moved, len(at), -max(at) if later and moved else min(at)
+
+        return min(options, key=order)
+
+    def _moved(self, id: int, at: Indices) -> float:
+        """Bytes that travel so that a value is there."""
+        lacking = at - self.there[id]
+        if not lacking:
+            return 0.0
+        maker = self.program.makers.get(id)
+        if maker is not None and is_view(maker):
+            return min(self.program.values[id].nbytes * float(len(lacking)), sum(self._moved(ref, at) for ref in maker.refs))
+        return inf if id in self.stays else self.program.values[id].nbytes * float(len(lacking))
+
+    def _bring(self, id: int, at: Indices) -> None:
+        if at <= self.there[id]:
+            return
+        maker = self.program.makers.get(id)
+        if maker is not None and is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs):
+            for ref in maker.refs:
+                self._bring(ref, at)
+        self.there[id] |= at
+
+    def followers(self) -> dict[int, Indices]:
+        """Position of state of which nobody has said anything -> where the only nodes are that read it, and what it becomes is."""
+        into = {position: out for out, position in self.program.aliases}
+        found = {}
+        for position, id in enumerate(self.program.inputs):
+            if position in self.given or id not in self.stays or id in self.program.constants:
+                continue
+            readers = {self.nodes[k] for k in self.program.readers.get(id, ())}
+            if position in into:
+                readers.add(self.home[self.program.outputs[into[position]]])
+            if len(readers) == 1 and self.everywhere not in readers:
+                (found[position],) = readers
+        return found
+
+    def placing(self, axis: str) -> Placing:
+        outputs = [self.home[id] for id in self.program.outputs]
+        for out, position in self.program.aliases:
+            outputs[out] = self.home[self.program.inputs[position]]
+        for k, id in enumerate(self.program.outputs):
+            if self.program.values[id].shape == ():
+                outputs[k] = self.everywhere if k not in dict(self.program.aliases) else outputs[k]
+        return Placing(
+            self._ats(axis, (self.home[id] for id in self.program.inputs)), self._ats(axis, self.nodes), self._ats(axis, outputs)
+        )
+
+    def _ats(self, axis: str, some: Iterable[Indices]) -> tuple[At | None, ...]:
+        return tuple(None if at == self.everywhere else (axis, tuple(sorted(at))) for at in some)
+
+
+def gradients(program: Program) -> dict[int, int]:
+    """Gradient -> the input that it is the gradient of, for those that the trace has named so."""
+    inputs = {f"grad.{program.values[i].name}": i for i in program.inputs}
+    return {id: inputs[value.name] for id, value in program.values.items() if value.role == "grad" and value.name in inputs}
+
+
+def everywhere(program: Program) -> Placing:
+    """Everything on all ranks."""
+    return Placing((None,) * len(program.inputs), (None,) * len(program.nodes), (None,) * len(program.outputs))
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node takes a view of its one operand, which costs nothing where that is."""
+    return node.target.rsplit(".", 1)[0] in FREE and len(set(node.refs)) == 1

@@ -1,0 +1,76 @@
+"""Pipelines: layers on ranks of their own.
+
+    step = cf.shard(step_fn, mesh, stages("pp", {"embed.*": 0, "layers.0.*": 0, "layers.1.*": 1, "head.*": 1}), zero(3, "dp"))
+
+Problem: a model is too large for the ranks that share a layer. Idea: a parameter exists at one index of the axis `pp` (`@pp=1`), and the
+rest follows: an operator runs where its parameters are, its moments lie there, and where activations and gradients leave a stage the
+plan has a send. Nothing is cut by hand, and no stage is a module of its own.
+
+Source: GPipe (1811.06965).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import attrs
+
+import colofunc as cf
+
+__all__ = ["Stages", "stages"]
+
+STATE = ("param", "state", "buffer", "frozen")
+
+
+def stages(axis: str, where: Mapping[str, int | Sequence[int]]) -> Stages:
+    """Parameters at indices of an axis: `stages("pp", {"layers.0.*": 0, "layers.1.*": 1})`.
+
+    where: glob over the names of parameters -> the index at which they exist, or several, each with a copy (a tied weight). The first glob
+    that matches counts. Moments follow their parameters. What no glob matches exists on all ranks.
+    """
+    if not where:
+        raise cf.PlanError(f"stages({axis!r}, {{}}) places nothing; write stages({axis!r}, {{'layers.0.*': 0, 'layers.1.*': 1}})")
+    places = []
+    for glob, index in where.items():
+        indices = (index,) if isinstance(index, int) else tuple(index)
+        if not indices or not all(isinstance(k, int) and k >= 0 for k in indices):
+            raise cf.PlanError(f"stages: {glob!r} is to be at {index!r}; give an index of {axis!r}, or several such as (0, 3)")
+        places.append((glob, tuple(sorted(set(indices)))))
+    return Stages(axis, tuple(places))
+
+
+@attrs.frozen
+class Stages:
+    """See `stages`."""
+
+    axis: str
+    where: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def name(self) -> str:
+        return f"stages({self.axis})"
+
+    def wishes(self, program: cf.ext.Program, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        """One for each parameter. Raises PlanError where a glob matches none, or the axis has no such index."""
+        size, met, found = mesh.axis_size(self.axis), set[str](), list[cf.ext.Wish]()
+        params = [value for value in (program.values[i] for i in program.inputs) if value.role in STATE]
+        for glob, indices in self.where:
+            if indices[-1] >= size:
+                raise cf.PlanError(f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along {self.axis!r}")
+        for value in params:
+            for glob, indices in self.where:
+                if value.role in ("param", "frozen") and fnmatchcase(value.name, glob) or fnmatchcase(value.name, f"*.{glob}"):
+                    met.add(glob)
+                    at = f"... @{self.axis}={','.join(map(str, indices))}"
+                    found.append(cf.ext.Wish(value.name, at, self.axes, (value.role,), self.name))
+                    break
+        for glob, _ in self.where:
+            if glob not in met:
+                names = ", ".join(value.name for value in params[:3])
+                raise cf.PlanError(f"{self.name}: {glob!r} matches no parameter; the first are {names}")
+        return found
