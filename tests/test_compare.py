@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 
 import colofunc as cf
 from colofunc.compiler.tolerance import Allowed, Reference, bounds_of
@@ -369,3 +370,17 @@ def test_real_ranks_find_the_same() -> None:
     here = compared(Fault(drop_reductions), mesh=MESHES[0]).first
     assert one == other and one[0]
     assert one[2:] == list(attrs.astuple(here))
+
+
+def test_a_copy_that_an_update_is_written_into_is_looked_at_behind_it() -> None:
+    """ZeRO-1 with whole parameters: each rank updates a copy of its part, and gathers the parts."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
+    step_fn, state = cf.train_step(
+        cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), lambda out, b: out.pow(2).mean(), inputs=lambda b: ((b,), {})
+    )
+    step, batch = cf.shard(step_fn, cf.Mesh(dp=2, topology="8xa100-80g"), zero(1, "dp")), torch.randn(8, 8, dtype=torch.float64)
+    text = step.lower(state, batch).text()
+    assert "clone" in text and "adamw_" in text
+    found = step.compare(state, batch)
+    assert found.equal, found

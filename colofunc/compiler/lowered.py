@@ -18,10 +18,10 @@ import torch
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.passes import Passes, Stages
-from colofunc.dtensor.layout import Layout
+from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
-from colofunc.executors.backend import Backend, held, ordered
+from colofunc.executors.backend import Backend, fullest, held, ordered
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
@@ -32,6 +32,8 @@ from colofunc.program.lanes import Lanes, lanes
 from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport
 from colofunc.program.passing import passing
+from colofunc.program.places import distinct_ranks, on_rank
+from colofunc.program.placing import everywhere, placing_of
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import Traced
 
@@ -121,26 +123,32 @@ class Lowered:
         """This step as it was behind one pass: its `text()`, and its `program`. Raises PlanError where there is no such pass."""
         return attrs.evolve(self, program=self.passes[name].program)
 
-    def cost(self) -> CostReport:
-        """Seconds, flops, bytes and calls per collective and axis, per rank."""
-        return program_cost(self.program, self.priced, self.registry.rule)
+    def cost(self, rank: int | None = None) -> CostReport:
+        """Seconds, flops, bytes and calls per collective and axis, of a rank, by default the busiest where they differ."""
+        some = distinct_ranks(self.program, self.mesh) if rank is None else (rank,)
+        costs = [program_cost(on_rank(self.program, self.mesh, one).program, self.priced, self.registry.rule) for one in some]
+        return max(costs, key=lambda cost: cost.seconds)
 
-    def memory(self) -> MemoryReport:
-        """Live bytes per tier at every position of the local program, as the executor runs it.
+    def memory(self, rank: int | None = None) -> MemoryReport:
+        """Live bytes per tier at every position of what a rank runs, by default the one that holds most.
 
         On real ranks collectives are started early and waited for late: what is in flight counts, and positions are those of
         that order.
         """
-        report, pool = held(self.program, self.mesh, self.executor, grouped=True), passing(self.ordered())
+        report, pool = held(self.program, self.mesh, self.executor, grouped=True, rank=rank), passing(self.ordered())
         return attrs.evolve(report, pool=pool) if pool.classes else report
 
     def ordered(self) -> Program:
         """The local program in the order in which the executor runs it."""
         return ordered(self.program, self.mesh, self.executor, grouped=True)
 
-    def lanes(self) -> Lanes:
-        """When each operator runs, on the device, the links and the host; positions are those of `memory()`."""
-        return lanes(self.ordered(), self.priced, self.registry.rule)
+    def lanes(self, rank: int | None = None) -> Lanes:
+        """When each operator of a rank runs, on the device, the links and the host; positions are those of `memory()`.
+
+        By default of the rank whose memory that is. Where ranks do different things they are played together, as the plan has them.
+        """
+        chosen = fullest(self.program, self.mesh, self.executor) if rank is None else rank
+        return lanes(self.ordered(), self.priced, self.registry.rule, chosen)
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""
@@ -150,20 +158,29 @@ class Lowered:
         """The first value of the step that is NaN or infinite without an operand that was. Consumes nothing."""
         return check_finite(self, args)
 
+    def _places(self) -> tuple[At | None, ...]:
+        """Who runs each node of the global program."""
+        given = {position: layout.at for position, layout in enumerate(self.input_layouts) if layout.at is not None}
+        return (placing_of(self.global_program, given, self.mesh) or everywhere(self.global_program)).nodes
+
+    def _apart(self, at: At | None) -> float:
+        """By how much less a rank does in the mean if only some run an operator."""
+        return 1.0 if at is None else self.mesh.axis_size(at[0]) / len(at[1])
+
     def coverage(self) -> Coverage:
         """The share of the step that is really split, and what is not understood."""
         flops = split_flops = nbytes = split_bytes = local_flops = 0.0
         fallbacks: set[str] = set()
         undecided: set[str] = set()
         values = self.global_program.values
-        for node, choice in zip(self.global_program.nodes, self.choices, strict=True):
+        for node, choice, at in zip(self.global_program.nodes, self.choices, self._places(), strict=True):
             work, _, _ = node_work(node, values, self.registry.rule)
             strategy = choice.strategy
             if choice.rule is None and not strategy.local and node.refs:
                 fallbacks.add(node.target)
             if choice.rule is not None and choice.rule.undecided():
                 undecided.add(f"{node.target}: {' '.join(choice.rule.undecided())}")
-            ways = _ways(strategy.outs, strategy.ins, self.mesh, strategy.axes)
+            ways = _ways(strategy.outs, strategy.ins, self.mesh, strategy.axes) * self._apart(at)
             flops += work
             local_flops += work / ways
             split_flops += work if ways > 1 else 0.0

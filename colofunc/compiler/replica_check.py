@@ -101,6 +101,8 @@ def state_names(outs: Sequence[str], inputs: Sequence[str]) -> list[str]:
 def _copied(layout: Layout, mesh: Mesh) -> bool:
     """Whether some ranks hold the same part of it."""
     taken = {*layout.axes, *(axis for axis, _ in layout.pending)}
+    if layout.at is not None and len(layout.at[1]) == 1:
+        taken.add(layout.at[0])
     return any(size > 1 and axis not in taken for axis, size in mesh.axes)
 
 

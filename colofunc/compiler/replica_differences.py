@@ -11,7 +11,7 @@ What a copy may be off by is a share of max(1, max|expected|), or an absolute di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -59,13 +59,15 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
     tied = {*layout.axes, *(a for a, _ in layout.pending)}
-    free = [a for a in mesh.axis_names if a not in tied]
+    free: dict[str, Sequence[int]] = {a: range(mesh.axis_size(a)) for a in mesh.axis_names if a not in tied}
+    if layout.at is not None:
+        free[layout.at[0]] = layout.at[1]
     return tuple(_copies(free, mesh))
 
 
-def _copies(free: Sequence[str], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _copies(free: Mapping[str, Sequence[int]], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     everyone = range(mesh.size)
-    for index in product(*(range(mesh.axis_size(a)) for a in free)):
+    for index in product(*free.values()):
         here = dict(zip(free, index, strict=True))
         members = tuple(r for r in everyone if all(mesh.coordinates(r)[a] == i for a, i in here.items()))
         yield members, tuple(mesh.rank_at({**mesh.coordinates(r), **here}) for r in everyone)

@@ -234,16 +234,19 @@ def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Co
     """
     items, at = dict(constraints.items), dict(constraints.at)
     for position in range(len(program.inputs)):
-        some = constraints.items.get(position, ())
-        pinned = [c.key[1] for c in some if isinstance(c.key, tuple) and c.key[0] == "pin" and c.key[1].at is not None]
-        if pinned:
-            at[position] = pinned[-1].at
-            items[position] = tuple(pin(c.key[1].with_at(None), c.says) if c.key[0] == "pin" else c for c in some)
+        some = []
+        for constraint in constraints.items.get(position, ()):
+            layout = _pinned(constraint)
+            if layout is not None and layout.at is not None:
+                at[position] = layout.at
+                constraint = pin(layout.with_at(None), constraint.says)
+            some.append(constraint)
+        items.update({position: tuple(some)} if some else {})
     outputs = {out: layout.with_at(None) for out, layout in constraints.outputs.items()}
     placed = {axis for axis, _ in at.values()}
-    for some in items.values():
-        for constraint in some if placed else ():
-            split = {axis for offer in constraint.offers for layout in offer.outs if layout is not None for axis in layout.axes}
+    for constraints_of_item in items.values() if placed else ():
+        for constraint in constraints_of_item:
+            split = {axis for offer in constraint.offers[:1] for layout in offer.outs if layout is not None for axis in layout.axes}
             if split & placed:
                 axis = (split & placed).pop()
                 raise PlanError(
@@ -251,6 +254,12 @@ def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Co
                     f"({_first_at(at, program, axis)}); use another axis of {mesh!r} for one of them"
                 )
     return attrs.evolve(constraints, items=items, outputs=outputs, at=at)
+
+
+def _pinned(constraint: Constraint) -> Layout | None:
+    """The layout that a constraint asks for as a whole."""
+    is_pin = isinstance(constraint.key, tuple) and constraint.key[0] == "pin"
+    return constraint.offers[0].outs[0] if is_pin else None
 
 
 def _first_at(at: Mapping[int, At], program: Program, axis: str) -> str:

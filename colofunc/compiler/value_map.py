@@ -24,6 +24,7 @@ from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.executors.source import Tap, Writer
 from colofunc.executors.tap import Lanes
 from colofunc.mesh import Mesh
+from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 
 
@@ -45,9 +46,10 @@ class Seen:
         cut = x.reshape([size for size, _ in atoms])[tuple(at[a] if a in at else slice(None) for _, a in atoms)]
         dims = tuple(tuple((size, a) for size, a in dim if a not in at) for dim in layout.dims)
         shape = tuple(prod(size for size, _ in dim) for dim in dims)
-        return cut.reshape(shape), make_layout(dims, shape, layout.pending, layout.tier, layout.scheme)
+        return cut.reshape(shape), make_layout(dims, shape, layout.pending, layout.tier, layout.scheme, layout.at)
 
 
+CLONE = "aten.clone.default"
 Look = Callable[[Seen, Lanes], None]
 
 
@@ -60,7 +62,7 @@ def program_tap(program: Program, whole: Program, look: Look) -> Tap:
         for value in comparable(node, writer.program, whole, [axis for axis, _ in axes]):
             writer.settle([name for lane in range(writer.lanes) for name in writer.on_host([value.id], lane)], [])
             seen = partial(_told, look, value, node, tuple(axes))
-            writer.line(f"{writer.bind(seen, 'look')}(({counters}), ({', '.join(writer.where[value.id])},))")
+            writer.line(f"{writer.bind(seen, 'look')}(({counters}), ({', '.join(writer.everywhere(value.id))},))")
 
     return tap
 
@@ -70,8 +72,10 @@ def _told(look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...
 
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
-    """Results of a node that are copies of global values, as their layouts say."""
-    for value in (program.values[o] for o in node.results):
+    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written to a copy."""
+    ids = [o for o in node.results if not _is_written_later(o, program, whole)]
+    ids += [i for i in written(node) if _is_written_later(i, program, whole)]
+    for value in map(program.value, ids):
         layout = value.layout
         if value.of is None or layout is None or layout.shape != whole.values[value.of].shape:
             continue
@@ -79,6 +83,15 @@ def comparable(node: Node, program: Program, whole: Program, times: list[str]) -
             continue
         if layout.local_shape == value.shape:
             yield value
+
+
+def _is_written_later(id: int, program: Program, whole: Program) -> bool:
+    """Whether a value is a copy of what an update reads until that has been written into it: then it is what the update makes."""
+    maker, of = program.makers.get(id), program.values[id].of
+    if maker is None or of is None or maker.target != CLONE:
+        return False
+    theirs = whole.makers.get(of)
+    return theirs is not None and theirs.target != CLONE
 
 
 def looked_at(program: Program, whole: Program, times: Mapping[str, int] | None = None) -> Counter[int]:

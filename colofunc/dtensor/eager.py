@@ -37,6 +37,7 @@ from colofunc.ops.targets import target_of
 from colofunc.program.facts import has_wires
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
+from colofunc.program.placing import placing_of
 from colofunc.program.tracing.ops import functional_form
 from colofunc.program.tracing.trace import record_local
 
@@ -222,11 +223,16 @@ def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], 
     ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in range(n_inputs))
     types = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in outs)
     call = Call(name, node.args, node.kwargs, ins, types)
-    choice = _choose(call, func, layouts, mesh)
+    choice = _choose(call, func, tuple(layout.with_at(None) for layout in layouts), mesh)
     program = Program(tuple(range(n_inputs)), (node,), tuple(o for o in outs if o is not None), values)
-    out_layouts = [lay for lay in choice.strategy.outs if lay is not None]
-    local = lower(program, [choice], dict(enumerate(layouts)), out_layouts, mesh, record_local)
-    return _Eager(local, choice.strategy.outs, out_tree)
+    placing = placing_of(program, {k: layout.at for k, layout in enumerate(layouts) if layout.at is not None}, mesh)
+    at = None if placing is None else placing.nodes[0]
+    outs_at = tuple(None if layout is None else layout.with_at(at) for layout in choice.strategy.outs)
+    if placing is not None:
+        placing = attrs.evolve(placing, outputs=(at,) * len(program.outputs))
+    out_layouts = [layout for layout in outs_at if layout is not None]
+    local = lower(program, [choice], dict(enumerate(layouts)), out_layouts, mesh, record_local, placing=placing)
+    return _Eager(local, outs_at, out_tree)
 
 
 def _tuples(tree: Any) -> Any:

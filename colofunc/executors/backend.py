@@ -26,7 +26,7 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.memory import MemoryReport, memory
-from colofunc.program.places import distinct_ranks, on_rank
+from colofunc.program.places import distinct_ranks, has_places, on_rank
 
 Shards = list[torch.Tensor]
 Run = Callable[[Sequence[Shards]], list[Shards]]
@@ -156,24 +156,34 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     return processes == mesh.size
 
 
-def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False) -> MemoryReport:
-    """What a rank holds while the executor runs `program`, the one that holds most: on real ranks with what is in flight. Joins nothing.
+def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None) -> MemoryReport:
+    """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
+
+    rank: by default the one that holds most, where ranks do different things.
 
     A step that was put on "distributed" counts as on real ranks before there are any. grouped: see `ordered`; no peak is another by it.
     """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    kinds = [on_rank(program, mesh, rank).program for rank in distinct_ranks(program, mesh)]
-    reports = [memory(ordered(mine, mesh, name, grouped=grouped), sent=real) for mine in kinds]
+    some = distinct_ranks(program, mesh) if rank is None else (rank,)
+    parts = [on_rank(program, mesh, one).program for one in some]
+    reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real) for part in parts]
     return max(reports, key=lambda report: report.peak_bytes["device"])
+
+
+def fullest(program: Program, mesh: Mesh, name: str | None = None) -> int:
+    """The rank that holds most on the device."""
+    peaks = {rank: held(program, mesh, name, grouped=True, rank=rank) for rank in distinct_ranks(program, mesh)}
+    return max(peaks, key=lambda rank: peaks[rank].peak_bytes["device"])
 
 
 def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False) -> Program:
     """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of its use.
 
-    grouped: with small updates side by side, which is the very order; plans are searched without it.
+    grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do different things, each
+    puts its own part in order.
     """
     real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
-    return overlapped(program, ahead_bytes, grouped) if real else program
+    return overlapped(program, ahead_bytes, grouped) if real and not has_places(program) else program
 
 
 def _process_group(mesh: Mesh) -> Any:

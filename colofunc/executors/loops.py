@@ -20,6 +20,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
+from colofunc.program.facts import PEERS
 from colofunc.program.ir import Loop, Node
 from colofunc.program.passes.loop import gathered_at, last_uses
 from colofunc.program.passes.reuse import own_outputs
@@ -88,7 +89,7 @@ def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool
 
 def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
     """Write a node about the axis of a loop around it; False if it is about another."""
-    if kind in ("rearrange", "wait") or kind in COPIES:
+    if kind in ("rearrange", "wait") or kind in COPIES or kind in PEERS:
         return False
     axes = tuple(node.args[0] if kind == "axis_index" else node.args[1])
     counter = next((name for loop, name in writer.loops if (loop.axis,) == axes), None)

@@ -199,6 +199,7 @@ class _Tensor:
     pieces: tuple[tuple[str, int, int, tuple[tuple[int, tuple[tuple[int, int], ...], int | None], ...], str], ...]
     dims: tuple[tuple[tuple[int, str | None], ...], ...] | None = None
     tier: Literal["device", "host", "disk"] = "device"
+    at: tuple[str, tuple[int, ...]] | None = None
 
 
 def _ours(folder: Path, content: dict[str, Any], verify: bool) -> _Found:
@@ -224,7 +225,7 @@ def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> 
             bounds.check_dims(name, said.shape, said.dims)
         read = partial(_read_own, folder, name, dtype, verify)
         regions = tuple((piece.region, piece) for piece in pieces)
-        found[name] = Entry(name, said.shape, dtype, regions, read, said.dims, said.tier)
+        found[name] = Entry(name, said.shape, dtype, regions, read, said.dims, said.tier, said.at)
     return found
 
 

@@ -212,6 +212,8 @@ def _type_problem(program: Program, node: Node) -> str:
 
 
 def _mismatch(program: Program, node: Node, types: list[Meta | None]) -> str:
+    if node.target == SEND and not node.outs:
+        return ""  # the half of who sends to others only
     if len(types) != len(node.outs):
         return f"{node.target} gives {len(types)} results, the node defines {len(node.outs)}"
     for out, meta in zip(node.outs, types, strict=True):

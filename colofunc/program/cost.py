@@ -24,7 +24,7 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
 
 WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send"})
-LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug"})
+LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug", "receive"})
 
 RuleOf = Callable[[Call], Rule | None]
 
@@ -79,7 +79,7 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
         return kind, axes, n, value.nbytes // max(1, value.shape[1]) * expected
     nbytes = sum(values[i].nbytes for i in node.refs)
     if kind == "send":
-        nbytes *= len(node.args[4])  # one target after the other
+        nbytes *= sum(target != node.args[3] for target in node.args[4])  # one after the other
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
 
 

@@ -15,19 +15,22 @@ The trips of a loop follow one another. Seconds are those of the planner: roofli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
+from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.memory_report import MemoryReport, operator
+from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 
 TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
+Seconds = Callable[[Node, Mapping[int, Value]], float]
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
 
 
@@ -61,41 +64,101 @@ class Lanes:
         return {lane: seconds for lane, seconds in found.items() if seconds}
 
 
-def lanes(program: Program, mesh: Mesh, rule_of: RuleOf) -> Lanes:
+def lanes(program: Program, mesh: Mesh, rule_of: RuleOf, rank: int | None = None) -> Lanes:
     """Play a local program as it stands: what real ranks run is `overlapped` first."""
-    return played(program, mesh, partial(node_s, mesh=mesh, rule_of=rule_of))
+    return played(program, mesh, partial(node_s, mesh=mesh, rule_of=rule_of), rank)
 
 
-def played(program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, Value]], float]) -> Lanes:
-    """`lanes` where somebody says how long an operator of the device takes."""
-    return _Player(program, mesh, seconds).play()
+def played(program: Program, mesh: Mesh, seconds: Seconds, rank: int | None = None) -> Lanes:
+    """`lanes` where somebody says how long an operator of the device takes.
+
+    Of a program in which ranks do different things: what `rank` does, by default the one that ends last, with positions in its own part
+    (`places.on_rank`). All are played together, so that it waits for what others send.
+    """
+    if not has_places(program):
+        return _Player(program, mesh, seconds).play()
+    by_rank = _together(program, mesh, seconds, distinct_ranks(program, mesh))
+    return max(by_rank.values(), key=lambda lanes: lanes.end_s) if rank is None else by_rank[same_as(rank, program, mesh)]
+
+
+def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[int]) -> dict[int, Lanes]:
+    """Per rank, what it does while the others do their part."""
+    players = {rank: _Player(program, mesh, seconds) for rank in ranks}
+    for node in program.nodes:
+        here = {rank: player for rank, player in players.items() if holds(node.on, mesh, rank)}
+        if node.target == SEND:
+            _, axes, _, source, targets = node.args
+            sent_s = max(player.sends(node) for rank, player in here.items() if mesh.index(rank, axes) == source)
+            for rank, player in here.items():
+                if mesh.index(rank, axes) in targets and mesh.index(rank, axes) != source:
+                    player.receives(node, sent_s)
+        elif node.loop is not None:
+            trips = _together(node.loop.body, mesh, seconds, list(here))
+            longest_s = max(trip.end_s for trip in trips.values())
+            for rank, player in here.items():
+                player.repeats(node, node.loop, attrs.evolve(trips[rank], end_s=longest_s))
+        else:
+            for player in here.values():
+                player.step(node)
+    return {rank: player.lanes() for rank, player in players.items()}
 
 
 class _Player:
-    def __init__(self, program: Program, mesh: Mesh, seconds: Callable[[Node, Mapping[int, Value]], float]) -> None:
+    def __init__(self, program: Program, mesh: Mesh, seconds: Seconds) -> None:
         self.program, self.mesh, self.device_s = program, mesh, seconds
         self.free = dict.fromkeys(LANES, 0.0)  # the host's: when the thread that hands work out is free
         self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
+        self.clock = 0.0  # when the device may go on
+        self.starts: list[float] = []
 
     def play(self) -> Lanes:
-        clock, starts = 0.0, []
-        for index, node in enumerate(self.program.nodes):
-            starts.append(clock)
-            clock = max(clock, self._node(index, node, clock))
-        return Lanes(tuple(self.busy), tuple(starts), max(clock, *self.free.values()), self.bodies)
+        for node in self.program.nodes:
+            self.step(node)
+        return self.lanes()
+
+    def lanes(self) -> Lanes:
+        return Lanes(tuple(self.busy), tuple(self.starts), max(self.clock, *self.free.values()), self.bodies)
+
+    def step(self, node: Node) -> None:
+        index = self._begin()
+        self.clock = max(self.clock, self._node(index, node, self.clock))
+
+    def _begin(self) -> int:
+        """The position of the next node."""
+        self.starts.append(self.clock)
+        return len(self.starts) - 1
+
+    def sends(self, node: Node) -> float:
+        """When what is sent has arrived; the device goes on meanwhile."""
+        index, needs, seconds = self._begin(), self._needs(node), self._seconds(node)
+        begin = max(self.clock, needs, self.free["host"], self.free["collectives"])
+        self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
+        self.free["collectives"] = begin + seconds
+        return begin + seconds
+
+    def receives(self, node: Node, sent_s: float) -> None:
+        self._begin()
+        self._made(node, sent_s)
+
+    def repeats(self, node: Node, loop: Loop, trip: Lanes) -> None:
+        index = self._begin()
+        self.clock = max(self.clock, self._trips(index, node, loop, trip, max(self.clock, self._needs(node), self.free["host"])))
+
+    def _needs(self, node: Node) -> float:
+        """When all operands are there."""
+        return max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
 
     def _node(self, index: int, node: Node, clock: float) -> float:
         """When the device may go on."""
-        kind, needs = kind_of(node), max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
+        kind, needs = kind_of(node), self._needs(node)
         if kind == ("wait", False):
             self._made(node, needs)
             return needs
         if node.loop is not None:
-            end = self._loop(index, node.loop, max(clock, needs, self.free["host"]))
-            self._made(node, end)
-            return end
+            trip = played(node.loop.body, self.mesh, self.device_s)
+            return self._trips(index, node, node.loop, trip, max(clock, needs, self.free["host"]))
         lane, seconds = self._lane(node), self._seconds(node)
         begin = max(self.free["host"], needs, *(() if lane == "host" else (clock, self.free[lane])))
         if seconds:
@@ -110,13 +173,14 @@ class _Player:
         for i in (*written(node), *node.results):
             self.ready[i] = when_s
 
-    def _loop(self, index: int, loop: Loop, begin: float) -> float:
-        trip = self.bodies[index] = played(loop.body, self.mesh, self.device_s)
+    def _trips(self, index: int, node: Node, loop: Loop, trip: Lanes, begin: float) -> float:
+        self.bodies[index] = trip
         for k in range(loop.trips):
             now = begin + k * trip.end_s
             self.busy += [attrs.evolve(b, start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
         end = begin + loop.trips * trip.end_s
         self.free = {lane: max(free, end) for lane, free in self.free.items()}
+        self._made(node, end)
         return end
 
     def _lane(self, node: Node) -> str:

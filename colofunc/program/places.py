@@ -18,7 +18,7 @@ import attrs
 from colofunc.dtensor.layout import At
 from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Loop, Node, Program, computed_once
+from colofunc.program.ir import Loop, Node, Program, Value, computed_once
 
 SEND = "colofunc.send"
 RECEIVE = "colofunc.receive"
@@ -73,8 +73,13 @@ def _filtered(program: Program, mesh: Mesh, rank: int, inputs: Sequence[int]) ->
     places = {k: place for place, k in enumerate(kept)}
     positions = {i: k for k, i in enumerate(inputs)}
     aliases = tuple((places[out], positions[program.inputs[into]]) for out, into in program.aliases if out in places)
-    values = {i: program.values[i] for i in made}
+    values = {i: _here(program.values[i]) for i in made}
     return attrs.evolve(program, inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(kept.values()), values=values, aliases=aliases)
+
+
+def _here(value: Value) -> Value:
+    """A value as a rank sees it that has it."""
+    return value if value.layout is None else attrs.evolve(value, layout=value.layout.with_at(None))
 
 
 def _exists(program: Program, id: int, mesh: Mesh, rank: int) -> bool:
@@ -120,15 +125,30 @@ def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: 
 
 def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:
     """One rank of each kind that runs something else."""
-    if not has_places(program):
-        return (0,)
+    first: dict[int, int] = {}
+    for rank in range(mesh.size) if has_places(program) else (0,):
+        first.setdefault(_kind(rank, program, mesh), rank)
+    return tuple(first.values())
+
+
+def same_as(rank: int, program: Program, mesh: Mesh) -> int:
+    """The one of `distinct_ranks` that runs what this rank runs."""
+    kind = _kind(rank, program, mesh)
+    return next(one for one in distinct_ranks(program, mesh) if _kind(one, program, mesh) == kind)
+
+
+def _kind(rank: int, program: Program, mesh: Mesh) -> int:
+    axes = _axes(program)
+    return mesh.index(rank, mesh.ordered(axes)) if axes else 0
+
+
+@computed_once
+def _axes(program: Program) -> tuple[str, ...]:
+    """Axes at whose indices something exists or runs."""
     axes = set()
     for each in program.with_bodies():
         layouts = (program.values[i].layout for i in program.inputs) if each is program else ()
         axes |= {layout.at[0] for layout in layouts if layout is not None and layout.at is not None}
         axes |= {node.on[0] for node in each.nodes if node.on is not None}
         axes |= {axis for node in each.nodes if node.target == SEND for axis in node.args[1]}
-    first: dict[int, int] = {}
-    for rank in range(mesh.size):
-        first.setdefault(mesh.index(rank, mesh.ordered(axes)), rank)
-    return tuple(first.values())
+    return tuple(sorted(axes))

@@ -64,7 +64,7 @@ class Stages:
                 raise cf.PlanError(f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along {self.axis!r}")
         for value in params:
             for glob, indices in self.where:
-                if value.role in ("param", "frozen") and fnmatchcase(value.name, glob) or fnmatchcase(value.name, f"*.{glob}"):
+                if (value.role in ("param", "frozen") and fnmatchcase(value.name, glob)) or fnmatchcase(value.name, f"*.{glob}"):
                     met.add(glob)
                     at = f"... @{self.axis}={','.join(map(str, indices))}"
                     found.append(cf.ext.Wish(value.name, at, self.axes, (value.role,), self.name))

@@ -67,6 +67,8 @@ class Leaf:
         if self.layout is not None:
             found["dims"] = [[list(atom) for atom in dim] for dim in self.layout.dims]
             found["tier"] = self.layout.tier
+            if self.layout.at is not None:
+                found["at"] = [self.layout.at[0], list(self.layout.at[1])]
         return found
 
     def items(self, rank: int) -> list[Item]:

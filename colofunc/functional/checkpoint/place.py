@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Atom, Layout, make_layout, replicated
+from colofunc.dtensor.layout import At, Atom, Layout, make_layout, replicated
+from colofunc.dtensor.parts import holds
 from colofunc.dtensor.spec import Spec, bind
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
@@ -41,6 +42,7 @@ class Entry:
     read: Read
     dims: tuple[tuple[Atom, ...], ...] | None = None  # of the layout it was saved in
     tier: str = "device"
+    at: At | None = None
 
     def region(self, wanted: Region) -> torch.Tensor:
         """These elements, in order. Raises CheckpointError where the pieces do not hold all of them."""
@@ -90,6 +92,9 @@ def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DT
     parts = []
     where = device if layout.tier == "device" else torch.device("cpu")
     for rank in backend.ranks(mesh):
+        if not holds(layout.at, mesh, rank):
+            parts.append(torch.empty(0, dtype=entry.dtype, device=where))
+            continue
         region = region_of(layout, mesh, rank)
         if region not in done and layout.tier == "disk":  # too large for memory: read when a step puts it on its own disk
             done[region] = unread(layout.local_shape, entry.dtype, partial(_part, entry, region, layout, mesh, rank))
@@ -136,7 +141,17 @@ def layout_for(entry: Entry, mesh: Mesh, spec: SpecLike | None) -> Layout:
         return layout
     if entry.dims is None:
         return replicated(entry.shape, entry.tier)
-    return make_layout(tuple(_dim(dim, n, mesh) for dim, n in zip(entry.dims, entry.shape)), entry.shape, (), entry.tier)
+    dims = tuple(_dim(dim, n, mesh) for dim, n in zip(entry.dims, entry.shape))
+    return make_layout(dims, entry.shape, (), entry.tier, at=_at(entry.at, dims, mesh))
+
+
+def _at(at: At | None, dims: Sequence[tuple[Atom, ...]], mesh: Mesh) -> At | None:
+    """Where it was saved from, if this mesh has those indices of that axis and more; else everywhere."""
+    if at is None:
+        return None
+    size = mesh.shape.get(at[0], 0)
+    fits = bool(at[1]) and all(0 <= index < size for index in at[1]) and len(at[1]) < size
+    return at if fits and at[0] not in {axis for dim in dims for _, axis in dim} else None
 
 
 def _dim(dim: tuple[Atom, ...], size: int, mesh: Mesh) -> tuple[Atom, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from colofunc.dtensor.layout import Dim, Layout
+from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
 
 Pick = slice | np.ndarray  # positions along one dim
@@ -127,6 +128,8 @@ def owners(layout: Layout, mesh: Mesh) -> dict[Region, list[int]]:
     """Distinct parts that hold something -> the ranks that hold each of them, in rank order."""
     found: dict[Region, list[int]] = {}
     for rank in range(mesh.size):
+        if not holds(layout.at, mesh, rank):
+            continue
         found.setdefault(region_of(layout, mesh, rank), []).append(rank)
     return {region: ranks for region, ranks in found.items() if region.numel or layout.shape.count(0)}
 

@@ -26,6 +26,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.facts import is_copy, kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.memory import Lies
+from colofunc.program.places import made_at
 
 Tiers = tuple[str, str]  # where nodes read, and where what has no room there lies
 TIERS: Tiers = ("device", "host")
@@ -122,7 +123,7 @@ class Tiered:
         made = self.maker.get(self._root(storage))
         origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
         value = self.program.values[self._root(storage)]
-        on = None if value.layout is None else value.layout.at
+        on = made_at(made) if made is not None else None if value.layout is None else value.layout.at
         return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
     def _root(self, storage: int) -> int:

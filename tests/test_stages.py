@@ -1,0 +1,369 @@
+"""Stages: values that exist on some ranks (`@pp=1`), operators that run there, and what is sent between them."""
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from colofunc_plugins import tensor, zero
+from colofunc_plugins.pipeline import stages
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+import colofunc as cf
+from colofunc.dtensor.convert import conversion
+from colofunc.executors.launch import launch
+from colofunc.program.check import check_program
+from colofunc.program.memory import memory
+from colofunc.program.places import on_rank
+from colofunc.program.serialize import load, save
+from colofunc.testing import check
+
+MESH = cf.Mesh(pp=2, dp=2, topology="8xa100-80g")
+TWO = {"0.*": 0, "2.*": 1, "4.*": 1}
+
+
+def mlp(optimizer: Any = torch.optim.AdamW) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    step, state = cf.train_step(
+        cf.functional(net), cf.adapt(optimizer, lr=1e-2), lambda out, b: (out - b[1]).pow(2).mean(), inputs=lambda b: ((b[0],), {})
+    )
+    return step, state, (torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("text", ["a b @pp=1", "(dp a) b @pp=0", "a b +dp @pp=1", "a b @host @pp=0", "(dp a) b"])
+def test_a_layout_says_where_a_value_exists(text: str) -> None:
+    layout = cf.Spec(text).bind(MESH, (8, 4))
+    assert layout.text() == text and cf.Spec(layout.text()).bind(MESH, (8, 4)) is layout
+
+
+def test_at_all_indices_is_everywhere() -> None:
+    assert cf.Spec("a b @pp=0,1").bind(MESH, (8, 4)) is cf.Spec("a b").bind(MESH, (8, 4))
+    assert cf.Spec("a b @pp=0").bind(cf.Mesh(pp=1), (8, 4)).at is None
+    assert cf.Spec("a @pp=3,0").bind(cf.Mesh(pp=4), (8,)).text() == "a @pp=0,3"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a b @pp=2", "index 2 of axis 'pp' is not in 0..1"),
+        ("a b @qq=0", "names no mesh axis; axes: 'dp', 'pp'"),
+        ("(pp a) b @pp=0", "mesh axis 'pp' is used 2 times"),
+        ("a b +pp @pp=0", "mesh axis 'pp' is used 2 times"),
+        ("a b @pp=", "says no indices of an axis"),
+        ("a b @pp=0,0", "says an index twice"),
+        ("a b @pp=0 @dp=1", "two places"),
+    ],
+)
+def test_bad_places_are_errors(text: str, says: str) -> None:
+    with pytest.raises(cf.SpecError, match=re.escape(says)):
+        cf.Spec(text).bind(MESH, (8, 4))
+
+
+def test_the_ranks_at_indices_of_axes() -> None:
+    mesh = cf.Mesh(pp=3, dp=2)
+    assert mesh.at(pp=1) == (2, 3) and mesh.at(pp=(0, 2), dp=1) == (1, 5) and mesh.at() == tuple(range(6))
+    with pytest.raises(cf.MeshError, match=r"index 3 of axis 'pp' is not in 0\.\.2"):
+        mesh.at(pp=3)
+    with pytest.raises(cf.MeshError, match="no axis 'pq'"):
+        mesh.at(pq=0)
+
+
+SPECS = ["a b", "(dp a) b", "a (dp b)", "(tp dp a) b"]
+PLACES = ["", " @pp=0", " @pp=1", " @pp=2", " @pp=0,2"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_value_stays_itself_wherever_it_goes(seed: int) -> None:
+    draw = random.Random(seed)
+    mesh, x = cf.Mesh(pp=3, dp=2, tp=2), torch.randn(8, 4, dtype=torch.float64)
+    moved = cf.distribute(x, draw.choice(SPECS) + draw.choice(PLACES), mesh)
+    for _ in range(3):
+        source = moved.sharding
+        moved = moved.redistribute(draw.choice(SPECS) + draw.choice(PLACES))
+        target = moved.sharding
+        assert torch.equal(moved.full(), x)
+        for rank, shard in enumerate(moved.shards):
+            here = target.at is None or mesh.coordinates(rank)["pp"] in target.at[1]
+            assert shard.shape == (target.local_shape if here else (0,))
+        moves = conversion(source, target, mesh, 8).moves
+        there = source.at is None or (target.at is not None and set(target.at[1]) <= set(source.at[1]))
+        assert [move.target for move in moves].count("send") == (not there)
+
+
+def test_eager_operators_run_where_their_operands_are() -> None:
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    a, b = cf.distribute(x, "(dp a) b @pp=1", MESH), cf.distribute(y, "a b @pp=1", MESH)
+    made = a @ b
+    assert made.spec.pattern.endswith("@pp=1") and torch.equal(made.full(), x @ y)
+    assert made.shards[0].shape == (0,)
+    assert torch.equal((a @ cf.distribute(y, "a b", MESH)).full(), x @ y)
+    apart = a @ cf.distribute(y, "a b @pp=0", MESH)
+    assert torch.equal(apart.full(), x @ y)
+
+
+# ---- steps ----
+
+CHAINS: dict[str, Callable[[Any], Any]] = {
+    "stages": lambda step: cf.shard(step, MESH, stages("pp", TWO)),
+    "alone": lambda step: cf.shard(step, MESH, stages("pp", TWO), auto=False),
+    "zero1": lambda step: cf.shard(step, MESH, stages("pp", TWO), zero(1, "dp")),
+    "zero2": lambda step: cf.shard(step, MESH, stages("pp", TWO), zero(2, "dp")),
+    "zero3": lambda step: cf.shard(step, MESH, stages("pp", TWO), zero(3, "dp")),
+    "microbatches": lambda step: cf.accumulate(CHAINS["stages"](step), microbatches=2),
+    "microbatches, zero3": lambda step: cf.accumulate(CHAINS["zero3"](step), microbatches=2),
+    "checkpoint": lambda step: cf.checkpoint(CHAINS["zero1"](step), policy="nothing"),
+    "budget": lambda step: cf.checkpoint(CHAINS["zero3"](step), budget=9500),
+    "offload": lambda step: cf.offload(CHAINS["zero1"](step), policy="host"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_training_equals_one_device(name: str) -> None:
+    step, state, batch = mlp()
+    with cf.testing.float64():
+        chain = CHAINS[name](step)
+        low = chain.lower(state, batch)
+        assert {node.on for each in low.program.with_bodies() for node in each.nodes} >= {("pp", (0,)), ("pp", (1,))}
+        check_program(low.program, MESH)
+        check(chain, state, batch, steps=2)
+    assert CHAINS[name](step).compare(state, batch).equal
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_other_optimizers_follow_their_parameters(optimizer: Any) -> None:
+    step, state, batch = mlp(optimizer)
+    chain = CHAINS["zero3"](step)
+    low = chain.lower(state, batch)
+    for value in (low.program.values[i] for i in low.program.inputs):
+        if value.role in ("param", "state") and value.shape:
+            stage = 0 if re.search(r"\.0\.(weight|bias)$", value.name) else 1
+            assert value.layout is not None and value.layout.at == ("pp", (stage,)), value.name
+    with cf.testing.float64():
+        check(chain, state, batch, steps=2)
+
+
+def gpt2(layers: int = 2) -> tuple[Any, Any, Any]:
+    """With a tied weight: the embedding of stage 0 is the head of the last."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    step, state = cf.train_step(cf.functional(GPT2LMHeadModel(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=0.5)
+    ids = torch.randint(32, (4, 8))
+    return step, state, {"input_ids": ids, "labels": ids}
+
+
+GPT2 = {"transformer.wte.*": (0, 1), "transformer.wpe.*": 0, "transformer.h.0.*": 0, "transformer.h.1.*": 1, "transformer.ln_f.*": 1}
+
+
+def test_a_tied_weight_is_at_two_stages() -> None:
+    step, state, batch = gpt2()
+    mesh = cf.Mesh(pp=4, dp=1, topology="8xa100-80g")
+    places = {"transformer.wte.*": (0, 3), "transformer.wpe.*": 0, "transformer.h.0.*": 1, "transformer.h.1.*": 2, "transformer.ln_f.*": 3}
+    with cf.testing.float64():
+        chain = cf.shard(step, mesh, stages("pp", places))
+        check(chain, state, batch, steps=2)
+        low = chain.lower(state, batch)
+    weight = next(v for v in map(low.program.value, low.program.inputs) if v.name.endswith("params.transformer.wte.weight"))
+    assert weight.layout is not None and weight.layout.at == ("pp", (0, 3))
+
+
+@pytest.mark.parametrize("plans", [(zero(3, "dp"),), (tensor("1d", "dp"),), ()])
+def test_a_language_model_with_clipping_in_two_stages(plans: tuple[Any, ...]) -> None:
+    step, state, batch = gpt2()
+    with cf.testing.float64():
+        check(cf.shard(step, MESH, stages("pp", GPT2), *plans), state, batch, steps=2)
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0)
+    net = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)).double()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    batch = {"input_ids": torch.randint(32, (4, 6)), "labels": torch.randint(32, (4, 5))}
+    places = {"encoder.*": 0, "decoder.*": 1, "shared.*": (0, 1)}
+    with cf.testing.float64():
+        check(cf.shard(step, MESH, stages("pp", places), zero(1, "dp")), state, batch, steps=2)
+
+
+class Skips(nn.Module):
+    """A value of the first stage is read by the last one, past the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.down(x))
+        return self.up(torch.cat([torch.tanh(self.middle(first)), first], 1))
+
+
+def test_a_skip_past_a_stage_travels_once() -> None:
+    torch.manual_seed(0)
+    step, state = cf.train_step(
+        cf.functional(Skips().double()), cf.adapt(torch.optim.SGD, lr=1e-2), lambda out, b: out.pow(2).mean(), inputs=lambda b: ((b,), {})
+    )
+    chain = cf.shard(step, cf.Mesh(pp=3, topology="8xa100-80g"), stages("pp", {"down.*": 0, "middle.*": 1, "up.*": 2}))
+    batch = torch.randn(8, 8, dtype=torch.float64)
+    with cf.testing.float64():
+        check(chain, state, batch, steps=2)
+    sent = [node for node in chain.lower(state, batch).program.nodes if node.target == "colofunc.send" and node.phase == "forward"]
+    large = [node.args[3:] for node in sent if chain.lower(state, batch).program.values[node.refs[0]].shape]
+    assert sorted(large) == [(0, (1,)), (1, (2,))]  # the middle stage has what it would be sent with already
+
+
+def test_a_forward_only_step() -> None:
+    torch.manual_seed(0)
+    net = cf.functional(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double())
+
+    def infer(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.apply(params, net.buffers, x)[0]
+
+    x = torch.randn(8, 8, dtype=torch.float64)
+    step = cf.shard(infer, MESH, stages("pp", TWO))
+    out = step(step.init(net.params, x), x)
+    assert out.spec.pattern.endswith("@pp=1")
+    torch.testing.assert_close(out.full(), infer(net.params, x))
+
+
+# ---- what a rank has, holds and runs ----
+
+
+def test_a_rank_runs_its_part_and_holds_its_stage_only() -> None:
+    step, state, batch = mlp()
+    low = CHAINS["zero3"](step).lower(state, batch)
+    runs = [on_rank(low.program, MESH, rank).program for rank in range(4)]
+    for mine in runs:
+        check_program(mine, MESH)
+        assert all(node.on is None for node in mine.nodes)
+        assert {node.target for node in mine.nodes} >= {"colofunc.send", "colofunc.receive"}
+    assert runs[0] == runs[1] and runs[2] == runs[3]
+    peaks = [low.memory(rank).peak_bytes["device"] for rank in range(4)]
+    assert peaks == [memory(mine).peak_bytes["device"] for mine in runs]
+    assert low.memory().peak_bytes["device"] == max(peaks) == low.plan.peak_bytes
+    assert max(peaks) < memory(low.program).peak_bytes["device"], "of the union, as if one rank did it all"
+    assert max(low.cost(rank).flops for rank in range(4)) < low.cost(0).flops + low.cost(2).flops
+
+
+def test_a_later_stage_waits_for_an_earlier_one() -> None:
+    step, state, batch = mlp()
+    low = CHAINS["alone"](step).lower(state, batch)
+    first, last = low.lanes(0), low.lanes(2)
+    assert len(first.starts_s) == len(on_rank(low.program, MESH, 0).program.nodes)
+    linear = next(busy for busy in last.busy if busy.label == "linear")
+    sent = next(busy for busy in first.busy if busy.label == "send")
+    assert linear.start_s >= sent.end_s > 0
+
+
+def test_state_lies_on_its_stage_and_is_saved_and_loaded_onto_any_mesh(tmp_path: Any) -> None:
+    step, state, batch = mlp()
+    chain = CHAINS["zero3"](step)
+    placed = chain.init(state, batch)
+    weight = placed["params"]["2.weight"]
+    assert [tuple(shard.shape) for shard in weight.shards] == [(0,), (0,), (8, 16), (8, 16)]
+    assert weight.local.numel() == 0 and torch.equal(weight.full(), state["params"]["2.weight"])
+    placed, _ = chain(placed, batch)
+    cf.save(str(tmp_path / "run"), placed)
+    wanted = {name: x.full() for name, x in placed["params"].items()}
+    for mesh in (MESH, cf.Mesh(dp=2), cf.Mesh(pp=2), cf.Mesh(pp=4), None):
+        loaded = cf.load(str(tmp_path / "run"), mesh=mesh)["params"]
+        for name, x in loaded.items():
+            assert torch.equal(x.full() if isinstance(x, cf.DTensor) else x, wanted[name])
+        if mesh is MESH:
+            assert loaded["2.weight"].sharding is placed["params"]["2.weight"].sharding
+            assert loaded["2.weight"].shards[0].numel() == 0
+
+
+def test_programs_with_places_are_saved(tmp_path: Any) -> None:
+    step, state, batch = mlp()
+    for name in ("zero3", "microbatches"):
+        program = CHAINS[name](step).lower(state, batch).program
+        save(program, tmp_path / name)
+        again = load(tmp_path / name)
+        assert again.nodes == program.nodes or name == "microbatches"  # loops are compared by identity
+        assert [node.on for node in again.nodes] == [node.on for node in program.nodes]
+        assert all(again.values[i].layout is program.values[i].layout for i in program.values)
+
+
+def test_a_plan_says_where_leaves_are_and_is_given_back() -> None:
+    step, state, batch = mlp()
+    plan = CHAINS["zero3"](step).lower(state, batch).plan
+    again = cf.Plan.from_dict(plan.to_dict())
+    assert again.leaf("state.params.2.weight").at == ("pp", (1,))
+    low = cf.shard(step, MESH).with_plan(again).lower(state, batch)
+    assert low.input_layouts[2].at == ("pp", (1,))
+    assert low.plan.leaf("state.opt.exp_avg.0.weight").at == ("pp", (0,))
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("plans", "says"),
+    [
+        ((stages("pp", {"0.*": 0, "7.*": 1}),), "'7.*' matches no parameter; the first are"),
+        ((stages("pp", {"0.*": 2}),), "'0.*' is to be at index 2, and Mesh(pp=2, dp=2"),
+        ((stages("pp", {"0.*": 0}), zero(3, "pp")), "stages(pp)"),
+        ((stages("pp", {"0.*": 0}), stages("dp", {"2.*": 0})), "placed at indices of 2 axes, dp, pp"),
+    ],
+)
+def test_what_cannot_be_placed_is_an_error(plans: tuple[Any, ...], says: str) -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.PlanError, match=re.escape(says)):
+        cf.shard(step, MESH, *plans).lower(state, batch)
+
+
+def test_stages_without_places_are_an_error() -> None:
+    with pytest.raises(cf.PlanError, match="places nothing"):
+        stages("pp", {})
+    with pytest.raises(cf.PlanError, match="give an index of 'pp'"):
+        stages("pp", {"0.*": -1})
+
+
+def test_a_node_that_reads_what_is_elsewhere_is_an_error() -> None:
+    step, state, batch = mlp()
+    program = CHAINS["alone"](step).lower(state, batch).program
+    index = next(k for k, node in enumerate(program.nodes) if node.on == ("pp", (1,)))
+    edit = cf.ext.Editor(program)
+    import attrs
+
+    edit.replace(index, attrs.evolve(program.nodes[index], on=("pp", (0,))))
+    with pytest.raises(cf.ProgramError, match="@pp=0"):
+        check_program(edit.done(), MESH)
+
+
+# ---- real ranks ----
+
+
+def train(plan_of: str, steps: int = 2) -> dict[str, torch.Tensor]:
+    with cf.testing.float64():
+        step, state, batch = mlp()
+        chain = cf.shard(step, cf.Mesh(pp=2), stages("pp", TWO))
+        chain = cf.accumulate(chain, microbatches=2) if plan_of == "microbatches" else chain
+        state = chain.init(state, batch)
+        for _ in range(steps):
+            state, metrics = chain(state, batch)
+        assert state["params"]["0.weight"].local.numel() == (128 if cf.Mesh(pp=2).rank == 0 else 0)
+        float(metrics["loss"])
+        return {name: x.full() for name, x in state["params"].items()}
+
+
+def both() -> dict[str, dict[str, torch.Tensor]]:
+    return {name: train(name) for name in ("plain", "microbatches")}
+
+
+@pytest.mark.dist
+def test_two_real_ranks_compute_what_one_device_does() -> None:
+    with cf.testing.float64():
+        step, state, batch = mlp()
+        for _ in range(2):
+            state, _ = step(state, batch)
+    for found in launch(both, 2):
+        for mine in found.values():
+            for name, x in state["params"].items():
+                torch.testing.assert_close(mine[name], x, rtol=1e-10, atol=1e-10)
