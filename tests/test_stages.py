@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
-from colofunc_plugins import tensor, zero
-from colofunc_plugins.pipeline import stages
+from colofunc_plugins import stages, tensor, zero
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
@@ -298,6 +298,7 @@ def test_a_plan_says_where_leaves_are_and_is_given_back() -> None:
     low = cf.shard(step, MESH).with_plan(again).lower(state, batch)
     assert low.input_layouts[2].at == ("pp", (1,))
     assert low.plan.leaf("state.opt.exp_avg.0.weight").at == ("pp", (0,))
+    assert "stages" in next(use.words for use in low.plan.axes if use.axis == "pp")
 
 
 # ---- what cannot be ----
@@ -318,6 +319,12 @@ def test_what_cannot_be_placed_is_an_error(plans: tuple[Any, ...], says: str) ->
         cf.shard(step, MESH, *plans).lower(state, batch)
 
 
+def test_a_disk_is_refused(tmp_path: Any) -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.PlanError, match="keeps nothing on disk yet; drop disk="):
+        cf.offload(CHAINS["zero1"](step), policy="disk", disk=str(tmp_path)).lower(state, batch)
+
+
 def test_stages_without_places_are_an_error() -> None:
     with pytest.raises(cf.PlanError, match="places nothing"):
         stages("pp", {})
@@ -330,8 +337,6 @@ def test_a_node_that_reads_what_is_elsewhere_is_an_error() -> None:
     program = CHAINS["alone"](step).lower(state, batch).program
     index = next(k for k, node in enumerate(program.nodes) if node.on == ("pp", (1,)))
     edit = cf.ext.Editor(program)
-    import attrs
-
     edit.replace(index, attrs.evolve(program.nodes[index], on=("pp", (0,))))
     with pytest.raises(cf.ProgramError, match="@pp=0"):
         check_program(edit.done(), MESH)

@@ -72,20 +72,42 @@ def lanes(program: Program, mesh: Mesh, rule_of: RuleOf, rank: int | None = None
 def played(program: Program, mesh: Mesh, seconds: Seconds, rank: int | None = None) -> Lanes:
     """`lanes` where somebody says how long an operator of the device takes.
 
-    Of a program in which ranks do different things: what `rank` does, by default the one that ends last, with positions in its own part
-    (`places.on_rank`). All are played together, so that it waits for what others send.
+    Where ranks do different things all are played together, so that each waits for what others send. What comes of it is what `rank`
+    does, with positions in its own part (`places.on_rank`); without a rank what all do, with positions in the program.
     """
     if not has_places(program):
         return _Player(program, mesh, seconds).play()
     by_rank = _together(program, mesh, seconds, distinct_ranks(program, mesh))
-    return max(by_rank.values(), key=lambda lanes: lanes.end_s) if rank is None else by_rank[same_as(rank, program, mesh)]
+    return _union(program, mesh, by_rank) if rank is None else by_rank[same_as(rank, program, mesh)]
+
+
+def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
+    """What all ranks do: each node as the first rank does it that runs it."""
+    at = dict.fromkeys(by_rank, 0)  # positions that each has come to
+    where: dict[tuple[int, int], int] = {}  # (rank, position there) -> position in the program
+    starts = []
+    for index, node in enumerate(program.nodes):
+        here = [rank for rank in by_rank if _takes_part(node, mesh, rank)]
+        starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
+        where[here[0], at[here[0]]] = index
+        at.update({rank: at[rank] + 1 for rank in here})
+    busy = [attrs.evolve(b, index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
+    bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
+    busy.sort(key=lambda b: b.index)
+    return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
+
+
+def _takes_part(node: Node, mesh: Mesh, rank: int) -> bool:
+    if node.target != SEND:
+        return holds(node.on, mesh, rank)
+    return holds(node.on, mesh, rank) and mesh.index(rank, node.args[1]) in (node.args[3], *node.args[4])
 
 
 def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[int]) -> dict[int, Lanes]:
     """Per rank, what it does while the others do their part."""
     players = {rank: _Player(program, mesh, seconds) for rank in ranks}
     for node in program.nodes:
-        here = {rank: player for rank, player in players.items() if holds(node.on, mesh, rank)}
+        here = {rank: player for rank, player in players.items() if _takes_part(node, mesh, rank)}
         if node.target == SEND:
             _, axes, _, source, targets = node.args
             sent_s = max(player.sends(node) for rank, player in here.items() if mesh.index(rank, axes) == source)

@@ -30,6 +30,7 @@ from colofunc.program.text import target_text
 
 # A mask of more bytes than this is named in the plan: 16,384 rows and columns of bool.
 MAX_MASK_BYTES = 1 << 27
+STAGES = "stages: parameters and their work at its indices"  # of an axis at whose indices values exist
 SHOWN = 4  # readers and other specs of a leaf that a plan keeps
 RuleOf = Callable[[Node], Rule | None]
 
@@ -81,6 +82,8 @@ def make_plan(
     by = named or {}
     once = [program.inputs[k] for k, again in constraints.regather.items() if again is False]
     said = describe(program, mesh, found.strategies, found.inputs, once, any(constraints.scatter.values()))
+    staged = {axis for axis, _ in constraints.at.values()}
+    said = tuple((axis, STAGES if axis in staged else text) for axis, text in said)
     uses = tuple(AxisUse(a, text, by.get(a, "found")) for a, text in said)
     return Plan(
         mesh.axes,
