@@ -132,12 +132,15 @@ class _Run:
         return found
 
     def placing(self, axis: str) -> Placing:
-        outputs = [self.home[id] for id in self.program.outputs]
-        for out, position in self.program.aliases:
-            outputs[out] = self.home[self.program.inputs[position]]
+        into = dict(self.program.aliases)
+        outputs = []
         for k, id in enumerate(self.program.outputs):
-            if self.program.values[id].shape == ():
-                outputs[k] = self.everywhere if k not in dict(self.program.aliases) else outputs[k]
+            if k in into:  # it takes the place of an input, where that is
+                outputs.append(self.home[self.program.inputs[into[k]]])
+            elif self.program.values[id].shape == ():  # a loss, which all ranks print
+                outputs.append(self.everywhere)
+            else:
+                outputs.append(self.home[id])
         return Placing(
             self._ats(axis, (self.home[id] for id in self.program.inputs)), self._ats(axis, self.nodes), self._ats(axis, outputs)
         )

@@ -57,20 +57,27 @@ class Stages:
 
     def wishes(self, program: cf.ext.Program, mesh: cf.Mesh) -> list[cf.ext.Wish]:
         """One for each parameter. Raises PlanError where a glob matches none, or the axis has no such index."""
-        size, met, found = mesh.axis_size(self.axis), set[str](), list[cf.ext.Wish]()
-        params = [value for value in (program.values[i] for i in program.inputs) if value.role in STATE]
+        size = mesh.axis_size(self.axis)
         for glob, indices in self.where:
             if indices[-1] >= size:
                 raise cf.PlanError(f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along {self.axis!r}")
-        for value in params:
-            for glob, indices in self.where:
-                if (value.role in ("param", "frozen") and fnmatchcase(value.name, glob)) or fnmatchcase(value.name, f"*.{glob}"):
-                    met.add(glob)
-                    at = f"... @{self.axis}={','.join(map(str, indices))}"
-                    found.append(cf.ext.Wish(value.name, at, self.axes, (value.role,), self.name))
-                    break
+        leaves = [value for value in (program.values[i] for i in program.inputs) if value.role in STATE]
+        self._check_globs(leaves)
+        wishes = []
+        for leaf in leaves:
+            places = [indices for glob, indices in self.where if matches(leaf.name, glob)]
+            if places:
+                spec = f"... @{self.axis}={','.join(map(str, places[0]))}"
+                wishes.append(cf.ext.Wish(leaf.name, spec, self.axes, (leaf.role,), self.name))
+        return wishes
+
+    def _check_globs(self, leaves: Sequence[cf.ext.Value]) -> None:
         for glob, _ in self.where:
-            if glob not in met:
-                names = ", ".join(value.name for value in params[:3])
+            if not any(matches(leaf.name, glob) for leaf in leaves):
+                names = ", ".join(leaf.name for leaf in leaves[:3])
                 raise cf.PlanError(f"{self.name}: {glob!r} matches no parameter; the first are {names}")
-        return found
+
+
+def matches(name: str, glob: str) -> bool:
+    """Whether a dotted name, or its end from some dot on, matches."""
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
