@@ -130,6 +130,7 @@ class RankProgram:
         """The outputs of the whole: empty where they do not exist on this rank."""
         if self._mine is None:
             return mine
+        self._groups.delivered()
         here = dict(zip(self._mine.outputs, mine, strict=True))
         values = [self._union.values[i] for i in self._union.outputs]
         return [here[k] if k in here else [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)]

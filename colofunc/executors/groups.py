@@ -83,6 +83,7 @@ class Groups:
         self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way to single members, and what it is made of
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -119,20 +120,25 @@ class Groups:
                 compat.set_group_limit(pg, limit_s)
 
     def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that sends a copy of a tensor to other members, and gives that copy. It does not wait until they have it."""
-        group, flying = self.of(axes), list[tuple[Any, torch.Tensor]]()
+        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it."""
+        group = self.of(axes)
         others = [group.members[k] for k in targets if k != group.place]
         through_host = self.carriers.get("cuda") == "gloo"
 
         def send(x: torch.Tensor) -> torch.Tensor:
-            flying[:] = [(work, sent) for work, sent in flying if not work.is_completed()]
             kept = x.clone(memory_format=torch.contiguous_format)
             carried = kept.cpu() if through_host else kept
             for member in others if x.numel() else ():
-                flying.append((dist.isend(_bytes(carried), member, group=group.pg), carried))
+                self._sent.append((dist.isend(_bytes(carried), member, group=group.pg), carried))
             return kept
 
         return send
+
+    def delivered(self) -> None:
+        """Wait for all that was sent: a process that ended before would take it along."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def receiver(
         self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
