@@ -26,10 +26,10 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from colofunc.dtensor.convert import conversion_bytes, conversion_s
-from colofunc.dtensor.layout import Layout, make_layout
-from colofunc.dtensor.placements import to_placements
 from colofunc.mesh import Mesh
+from colofunc.spec.conversions.conversion import conversion_bytes, conversion_s
+from colofunc.spec.layout import Layout, make_layout
+from colofunc.spec.placements import to_placements
 
 SHAPE, ITEMSIZE = (8, 8, 8), 4
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -11,9 +11,6 @@
 from colofunc import ext, testing
 from colofunc.compiler.staged import Staged
 from colofunc.config import configure
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Cost, Strategy
-from colofunc.dtensor.spec import Spec
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
 from colofunc.errors import (
     CapacityError,
@@ -57,6 +54,9 @@ from colofunc.ops.seeds import random, random_state, set_random_state
 from colofunc.planner.plan import Plan
 from colofunc.planner.recompute.policies import every, save_only
 from colofunc.plugins import hookimpl, operator, topology
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Cost, Strategy
+from colofunc.spec.spec import Spec
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.expert_capacity import expert_capacity

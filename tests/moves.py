@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from colofunc.dtensor.convert_lower import Move
 from colofunc.errors import CollectiveError
 from colofunc.mesh import Mesh
 from colofunc.ops import collectives  # noqa: F401  (registers the kernels of rearrange and fit)
 from colofunc.ops.define import KERNELS
+from colofunc.spec.conversions.lower import Move
 
 Tensor = torch.Tensor
 Shards = list[Tensor]  # one per rank; or one per member of a group

@@ -19,14 +19,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from colofunc.dtensor.layout import Dim, Layout
-from colofunc.dtensor.parts import join, part
-from colofunc.dtensor.rule import Call, Ref, Rule, Strategy, TensorType
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import build, usable
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
 from colofunc.program.ir import map_refs
+from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.parts import join, part
+from colofunc.spec.rule import Call, Ref, Rule, Strategy, TensorType
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import build, usable
 
 SIZES = (2, 3, 5)
 VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}

@@ -8,7 +8,6 @@ import torch
 from microbatches import MESHES, loops, regression
 
 import colofunc as cf
-from colofunc.dtensor.parts import parts
 from colofunc.errors import PlanError
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.measure import measure
@@ -22,6 +21,7 @@ from colofunc.program.passes.loop import fold
 from colofunc.program.passes.time import Rules, over_time
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.parts import parts
 from colofunc.testing import programs
 
 

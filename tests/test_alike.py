@@ -16,10 +16,10 @@ from pretended import Machine
 import colofunc as cf
 from colofunc.compiler import replica_check
 from colofunc.compiler.replica_check import COLUMNS, Alike, bits_sum
-from colofunc.dtensor.spec import bind
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.disk.tensors import Room
 from colofunc.mesh import Mesh
+from colofunc.spec.spec import bind
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.int64,

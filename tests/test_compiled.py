@@ -10,13 +10,13 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import colofunc as cf
-from colofunc.dtensor.layout import replicated
 from colofunc.executors.compiled import compile_segments, graph_of, shared
 from colofunc.executors.segments import LONGEST, Piece, pieces
 from colofunc.executors.simulated import SimulatedProgram, run_simulated
 from colofunc.mesh import Mesh
 from colofunc.ops.define import FOR_COMPILERS, KERNELS
 from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.spec.layout import replicated
 
 R = Ref
 EAGER = "aot_eager"

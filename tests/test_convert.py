@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from moves import run_moves
 from oracle_convert import Oracle, State, mask_of
 
-from colofunc.dtensor import convert_search
-from colofunc.dtensor.convert import conversion, conversion_bytes, conversion_s
-from colofunc.dtensor.convert_normal import normal
-from colofunc.dtensor.convert_refine import Puzzle, refine
-from colofunc.dtensor.layout import Layout, make_layout, replicated
-from colofunc.dtensor.parts import join, parts
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.spec.conversions import search
+from colofunc.spec.conversions.conversion import conversion, conversion_bytes, conversion_s
+from colofunc.spec.conversions.normal import normal
+from colofunc.spec.conversions.refine import Puzzle, refine
+from colofunc.spec.layout import Layout, make_layout, replicated
+from colofunc.spec.parts import join, parts
+from colofunc.spec.spec import Spec
 from colofunc.testing.strategies import problems
 
 CUBE = Mesh(x=2, y=2, z=2, topology="ideal")
@@ -254,15 +254,15 @@ ON_THREE_AXES = (
 def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """How many moves the search has tried."""
     count = itertools.count()
-    real = convert_search.moves_from
+    real = search.moves_from
 
     def counted(*args: Any) -> Iterator[Any]:
         for move in real(*args):
             next(count)
             yield move
 
-    monkeypatch.setattr(convert_search, "moves_from", counted)
-    convert_search.answer.cache_clear()
+    monkeypatch.setattr(search, "moves_from", counted)
+    search.answer.cache_clear()
     yield lambda: next(count)
 
 
@@ -287,13 +287,13 @@ def test_a_large_puzzle_costs_at_most_what_one_permutation_and_the_rest_cost(src
     assert isinstance(puzzle, Puzzle)
     alike = normal(puzzle, THREE)
     for nbytes in (1 << 6, 1 << 20, 1 << 30):
-        q = convert_search.Question(alike.pieces, nbytes, alike.prices)
+        q = search.Question(alike.pieces, nbytes, alike.prices)
         start, goal = tuple(p.start for p in q.pieces), tuple(p.goal for p in q.pieces)
-        found = convert_search.answer(q)
+        found = search.answer(q)
         assert found is not None
-        for way in (convert_search._permuting_first(q, start, goal), convert_search._permuting_last(q, start, goal)):
+        for way in (search._permuting_first(q, start, goal), search._permuting_last(q, start, goal)):
             if way is not None:
-                assert convert_search._cost(q, start, found) <= convert_search._cost(q, start, way)
+                assert search._cost(q, start, found) <= search._cost(q, start, way)
 
 
 @pytest.mark.parametrize("mesh", [LARGE, Mesh(dp=32, tp=8, topology="ideal"), Mesh(dp=64, tp=16, topology="gloo-cpu")], ids=repr)

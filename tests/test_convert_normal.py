@@ -5,11 +5,11 @@ import random
 import pytest
 from test_convert import anywhere, major_only
 
-from colofunc.dtensor.convert import conversion_curve, conversion_s
-from colofunc.dtensor.convert_pattern import pattern_s
-from colofunc.dtensor.convert_search import prices
-from colofunc.dtensor.spec import Spec
 from colofunc.mesh import Mesh
+from colofunc.spec.conversions.conversion import conversion_curve, conversion_s
+from colofunc.spec.conversions.pattern import pattern_s
+from colofunc.spec.conversions.search import prices
+from colofunc.spec.spec import Spec
 
 NODE = Mesh(x=2, y=2, z=2, topology="8xa100-80g")  # all axes cost alike
 NODES = Mesh(x=2, y=2, z=2, topology="4xa100-80g")  # x crosses nodes

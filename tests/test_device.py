@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import colofunc as cf
-from colofunc.dtensor.layout import replicated
 from colofunc.dtensor.placed import place
 from colofunc.env import Launch
 from colofunc.errors import MeshError
@@ -26,6 +25,7 @@ from colofunc.ops.update_rules import KINDS, options_of
 from colofunc.program.on_host import OnHost
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.tracing.trace import trace
+from colofunc.spec.layout import replicated
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from einops import rearrange
 
-from colofunc.dtensor.layout import replicated
 from colofunc.errors import ProgramError
 from colofunc.executors import kernels
 from colofunc.executors.compiled import compile_segments
@@ -21,6 +20,7 @@ from colofunc.program.facts import rearrange_steps
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.schedule import overlap, updates_early
+from colofunc.spec.layout import replicated
 
 R = Ref
 MESH = Mesh(dp=2, tp=2)

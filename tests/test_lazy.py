@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import colofunc as cf
-from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make, make_parts, zeros_like
-from colofunc.dtensor.spec import bind
 from colofunc.errors import InputError, TraceError
 from colofunc.executors.launch import launch
 from colofunc.functional.lazy import lazy
 from colofunc.functional.tape import FromTape, Tape
+from colofunc.program.lazy import LazyTensor, lazy_tensor, make, make_parts, zeros_like
 from colofunc.program.serialize import load, save
+from colofunc.spec.spec import bind
 from colofunc.testing import check
 from colofunc.testing.models import ConvNet, Language
 

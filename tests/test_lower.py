@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import colofunc as cf
-from colofunc.dtensor.layout import replicated
-from colofunc.dtensor.parts import join, parts
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.tracing.trace import record_local, trace
+from colofunc.spec.layout import replicated
+from colofunc.spec.parts import join, parts
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
 
 
 def lower_at_random(program, mesh, seed):

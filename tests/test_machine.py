@@ -14,12 +14,12 @@ from colofunc_plugins import zero
 import colofunc as cf
 from colofunc.cache import Cache
 from colofunc.compiler import machine
-from colofunc.dtensor.convert_pattern import pattern_s
-from colofunc.dtensor.layout import make_layout, replicated
 from colofunc.executors.launch import launch
 from colofunc.executors.watch import Watch
 from colofunc.mesh.topology import KINDS, Measured
 from colofunc.planner.sharding.flows import Conversions
+from colofunc.spec.conversions.pattern import pattern_s
+from colofunc.spec.layout import make_layout, replicated
 
 
 def grow(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

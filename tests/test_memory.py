@@ -6,7 +6,6 @@ import torch
 from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
 
 import colofunc as cf
-from colofunc.dtensor.parts import part
 from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import overlapped
@@ -16,6 +15,7 @@ from colofunc.program.ir import Ref
 from colofunc.program.memory import _run_meta, memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.schedule import overlap
+from colofunc.spec.parts import part
 
 R = Ref
 

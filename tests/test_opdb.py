@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colofunc.dtensor.rules import rule_for
+from colofunc.spec.rules import rule_for
 
 # Entries that cannot be recorded as functional calls on dense tensors.
 _SKIPPED = (

@@ -4,7 +4,6 @@ import pytest
 import torch
 from test_planner import candidates_of, random_program
 
-from colofunc.dtensor.convert import conversion_s
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding import assign as module
 from colofunc.planner.sharding.assign import assign
@@ -12,6 +11,7 @@ from colofunc.planner.sharding.classes import tie
 from colofunc.planner.sharding.constraints import NONE
 from colofunc.planner.sharding.pending import reachable
 from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.spec.conversions.conversion import conversion_s
 
 MESH = Mesh(tp=4, topology="8xa100-80g")
 SHAPE = (64, 64)

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from colofunc import compat
-from colofunc.dtensor.parts import parts
-from colofunc.dtensor.placements import from_placements, to_placements
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
+from colofunc.spec.parts import parts
+from colofunc.spec.placements import from_placements, to_placements
+from colofunc.spec.spec import Spec
 from colofunc.testing.strategies import layouts, meshes
 
 MESH = Mesh(dp=2, tp=2)

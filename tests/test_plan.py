@@ -13,9 +13,6 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.dtensor.convert import conversion_s
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import Shares, words
@@ -27,6 +24,9 @@ from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
+from colofunc.spec.conversions.conversion import conversion_s
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.testing import models, programs
 
 MESH = Mesh(dp=2, tp=2, topology="8xa100-80g")

@@ -8,12 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from colofunc.dtensor.convert import conversion_s
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import part
-from colofunc.dtensor.rule import Cost, Strategy
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import enumerate_layouts, enumerate_strategies
 from colofunc.errors import PlanError
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
@@ -28,6 +22,12 @@ from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
+from colofunc.spec.conversions.conversion import conversion_s
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import part
+from colofunc.spec.rule import Cost, Strategy
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
 
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 

@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import colofunc as cf
-from colofunc.dtensor.lazy import make, make_parts
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import files
 from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.program.lazy import make, make_parts
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, max_position_embeddings=32)
 IMAGE = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colofunc.dtensor.layout import make_layout, replicated
 from colofunc.errors import InputError, ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.targets import overload, resolve, target_of
@@ -23,6 +22,7 @@ from colofunc.program.reference import run_reference
 from colofunc.program.serialize import decode, encode, load, save
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import phase, trace, watch_modules
+from colofunc.spec.layout import make_layout, replicated
 
 f64 = torch.float64
 

@@ -10,12 +10,12 @@ from rule_oracle import check_op, check_strategies, make_call
 
 import colofunc.ops.linear
 import colofunc.ops.update  # noqa: F401 - registers the operators
-from colofunc.dtensor.rule import TensorType
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.rules.pattern import bind
-from colofunc.dtensor.strategies import build
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.rule import TensorType
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.rules.pattern import bind
+from colofunc.spec.strategies import build
 
 f64 = torch.float64
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from rule_oracle import cases, close, make_call, mesh_of, run, spread, verify
 
-from colofunc.dtensor.parts import join
-from colofunc.dtensor.rule import Call
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import enumerate_strategies
 from colofunc.executors.simulated import run_simulated
 from colofunc.ops import attention, random  # noqa: F401 - registers the operators
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, lower
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.parts import join
+from colofunc.spec.rule import Call
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import enumerate_strategies
 
 f64 = torch.float64
 

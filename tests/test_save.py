@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from saved import MESH, bits, state, tensors
 
 import colofunc as cf
-from colofunc.dtensor.parts import parts
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint import files
+from colofunc.spec.parts import parts
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint16, torch.bool,

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from saved import MESH, bits, tensors
 
 import colofunc as cf
-from colofunc.dtensor.parts import parts, unpadded
 from colofunc.executors.disk import files as disk_files
 from colofunc.functional.checkpoint import disk, files, index, regions
 from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
+from colofunc.spec.parts import parts, unpadded
 
 # ---- the folder ----
 

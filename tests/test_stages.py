@@ -13,12 +13,12 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import colofunc as cf
-from colofunc.dtensor.convert import conversion
 from colofunc.executors.launch import launch
 from colofunc.program.check import check_program
 from colofunc.program.memory import memory
 from colofunc.program.places import on_rank
 from colofunc.program.serialize import load, save
+from colofunc.spec.conversions.conversion import conversion
 from colofunc.testing import check
 
 MESH = cf.Mesh(pp=2, dp=2, topology="8xa100-80g")

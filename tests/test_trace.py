@@ -11,9 +11,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from traced import close, f64, same, targets
 
-from colofunc.dtensor.rule import TensorType
 from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import phase, record_local, trace, watch_modules
+from colofunc.spec.rule import TensorType
 
 
 def sgd(model: nn.Module, loss_of: Callable[..., torch.Tensor], lr: float = 0.1) -> Callable[..., Any]:

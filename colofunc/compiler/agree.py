@@ -20,8 +20,6 @@ import attrs
 import torch
 
 from colofunc.compiler.decide import Decided
-from colofunc.dtensor.lazy import LazyTensor
-from colofunc.dtensor.rule import Strategy
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.backend import backend_for, on_real_ranks
@@ -30,7 +28,9 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.explain import RuleOf
 from colofunc.program.ir import Program
+from colofunc.program.lazy import LazyTensor
 from colofunc.program.lower import Choice
+from colofunc.spec.rule import Strategy
 
 T = TypeVar("T")
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from colofunc.compiler.observe import Plain, arguments_of, history, name_of, plain_program
-from colofunc.dtensor.parts import part
 from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
 from colofunc.ops.debug import quiet
 from colofunc.program.text import columns
+from colofunc.spec.parts import part
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered

@@ -11,10 +11,6 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.convert_pattern import pattern_s
-from colofunc.dtensor.layout import Layout, is_major, make_layout, replicated
-from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.planner.sharding.assign import Assignment, Memo, assign_by_axes
@@ -24,6 +20,10 @@ from colofunc.planner.sharding.kernel_seconds import KernelSeconds
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
+from colofunc.spec.conversions.pattern import pattern_s
+from colofunc.spec.layout import Layout, is_major, make_layout, replicated
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 
 SLACK = 0.1
 """By how much the planner's estimate of the peak may exceed the budget: the accountant counts anew, and may count less."""

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import torch
 
 from colofunc.compiler.lowered import Lowered
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import part_key
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
@@ -24,6 +22,8 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
+from colofunc.program.lazy import part_key
+from colofunc.spec.layout import Layout
 
 
 class Shelves:

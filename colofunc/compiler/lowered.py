@@ -18,7 +18,6 @@ import torch
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.passes import Passes, Stages
-from colofunc.dtensor.layout import At, Layout
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
@@ -36,6 +35,7 @@ from colofunc.program.places import distinct_ranks, on_rank
 from colofunc.program.placing import everywhere, placing_of
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import Traced
+from colofunc.spec.layout import At, Layout
 
 
 @attrs.frozen

@@ -18,7 +18,6 @@ import attrs
 import torch
 
 from colofunc.compiler.agree import from_main
-from colofunc.dtensor.lazy import make
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for
@@ -29,6 +28,7 @@ from colofunc.executors.pools import in_tier
 from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lazy import make
 from colofunc.program.lower import Builder, lower
 from colofunc.program.placing import placing_of
 from colofunc.program.text import target_text

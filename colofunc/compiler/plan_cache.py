@@ -27,8 +27,6 @@ import torch
 from colofunc import env, untrusted
 from colofunc.cache import Cache
 from colofunc.compiler.decide import Candidates, Decided
-from colofunc.dtensor.rule import Strategy
-from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import ColofuncError, PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
@@ -40,6 +38,8 @@ from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice, call_of
+from colofunc.spec.rule import Strategy
+from colofunc.spec.spec import bind, names_of
 
 KEEP_ABOVE_S = 0.5
 """Plans that were found faster are not worth a file."""

@@ -19,13 +19,13 @@ import attrs
 import torch
 
 from colofunc.compiler.lowered import Lowered
-from colofunc.dtensor.layout import Layout
 from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.explain import constraints_from
 from colofunc.program.ir import Program
+from colofunc.spec.layout import Layout
 
 LIKE = 2.0
 """Batches whose numbers of elements differ by at most this factor are of a like size."""

@@ -32,8 +32,6 @@ from colofunc.compiler.plan_reuse import as_before
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_places, without_tiers
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import LazyTensor
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
@@ -51,10 +49,12 @@ from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
+from colofunc.program.lazy import LazyTensor
 from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.placing import placing_of
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import Traced
+from colofunc.spec.layout import Layout
 
 Outcome = tuple[Decided, Program]
 """What was decided, and the program that a rank runs."""

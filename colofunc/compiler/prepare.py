@@ -28,7 +28,6 @@ from colofunc.compiler.plan_reuse import is_again
 from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites, shard_options
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
@@ -47,6 +46,7 @@ from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
 from colofunc.program.tracing.roles import comes_back, first_result
 from colofunc.program.tracing.trace import Traced, trace
+from colofunc.spec.layout import Layout
 
 MUCH_BYTES = 4 << 30
 """Where nobody has said what the machine has, a plan that needs at least this much memory a rank is warned of."""

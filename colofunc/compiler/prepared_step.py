@@ -26,7 +26,6 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.reads import reads_of
 from colofunc.compiler.replica_check import Alike, state_names
 from colofunc.compiler.warmup import Warmup
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, parts_of
@@ -41,6 +40,7 @@ from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.tracing.used import Used
+from colofunc.spec.layout import Layout
 
 Leaf = torch.Tensor
 Shards = list[torch.Tensor]

@@ -20,9 +20,6 @@ from functools import lru_cache
 import torch
 
 from colofunc.compiler.staged import Staged
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import part_key
-from colofunc.dtensor.parts import unpadded
 from colofunc.errors import CollectiveError
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
@@ -31,6 +28,9 @@ from colofunc.executors.tap import everyones
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
+from colofunc.program.lazy import part_key
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import unpadded
 
 Shards = list[torch.Tensor]
 

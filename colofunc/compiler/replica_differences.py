@@ -17,10 +17,10 @@ from itertools import product
 
 import torch
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import join
 from colofunc.mesh import Mesh
 from colofunc.program.closeness import scaled_difference
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import join
 
 
 def differing(

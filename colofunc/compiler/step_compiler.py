@@ -32,12 +32,12 @@ from colofunc.compiler.surroundings import Surroundings, ambient, look_around
 from colofunc.compiler.transform import Transform
 from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
-from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import ColofuncError, InputError, PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.profile import Profile
 from colofunc.mesh import Mesh
+from colofunc.ops.plain import refuse_unlike
 from colofunc.planner.plan_table import time_text
 from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.trace import argument_names

@@ -12,9 +12,6 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import At, Layout, at_text
-from colofunc.dtensor.rule import Strategy
-from colofunc.dtensor.spec import Spec, bind
 from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
@@ -25,6 +22,9 @@ from colofunc.planner.wishes.wished import constraints_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import Tree
+from colofunc.spec.layout import At, Layout, at_text
+from colofunc.spec.rule import Strategy
+from colofunc.spec.spec import Spec, bind
 
 
 def specs_of(specs: Any, tree: Tree, what: str) -> Iterator[tuple[int, str, str | Spec | Layout]]:

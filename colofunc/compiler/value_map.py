@@ -20,12 +20,12 @@ from math import prod
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout, make_layout
 from colofunc.executors.source import Tap, Writer
 from colofunc.executors.tap import Lanes
 from colofunc.mesh import Mesh
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
+from colofunc.spec.layout import Layout, make_layout
 
 
 @attrs.frozen(eq=False)

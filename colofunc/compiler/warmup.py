@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from colofunc.compiler.disk_state import Shelves
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import in_memory
@@ -29,6 +28,7 @@ from colofunc.mesh.device import device_of
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
 from colofunc.program.timed import Timed, timings
+from colofunc.spec.layout import Layout
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered

@@ -20,12 +20,12 @@ import attrs
 from colofunc.config.options import bind, parameters
 from colofunc.config.part import Part, checked
 from colofunc.config.source import Node
-from colofunc.dtensor.spec import bind as bind_spec
-from colofunc.dtensor.spec import parse
 from colofunc.errors import ColofuncError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.wish import NamedPlan
 from colofunc.plugins import Registry
+from colofunc.spec.spec import bind as bind_spec
+from colofunc.spec.spec import parse
 
 # What other frameworks call the same thing.
 ALIASES = {

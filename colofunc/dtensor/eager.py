@@ -19,12 +19,6 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from colofunc.dtensor.convert import conversion, conversion_s
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.parts import holds
-from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
-from colofunc.dtensor.rules import rule_for, strategies_for
-from colofunc.dtensor.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import in_memory
@@ -40,6 +34,12 @@ from colofunc.program.lower import Choice, lower
 from colofunc.program.placing import placing_of
 from colofunc.program.tracing.ops import functional_form
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.conversions.conversion import conversion, conversion_s
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import holds
+from colofunc.spec.rule import Call, Rule, Strategy, TensorType
+from colofunc.spec.rules import rule_for, strategies_for
+from colofunc.spec.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 
 Shards = list[torch.Tensor]
 _MASKS = (torch.bool, torch.uint8)

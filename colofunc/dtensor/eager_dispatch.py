@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from colofunc import compat
 from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
 from colofunc.dtensor.eager_views import write_back
-from colofunc.dtensor.layout import Layout, replicated
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import Backend
 from colofunc.mesh import Mesh
 from colofunc.ops.debug import show
+from colofunc.spec.layout import Layout, replicated
 
 
 @attrs.define(eq=False)

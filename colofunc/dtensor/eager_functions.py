@@ -21,12 +21,12 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
-from colofunc.dtensor.layout import replicated
 from colofunc.errors import InputError, SpecError
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.watch import meet
 from colofunc.ops.canonical import HANDLERS, Canonical, opened
 from colofunc.ops.seeds import draw_seed
+from colofunc.spec.layout import replicated
 
 # Where functions have an argument that is the same on all ranks: one that says where (an index), or probabilities.
 _SHARED: dict[str, int] = {

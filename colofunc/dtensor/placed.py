@@ -20,10 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from colofunc import compat
 from colofunc.dtensor.eager import convert_shards
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import LazyTensor, make_parts, part_key
-from colofunc.dtensor.parts import part
-from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
@@ -33,6 +29,10 @@ from colofunc.executors.pools import in_tier, pinned_like
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.flat import are_adjacent, together
+from colofunc.ops.plain import refuse_unlike
+from colofunc.program.lazy import LazyTensor, make_parts, part_key
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import part
 
 Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]

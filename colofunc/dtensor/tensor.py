@@ -23,15 +23,15 @@ from colofunc import compat
 from colofunc.dtensor import eager_functions
 from colofunc.dtensor.eager import convert_shards, settled
 from colofunc.dtensor.eager_dispatch import Held, Origin, dispatch
-from colofunc.dtensor.layout import Layout, replicated
-from colofunc.dtensor.lazy import LazyTensor, make_parts
-from colofunc.dtensor.parts import global_shape, join, part, row_major
-from colofunc.dtensor.spec import Spec, bind, spec_of
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
 from colofunc.mesh import Mesh
+from colofunc.program.lazy import LazyTensor, make_parts
 from colofunc.program.tracing.meta import user_line
+from colofunc.spec.layout import Layout, replicated
+from colofunc.spec.parts import global_shape, join, part, row_major
+from colofunc.spec.spec import Spec, bind, spec_of
 
 SpecLike = str | Spec | Layout
 Maker = Callable[[list[torch.Tensor]], "DTensor"]
@@ -270,7 +270,7 @@ class DTensor(torch.Tensor):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor as TorchDTensor
 
-        from colofunc.dtensor.placements import to_placements
+        from colofunc.spec.placements import to_placements
 
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
@@ -280,7 +280,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_torch(y: Any, mesh: Mesh | None = None) -> DTensor:
         """A torch.distributed.tensor.DTensor as ours; `mesh` defaults to one with its mesh's names and sizes."""
-        from colofunc.dtensor.placements import from_placements
+        from colofunc.spec.placements import from_placements
 
         device_mesh = getattr(y, "device_mesh", None)
         if device_mesh is None:

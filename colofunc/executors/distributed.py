@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat, env
-from colofunc.dtensor.layout import At
-from colofunc.dtensor.parts import holds
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
@@ -50,6 +48,8 @@ from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
 from colofunc.program.places import OnRank, has_places, on_rank
+from colofunc.spec.layout import At
+from colofunc.spec.parts import holds
 
 
 class RankProgram:

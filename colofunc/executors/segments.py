@@ -20,10 +20,10 @@ import attrs
 import numpy as np
 import torch
 
-from colofunc.dtensor.strategies import FREE
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.spec.strategies import FREE
 
 LONGEST = 256
 """Operators of a piece that is compiled as a whole; a longer one is cut where it repeats itself."""

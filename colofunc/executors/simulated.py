@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from colofunc.dtensor.layout import At
-from colofunc.dtensor.parts import holds
 from colofunc.errors import InputError, ProgramError
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk
@@ -35,6 +33,8 @@ from colofunc.ops.copies import COPIES, duplicate
 from colofunc.ops.flat import flat_of
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.spec.layout import At
+from colofunc.spec.parts import holds
 
 Shards = list[torch.Tensor]
 

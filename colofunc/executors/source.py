@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 
-from colofunc.dtensor.layout import At
 from colofunc.executors.choices import Choices, Chosen
 from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
@@ -40,6 +39,7 @@ from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_de
 from colofunc.program.ir import Loop, Node, Program, Ref
 from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.program.passing import CAST
+from colofunc.spec.layout import At
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 

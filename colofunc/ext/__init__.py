@@ -13,11 +13,6 @@ What people type who train a model is in `cf` itself.
 
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Lies, Transform
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Call, Cost, Rule, Strategy
-from colofunc.dtensor.rules import local
-from colofunc.dtensor.rules.attention_call import AttentionCall
-from colofunc.dtensor.rules.pattern import pattern
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.planner.fitted import Fitted
@@ -34,6 +29,11 @@ from colofunc.plugins import hookimpl, operator
 from colofunc.program.check import check_program
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Call, Cost, Rule, Strategy
+from colofunc.spec.rules import local
+from colofunc.spec.rules.attention_call import AttentionCall
+from colofunc.spec.rules.pattern import pattern
 
 __all__ = [
     "AttentionCall",

@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.dtensor.lazy import make
 from colofunc.dtensor.tensor import DTensor
+from colofunc.program.lazy import make
 
 
 @attrs.frozen

@@ -24,7 +24,6 @@ import attrs
 import torch
 
 from colofunc.compiler.prepare import say
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import InputError, near
 from colofunc.executors.backend import backend_for
 from colofunc.functional import reading
@@ -37,6 +36,7 @@ from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import random_state, set_random_state
+from colofunc.spec.spec import Spec
 
 Specs = str | Spec | Mapping[str, Any] | tuple[Any, ...] | list[Any]
 SHORT = ("pad", "keep", "drop")

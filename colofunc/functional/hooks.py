@@ -17,9 +17,9 @@ import attrs
 from torch import Tensor, nn
 
 from colofunc import compat
-from colofunc.dtensor.plain import refuse_unlike
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
+from colofunc.ops.plain import refuse_unlike
 
 
 @attrs.frozen(eq=False)

@@ -8,7 +8,7 @@ the generator where it draws. A value is what replaying the operators that wrote
     model = functional(lazy(lambda: GPT2LMHeadModel(config)))     # seconds, no memory
     state = step.init({"params": model.params, ...}, batch)       # made tensor by tensor, each straight into its shards
 
-Anything that fills a tensor otherwise (from a file) gives it another source: see `colofunc.dtensor.lazy`, where
+Anything that fills a tensor otherwise (from a file) gives it another source: see `colofunc.program.lazy`, where
 `make(t) -> Tensor`, `make_parts(t, layout, mesh, ranks)` and `lazy_tensor(shape, dtype, make, read)` are.
 
 Afterwards torch's generator stands where eager construction leaves it. That takes drawing the numbers and throwing them

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colofunc.dtensor.lazy import LazyTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.adapters import Adapter
 from colofunc.functional.modules import Model
 from colofunc.planner.plan import matches
+from colofunc.program.lazy import LazyTensor
 
 
 def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float = 16.0, dropout: float = 0.0) -> Model:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from colofunc import compat
-from colofunc.dtensor.lazy import LazyTensor, make
 from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
@@ -32,6 +31,7 @@ from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.functional.hooks import keep_hooks, refuse_unseen
 from colofunc.ops import policy
 from colofunc.ops.dtypes import DOUBLED, doubled_inside
+from colofunc.program.lazy import LazyTensor, make
 from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
 from colofunc.program.tracing.roles import is_traced, mark

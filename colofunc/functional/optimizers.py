@@ -24,13 +24,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.dtensor.lazy import zeros_like
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
 from colofunc.functional import torch_optim
 from colofunc.ops import policy
 from colofunc.ops import update as ops
 from colofunc.ops.update_rules import KINDS, options_of, update
+from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, join

@@ -18,9 +18,6 @@ import torch
 from colofunc.compiler.agree import checksum
 from colofunc.compiler.prepare import say
 from colofunc.compiler.user_constraints import specs_of
-from colofunc.dtensor.layout import Layout, make_layout
-from colofunc.dtensor.parts import part
-from colofunc.dtensor.spec import Spec, as_spec, bind, parse
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
@@ -42,6 +39,9 @@ from colofunc.functional.sending import Sender
 from colofunc.functional.together import Said
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
+from colofunc.spec.layout import Layout, make_layout
+from colofunc.spec.parts import part
+from colofunc.spec.spec import Spec, as_spec, bind, parse
 
 COMPARED_BYTES = 1 << 20  # tensors of batches up to this size are compared between ranks in every batch, which takes less than 1 ms
 

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from colofunc.dtensor.lazy import LazyTensor, lazy_tensor, make
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
@@ -36,6 +35,7 @@ from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, 
 from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
+from colofunc.program.lazy import LazyTensor, lazy_tensor, make
 
 SHARD_BYTES = 5_000_000_000
 DEADLINE_S = 1800.0

@@ -24,8 +24,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
-from colofunc.dtensor.lazy import Box, LazyTensor, make
 from colofunc.errors import InputError
+from colofunc.program.lazy import Box, LazyTensor, make
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.dtensor.lazy import zeros_like
 from colofunc.errors import InputError, near
 from colofunc.ops.update_rules import KINDS
+from colofunc.program.lazy import zeros_like
 
 Groups = Sequence[tuple[list[str], dict[str, Any]]]  # (names, options)
 TRACEABLE = (*sorted(KINDS), "Muon")

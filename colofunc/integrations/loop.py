@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from colofunc.compiler.agree import checksum
 from colofunc.compiler.staged import Staged
 from colofunc.config import Chain, configure
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
@@ -36,6 +35,7 @@ from colofunc.functional.modules import Model, functional
 from colofunc.functional.optimizers import Optimizer, adapt
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import flatten, map_tensors
+from colofunc.spec.layout import Layout
 from colofunc.transforms.shard import shard
 
 # How torch runs an update, and what schedulers leave in a group: nothing that an update computes.

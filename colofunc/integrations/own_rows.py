@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, default_collate
 
-from colofunc.dtensor.layout import Dim, Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
@@ -35,6 +34,7 @@ from colofunc.functional.together import Together
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.program.tracing.tree import flatten, unflatten
+from colofunc.spec.layout import Dim, Layout
 
 # A tensor in the batch: samples of the whole one, its rows with padding (0: read whole), a checksum of its indices, epoch,
 # number, and for each own row whether it is padding.

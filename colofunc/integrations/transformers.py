@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from colofunc.compiler.staged import Staged
-from colofunc.dtensor.layout import Layout
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
 from colofunc.integrations.loop import Clip, Loop, layouts_of, model_of, plain, staging
 from colofunc.integrations.own_rows import OwnRows, Placed
 from colofunc.mesh import Mesh
+from colofunc.spec.layout import Layout
 from colofunc.transforms.shard import shard
 
 try:

@@ -25,11 +25,11 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import starred
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
 NAMED = 3

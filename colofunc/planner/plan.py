@@ -18,10 +18,10 @@ from typing import Any
 import attrs
 
 from colofunc import owned, untrusted
-from colofunc.dtensor.layout import At
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
+from colofunc.spec.layout import At
 
 FORMAT_VERSION = 1
 MARK = "colofunc_plan"

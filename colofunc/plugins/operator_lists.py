@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.dtensor.rule import Call, Ref, Rule
-from colofunc.dtensor.rules.pattern import RuleFn, bind, with_flops
+from colofunc.spec.rule import Call, Ref, Rule
+from colofunc.spec.rules.pattern import RuleFn, bind, with_flops
 
 Lengths = tuple[int, ...]  # per argument: how many tensors its list has, -1 for what is no list of tensors
 

@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.dtensor.rules import REGISTERED
-from colofunc.dtensor.rules.pattern import RuleFn, pattern
 from colofunc.errors import PluginError
 from colofunc.ops.define import KERNELS, Operator, define
 from colofunc.ops.targets import forget_targets
 from colofunc.plugins.operator_lists import Lengths, all_of, flat, function, lengths, repeated, spread, truths
+from colofunc.spec.rules import REGISTERED
+from colofunc.spec.rules.pattern import RuleFn, pattern
 
 # What was registered in this process, by name.
 OPERATORS: dict[str, PluginOperator] = {}

@@ -14,13 +14,13 @@ from typing import Any
 import attrs
 import pluggy
 
-from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 from colofunc.errors import ColofuncError, PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.ops.kernels import Kernel, Table, table_of
 from colofunc.plugins import hookspecs
 from colofunc.plugins import kernels as own_kernels
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 
 ENTRY_POINTS = "colofunc"
 

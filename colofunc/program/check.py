@@ -21,7 +21,6 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import at_text, covers
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
@@ -32,6 +31,7 @@ from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
 from colofunc.program.places import SEND, made_at
 from colofunc.program.text import node_text, type_text
 from colofunc.program.tracing.infer import Meta, check_dtypes, contiguous, infer, remembered, slots
+from colofunc.spec.layout import at_text, covers
 
 STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3

@@ -15,13 +15,13 @@ from math import prod
 import attrs
 import torch
 
-from colofunc.dtensor.rule import Call, Rule
-from colofunc.dtensor.strategies import FREE
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import call_of
+from colofunc.spec.rule import Call, Rule
+from colofunc.spec.strategies import FREE
 
 WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send"})
 LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug", "receive"})

@@ -16,12 +16,12 @@ from math import prod
 
 import torch
 
-from colofunc.dtensor.strategies import FREE
 from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
+from colofunc.spec.strategies import FREE
 
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from colofunc.dtensor.layout import At, Layout
-from colofunc.dtensor.rule import Ref as Ref
 from colofunc.errors import ProgramError
 from colofunc.ops.kernels import Planned, Table
+from colofunc.spec.layout import At, Layout
+from colofunc.spec.rule import Ref as Ref
 
 PHASES = ("forward", "backward", "update")
 Fact = TypeVar("Fact")

@@ -21,13 +21,13 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.memory_report import MemoryReport, operator
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
+from colofunc.spec.parts import holds
 
 TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
 Seconds = Callable[[Node, Mapping[int, Value]], float]

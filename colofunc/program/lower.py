@@ -17,13 +17,13 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.convert import conversion, conversion_s
-from colofunc.dtensor.layout import At, Layout, covers
-from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.placing import Placing, everywhere, is_view
+from colofunc.spec.conversions.conversion import conversion, conversion_s
+from colofunc.spec.layout import At, Layout, covers
+from colofunc.spec.rule import Call, Rule, Strategy, TensorType
 
 RecordLocal = Callable[[Callable[..., Any], Sequence[TensorType]], Program]
 

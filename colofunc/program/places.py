@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import attrs
 
-from colofunc.dtensor.layout import At
-from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Loop, Node, Program, Value, computed_once
+from colofunc.spec.layout import At
+from colofunc.spec.parts import holds
 
 SEND = "colofunc.send"
 RECEIVE = "colofunc.receive"

@@ -17,11 +17,11 @@ from math import inf
 
 import attrs
 
-from colofunc.dtensor.layout import At
-from colofunc.dtensor.strategies import FREE
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import At
+from colofunc.spec.strategies import FREE
 
 Indices = frozenset[int]
 STATE = frozenset({"param", "state", "buffer", "frozen"})

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from colofunc import owned, untrusted
-from colofunc.dtensor.layout import At, Layout, make_layout
 from colofunc.errors import ProgramError, SpecError
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
+from colofunc.spec.layout import At, Layout, make_layout
 
 VERSION = 2
 MARK = "colofunc_program"  # in both files, near their beginning

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from colofunc.dtensor.layout import at_text
 from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.spec.layout import at_text
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",

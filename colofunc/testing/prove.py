@@ -18,11 +18,6 @@ import attrs
 import torch
 
 from colofunc.dtensor.eager import convert_shards
-from colofunc.dtensor.layout import Layout, replicated
-from colofunc.dtensor.parts import part
-from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
-from colofunc.dtensor.rules import REGISTERED
-from colofunc.dtensor.strategies import enumerate_strategies, replicated_strategy
 from colofunc.errors import CheckError, InputError
 from colofunc.executors.backend import backend_for
 from colofunc.mesh import Mesh
@@ -35,6 +30,11 @@ from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import Choice, lower
 from colofunc.program.tracing.record import flat_results
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.layout import Layout, replicated
+from colofunc.spec.parts import part
+from colofunc.spec.rule import Call, Rule, Strategy, TensorType
+from colofunc.spec.rules import REGISTERED
+from colofunc.spec.strategies import enumerate_strategies, replicated_strategy
 
 MESHES: tuple[dict[str, Any], ...] = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 SIDE = 12  # of the operands of samples that are made up: 2, 3 and 4 divide it

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from colofunc.dtensor.layout import REDUCTIONS, Atom, Layout, make_layout
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
+from colofunc.spec.layout import REDUCTIONS, Atom, Layout, make_layout
 
 try:
     from hypothesis import strategies as st

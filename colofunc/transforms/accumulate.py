@@ -28,8 +28,6 @@ from typing import Any
 
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
@@ -38,6 +36,8 @@ from colofunc.program.passes.loop import MIXING, RowsMove, fold, unmixed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 
 def accumulate(

@@ -18,12 +18,12 @@ from threading import Event
 import attrs
 import torch
 
-from colofunc.dtensor.parts import unpadded
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.disk.held import Held, Reader
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
+from colofunc.spec.parts import unpadded
 
 
 @attrs.frozen(eq=False)

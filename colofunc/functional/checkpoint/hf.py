@@ -17,10 +17,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from colofunc.dtensor.lazy import LazyTensor, without_data
 from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
+from colofunc.program.lazy import LazyTensor, without_data
 
 
 def is_transformers(module: nn.Module) -> bool:

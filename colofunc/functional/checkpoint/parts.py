@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.lazy import make
-from colofunc.dtensor.parts import unpadded
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
@@ -26,6 +23,9 @@ from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
 from colofunc.functional.checkpoint.regions import Region, owners
 from colofunc.mesh import Mesh
+from colofunc.program.lazy import make
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import unpadded
 
 
 @attrs.frozen

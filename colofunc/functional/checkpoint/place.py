@@ -14,9 +14,6 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import At, Atom, Layout, make_layout, replicated
-from colofunc.dtensor.parts import holds
-from colofunc.dtensor.spec import Spec, bind
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
 from colofunc.executors.backend import backend_for
@@ -26,6 +23,9 @@ from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
+from colofunc.spec.layout import At, Atom, Layout, make_layout, replicated
+from colofunc.spec.parts import holds
+from colofunc.spec.spec import Spec, bind
 
 SpecLike = str | Spec | Layout
 Read = Callable[[Any, Sequence[Pick]], torch.Tensor]

@@ -21,9 +21,9 @@ import attrs
 import numpy as np
 import torch
 
-from colofunc.dtensor.layout import Dim, Layout
-from colofunc.dtensor.parts import holds
 from colofunc.mesh import Mesh
+from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.parts import holds
 
 Pick = slice | np.ndarray  # positions along one dim
 

@@ -20,8 +20,6 @@ from typing import Protocol
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan_table import size_text
@@ -38,6 +36,8 @@ from colofunc.planner.sharding.pending import reachable
 from colofunc.planner.sharding.problem import NORMAL, Effort
 from colofunc.planner.sharding.search import search
 from colofunc.program.ir import Node, Program, Value
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 ENOUGH = 1e-3
 """Relative gain below which the turn of one axis counts as no change."""

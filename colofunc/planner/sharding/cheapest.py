@@ -22,7 +22,6 @@ from heapq import heappop, heappush
 import attrs
 import numpy as np
 
-from colofunc.dtensor.rule import Strategy
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
 from colofunc.planner.sharding.exact import exact_graph
@@ -30,6 +29,7 @@ from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.problem import NORMAL
 from colofunc.planner.sharding.search import search
 from colofunc.program.ir import Program
+from colofunc.spec.rule import Strategy
 
 FACTOR, ELEMENTS = 1 << 16, 1 << 20
 """Largest tables, in elements, for which all shardings are looked at: of a factor as it is given, and as variables are eliminated."""

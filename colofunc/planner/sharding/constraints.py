@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import attrs
 
-from colofunc.dtensor.layout import At, Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.errors import PlanError
 from colofunc.planner.sharding.classes import item_of
 from colofunc.program.ir import Program, Value
+from colofunc.spec.layout import At, Layout
+from colofunc.spec.rule import Strategy
 
 T = TypeVar("T")
 

@@ -10,10 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
-from colofunc.dtensor.convert import conversion
-from colofunc.dtensor.layout import At, Layout
-from colofunc.dtensor.rule import Rule, Strategy
-from colofunc.dtensor.spec import bind, names_of
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.describe import describe, repeated
@@ -27,6 +23,10 @@ from colofunc.planner.sharding.flows import Flow, settled
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.simplify_known import ATTENTION
 from colofunc.program.text import target_text
+from colofunc.spec.conversions.conversion import conversion
+from colofunc.spec.layout import At, Layout
+from colofunc.spec.rule import Rule, Strategy
+from colofunc.spec.spec import bind, names_of
 
 # A mask of more bytes than this is named in the plan: 16,384 rows and columns of bool.
 MAX_MASK_BYTES = 1 << 27

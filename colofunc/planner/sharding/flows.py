@@ -20,9 +20,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from colofunc.dtensor.layout import Layout, replicated
-from colofunc.dtensor.rule import Strategy
-from colofunc.dtensor.strategies import FREE
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.mesh.cost import without_starts
@@ -30,6 +27,9 @@ from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array
 from colofunc.program.ir import Program
 from colofunc.program.passes.buckets import COPIES
+from colofunc.spec.layout import Layout, replicated
+from colofunc.spec.rule import Strategy
+from colofunc.spec.strategies import FREE
 
 ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Step = tuple[int, int, float]  # from layout, to layout, seconds

@@ -21,13 +21,13 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Call, Rule, Strategy
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Table, bound, choose, signature
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.lower import call_of
 from colofunc.program.passes.kernels import capability_on, rates_of
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Call, Rule, Strategy
 
 TARGETS = ("colofunc.attention", "colofunc.attention_backward")
 # Products of backward, a share of those of forward.

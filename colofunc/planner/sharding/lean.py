@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.planner.sharding.classes import Ties
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 FEW = 16
 """A class with at most this many options keeps them all, and layouts spread from them."""

@@ -8,11 +8,11 @@ somewhere when it is made, whatever is moved or made again, so the least of it o
 
 from __future__ import annotations
 
-from colofunc.dtensor.rule import Strategy
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.model import Model
 from colofunc.program.facts import may_alias, written
 from colofunc.program.ir import Program
+from colofunc.spec.rule import Strategy
 
 
 def at_least_any(program: Program, model: Model, ties: Ties) -> int:

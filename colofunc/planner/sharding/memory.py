@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from colofunc.dtensor.strategies import FREE
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.flows import Coded, alike
 from colofunc.planner.sharding.model import Model
 from colofunc.program.ir import Program
+from colofunc.spec.strategies import FREE
 
 Ints = NDArray[np.intp]
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import numpy as np
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import Array, Graph
 from colofunc.planner.sharding.flows import Coded, Conversions, ConvertS, Flow, flows_of
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 Choice = Sequence[int]  # option index per class
 KernelS = Callable[[Node, Strategy], float | None]

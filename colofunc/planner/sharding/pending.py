@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Strategy
 from colofunc.planner.sharding.classes import Ties
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 
 Pending = tuple[str, str]
 Ends = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from math import prod
 
-from colofunc.dtensor.layout import Dim, Layout, is_major
 from colofunc.mesh import Mesh
+from colofunc.spec.layout import Dim, Layout, is_major
 
 
 def orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[object, ...]]:

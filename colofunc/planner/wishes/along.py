@@ -18,8 +18,6 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.rule import Rule, Strategy
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
@@ -29,6 +27,8 @@ from colofunc.planner.wishes.follow import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Rule, Strategy
 
 RuleOf = Callable[[Node], Rule | None]
 ExtraOf = Callable[[Node], Iterable[Strategy]]

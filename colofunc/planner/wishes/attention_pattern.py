@@ -30,13 +30,13 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Dim, Layout
-from colofunc.dtensor.rule import Call, Strategy
-from colofunc.dtensor.rules.attention_call import AttentionCall
-from colofunc.dtensor.rules.local import wide
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.planner.wishes.ways import ways
+from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.rule import Call, Strategy
+from colofunc.spec.rules.attention_call import AttentionCall
+from colofunc.spec.rules.local import wide
 
 __all__ = ["AttentionExchange", "AttentionPattern"]
 

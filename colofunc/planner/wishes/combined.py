@@ -14,11 +14,11 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import Atom, Dim, Layout
-from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.strategies import build, lay_out, place, placements, usable
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.spec.layout import Atom, Dim, Layout
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.strategies import build, lay_out, place, placements, usable
 
 FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",

@@ -19,16 +19,16 @@ from typing import Any
 
 import attrs
 
-from colofunc.dtensor.layout import Dim, Layout
-from colofunc.dtensor.rule import Call, Rule, Strategy
-from colofunc.dtensor.spec import Spec, bind
-from colofunc.dtensor.strategies import FREE, build, lay_out, place, usable
-from colofunc.dtensor.strategies import follow as take
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
+from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.spec import Spec, bind
+from colofunc.spec.strategies import FREE, build, lay_out, place, usable
+from colofunc.spec.strategies import follow as take
 
 RuleOf = Callable[[Node], Rule | None]
 

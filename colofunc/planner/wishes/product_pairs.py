@@ -18,11 +18,11 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.products import Product, weighted
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
 
 __all__ = ["product_pairs"]
 

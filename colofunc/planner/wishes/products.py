@@ -30,8 +30,6 @@ from math import lcm, prod
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Layout, make_layout
-from colofunc.dtensor.rule import Call, Strategy
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import starred
@@ -39,6 +37,8 @@ from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.ways import ways
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout, make_layout
+from colofunc.spec.rule import Call, Strategy
 
 __all__ = [
     "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes",

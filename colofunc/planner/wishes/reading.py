@@ -23,13 +23,13 @@ from typing import TypeVar
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program, Value
+from colofunc.spec.layout import Layout
 
 Want = TypeVar("Want")
 

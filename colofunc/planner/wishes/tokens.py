@@ -15,8 +15,6 @@ from collections.abc import Collection
 from math import prod
 from typing import Any
 
-from colofunc.dtensor.rules.attention_call import AttentionCall
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes import written as written_out
@@ -25,6 +23,8 @@ from colofunc.planner.wishes.reading import PRODUCTS, origins, written_attention
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
+from colofunc.spec.rules.attention_call import AttentionCall
+from colofunc.spec.spec import Spec
 
 __all__ = ["attention", "wishes"]
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from colofunc.dtensor.layout import Dim, Layout, make_layout
-from colofunc.dtensor.rule import Call, Operand, Rule, Strategy, TensorType
-from colofunc.dtensor.spec import NAMELESS
-from colofunc.dtensor.strategies import build, cost_of, place, placements
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
 from colofunc.plugins import build_registry
+from colofunc.spec.layout import Dim, Layout, make_layout
+from colofunc.spec.rule import Call, Operand, Rule, Strategy, TensorType
+from colofunc.spec.spec import NAMELESS
+from colofunc.spec.strategies import build, cost_of, place, placements
 
 Own = Mapping[str, str]
 

@@ -19,13 +19,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.wishes.follow import Rules
 from colofunc.program.ir import Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.spec import Spec
 
 Want = str | Spec | Layout
 PARAMETERS = ("param", "frozen")

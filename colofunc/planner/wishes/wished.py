@@ -16,10 +16,6 @@ from math import prod
 
 import attrs
 
-from colofunc.dtensor.layout import At, Layout, at_text, is_major, make_layout
-from colofunc.dtensor.rule import Rule, Strategy
-from colofunc.dtensor.spec import bind, parse
-from colofunc.dtensor.strategies import enumerate_layouts
 from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
@@ -30,6 +26,10 @@ from colofunc.planner.wishes.gradients import worked_on
 from colofunc.planner.wishes.ranks import Ranks, heard, highest
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program, Value
+from colofunc.spec.layout import At, Layout, at_text, is_major, make_layout
+from colofunc.spec.rule import Rule, Strategy
+from colofunc.spec.spec import bind, parse
+from colofunc.spec.strategies import enumerate_layouts
 
 Where = dict[str, object]  # axis -> dim it lies on ("whole", or "pending sum" for none)
 

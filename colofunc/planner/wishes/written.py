@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from colofunc.dtensor.layout import Layout
-from colofunc.dtensor.spec import Spec
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.products import root
 from colofunc.planner.wishes.reading import PRODUCTS, score_products, written_attention
 from colofunc.program.ir import Node, Program
+from colofunc.spec.layout import Layout
+from colofunc.spec.spec import Spec
 
 __all__ = ["Written", "exchanged", "written"]
 

@@ -30,10 +30,6 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.convert import conversion
-from colofunc.dtensor.layout import At, Layout, make_layout, replicated
-from colofunc.dtensor.rule import Call, Rule, Strategy, TensorType
-from colofunc.dtensor.strategies import FREE, build, enumerate_strategies, follow, place, replicated_strategy, usable
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import COLLECTIVES
@@ -42,6 +38,10 @@ from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
 from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time
 from colofunc.program.places import made_at
+from colofunc.spec.conversions.conversion import conversion
+from colofunc.spec.layout import At, Layout, make_layout, replicated
+from colofunc.spec.rule import Call, Rule, Strategy, TensorType
+from colofunc.spec.strategies import FREE, build, enumerate_strategies, follow, place, replicated_strategy, usable
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.

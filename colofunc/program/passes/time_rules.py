@@ -21,14 +21,14 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.dtensor.layout import Dim, Layout, make_layout
-from colofunc.dtensor.rule import Call, Factors, Operand, Ref, Rule
-from colofunc.dtensor.rules.local import rerun
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.program.facts import sides
 from colofunc.program.ir import map_refs
+from colofunc.spec.layout import Dim, Layout, make_layout
+from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
+from colofunc.spec.rules.local import rerun
 
 RuleOf = Callable[[Call], Rule | None]
 

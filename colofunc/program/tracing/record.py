@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from colofunc import compat
-from colofunc.dtensor.lazy import make
-from colofunc.dtensor.plain import refuse_unlike
 from colofunc.errors import TraceError
 from colofunc.ops.collectives import COLLECTIVES
+from colofunc.ops.plain import refuse_unlike
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, Ref, Value, map_refs
+from colofunc.program.lazy import make
 from colofunc.program.on_host import OnHost
 from colofunc.program.tracing import views as trace_views
 from colofunc.program.tracing.captured import refuse_computed

@@ -24,7 +24,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.dtensor.rule import TensorType
 from colofunc.errors import InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
@@ -39,6 +38,7 @@ from colofunc.program.tracing.roles import Observed, comes_back, first_result
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.program.tracing.used import HasFrozen, noted, noting
 from colofunc.program.tracing.words import in_words
+from colofunc.spec.rule import TensorType
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
 

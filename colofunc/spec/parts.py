@@ -1,0 +1,125 @@
+"""The meaning of a layout, by definition: cut a global tensor into every rank's part and put the parts together again.
+
+This is the reference that everything else is tested against, and what the simulated mesh uses to place inputs. It is
+written for clarity: reshape each dim to its atoms, index the atoms that carry mesh axes with the rank's coordinates,
+merge the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from colofunc.errors import SpecError
+from colofunc.mesh import Mesh
+from colofunc.spec.layout import At, Layout
+from colofunc.spec.spec import Spec, parse
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if not layout.is_padded:
+        return x
+    out = x.new_zeros(layout.padded_shape)
+    out[tuple(slice(0, n) for n in layout.shape)] = x
+    return out
+
+
+def holds(at: At | None, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank is among those that have a value, or run an operator."""
+    return at is None or mesh.index(rank, at[0]) in at[1]
+
+
+def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere.
+
+    An empty tensor where the value does not exist.
+    """
+    if not holds(layout.at, mesh, rank):
+        return x.new_empty(0)
+    where = mesh.coordinates(rank)
+    atoms = [atom for dim in layout.dims for atom in dim]
+    if not atoms or (layout.is_replicated and not layout.is_padded):
+        out = x
+    else:
+        split = _pad(x, layout).reshape([size for size, _ in atoms])
+        index = tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)
+        out = split[index].reshape(layout.local_shape)
+    if any(how == "sum" and where[axis] for axis, how in layout.pending):
+        out = torch.zeros_like(out)
+    return out
+
+
+def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part without its padding, which lies behind the elements of each dim; a copy where there is some. x: (local_shape)."""
+    if not holds(layout.at, mesh, rank):
+        return x
+    given = x
+    where = mesh.coordinates(rank)
+    for d, (dim, size, padded) in enumerate(zip(layout.dims, layout.shape, layout.padded_shape, strict=True)):
+        if size != padded:
+            index = tuple(slice(None) if axis is None else where[axis] for _, axis in dim)
+            places = torch.arange(padded).reshape([n for n, _ in dim])[index]
+            x = x.narrow(d, 0, int((places < size).sum()))
+    return given if x.shape == given.shape else x.clone(memory_format=torch.contiguous_format)
+
+
+def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """All ranks' parts in rank order."""
+    return [part(x, layout, mesh, rank) for rank in range(mesh.size)]
+
+
+def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The global tensor from all ranks' parts (inverse of `parts`; pending reductions are carried out)."""
+    atoms = [atom for dim in layout.dims for atom in dim]
+    kept = [size for size, axis in atoms if axis is None]
+    out = shards[0].new_empty([size for size, _ in atoms])
+    first = dict.fromkeys(mesh.axis_names, 0)
+    if layout.at is not None:
+        first[layout.at[0]] = layout.at[1][0]
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    pending_axes = {axis for axis, _ in layout.pending}
+    for rank, shard in enumerate(shards):
+        where = mesh.coordinates(rank)
+        if any(where[a] != first[a] for a in mesh.axis_names if a not in layout.axes and a not in pending_axes):
+            continue  # another copy of a part that is already there, or nothing
+        key = tuple(where[axis] for _, axis in atoms if axis is not None)
+        local = shard.reshape(kept)
+        if key in done:
+            hows = {how for axis, how in layout.pending if where[axis]}
+            how = hows.pop() if len(hows) == 1 else "sum"
+            local = _REDUCE[how](done[key], local)
+        done[key] = local
+        out[tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)] = local
+    padded = out.reshape(layout.padded_shape)
+    return padded[tuple(slice(0, n) for n in layout.shape)] if layout.is_padded else padded
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def global_shape(spec: str | Spec | Layout, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the whole: every local size times the sizes of the axes that its dim names."""
+    if isinstance(spec, Layout):
+        return spec.shape
+    dims = list(parse(str(spec)).dims)
+    if None in dims:  # `...` stands for dims that are not split
+        at = dims.index(None)
+        dims[at : at + 1] = [()] * (len(local_shape) - len(dims) + 1)
+    if len(dims) != len(local_shape):
+        raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
+    names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
+    return tuple(size * prod(mesh.axis_size(a) for a in axes) for size, axes in zip(local_shape, names, strict=True))

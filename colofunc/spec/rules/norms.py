@@ -1,0 +1,386 @@
+"""Normalisations: statistics need their dims whole, or local code that all-reduces sums.
+
+    native_layer_norm           b* [z*], [z*], [z*] -> b* [z*], b* 1, b* 1      opened at z: sums over the axes
+    native_layer_norm_backward  dx keeps b*; dw and db sum over b*: pending, to be reduce-scattered
+    native_group_norm           n (g [q]) [s*], (g [q]), (g [q]) -> ..., n g, n g
+    batch norm, training        [n] c [s*], c, c, c, c -> [n] c [s*], c, c, c, c   opened at n and s: the statistics
+                                are those of the whole batch, as on one device
+    batch norm, evaluation      n c s*: elementwise
+
+Source of the backward formulas: Ioffe and Szegedy (1502.03167), section 3; the same with other dims for layer norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import all_reduce
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule, Strategy
+from colofunc.spec.rules.opened import Local, Split, opened, wide
+from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, factors, with_arg
+from colofunc.spec.rules.reduce import reduced_dims, vector_norm
+
+T = torch.Tensor
+
+
+def _pick(shards: Sequence[T], value: Any) -> T | None:
+    return shards[value.id] if isinstance(value, Ref) else None
+
+
+def _rule(
+    call: Call, operands: dict[Any, Operand], outs: Sequence[Operand | None], sizes: dict[str, int], **more: Any
+) -> Rule | None:
+    """A rule from argument -> dims (arguments that are absent are left out); None if an operand is not covered."""
+    ins = {arg.id: dims for arg, dims in operands.items() if isinstance(arg, Ref)}
+    if set(ins) != set(range(len(call.ins))):
+        return None
+    sized = tuple(None if t is None else op for op, t in zip(outs, call.outs, strict=True))
+    return Rule(tuple(ins[k] for k in range(len(ins))), sized, sizes, **more)
+
+
+# --- layer norm and rms norm
+
+
+def _layer_dims(call: Call, at: int) -> tuple[Operand, Operand, Operand, dict[str, int]]:
+    """(x, statistics, weight) dims and sizes; `at`: the position of normalized_shape, after x."""
+    x = call.args[at - 1].id
+    shape = call.ins[x].shape
+    kept = len(shape) - len(call.args[at])
+    dims, sizes = dims_of(shape)
+    return dims, (*dims[:kept], *((),) * (len(shape) - kept)), dims[kept:], sizes
+
+
+def layer_norm(call: Call) -> Rule | None:
+    """native_layer_norm(x, shape, w, b, eps) and _fused_rms_norm(x, shape, w, eps)."""
+    x, stat, z, sizes = _layer_dims(call, 1)
+    tensors = {call.args[0]: x, call.args[2]: z}
+    if "layer" in call.target:
+        tensors[call.args[3]] = z
+    return _rule(
+        call, tensors, (x, stat, stat)[: len(call.outs)], sizes, whole=frozenset(factors(z)), localize=_local_shape(1)
+    )
+
+
+def layer_norm_backward(call: Call) -> Rule | None:
+    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b."""
+    x, stat, z, sizes = _layer_dims(call, 2)
+    args = call.args
+    if "layer" in call.target:
+        tensors = {args[0]: x, args[1]: x, args[3]: stat, args[4]: stat, args[5]: z, args[6]: z}
+        outs: tuple[Operand, ...] = (x, z, z)
+    else:
+        tensors = {args[0]: x, args[1]: x, args[3]: stat, args[4]: z}
+        outs = (x, z)
+    batch = dict.fromkeys(factors(x) - factors(z), "sum")
+    more = dict(whole=frozenset(factors(z)), linear=(frozenset({args[0].id}),), localize=_local_shape(2))
+    return _rule(call, tensors, outs, sizes, reduce=batch, **more)
+
+
+def _local_shape(at: int) -> Callable[..., Args]:
+    """normalized_shape from the local x (only `opened` strategies, which have their own code, would change it)."""
+
+    def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
+        local = ins[call.args[at - 1].id].local_shape
+        return with_arg(call, at, "normalized_shape", local[len(local) - len(call.args[at]) :])
+
+    return localize
+
+
+def _layer_forward(call: Call, split: Split) -> Local:
+    is_layer = "layer" in call.target
+    x_at, w_at = call.args[0], call.args[2]
+    b_at = call.args[3] if is_layer else None
+    dims = tuple(range(-len(call.args[1]), 0))
+    count, axes = prod(call.args[1]), split.axes
+    eps = call.args[4] if is_layer else call.args[3]
+    out, stat = call.outs[0], call.outs[1]
+    assert out is not None and stat is not None
+    eps = torch.finfo(call.ins[0].dtype).eps if eps is None else eps
+
+    def local(*shards: T, mesh: Mesh) -> tuple[T, ...]:
+        x = shards[x_at.id].to(wide(out.dtype))
+        mean = all_reduce(x.sum(dims, keepdim=True), axes, mesh) / count if is_layer else None
+        x = x if mean is None else x - mean
+        rstd = torch.rsqrt(all_reduce((x * x).sum(dims, keepdim=True), axes, mesh) / count + eps)
+        y, w, b = x * rstd, _pick(shards, w_at), _pick(shards, b_at)
+        y = y if w is None else y * w
+        y = (y if b is None else y + b).to(out.dtype)
+        return (y, rstd.to(stat.dtype)) if mean is None else (y, mean.to(stat.dtype), rstd.to(stat.dtype))
+
+    return local
+
+
+def _layer_backward(call: Call, split: Split) -> Local:
+    is_layer = "layer" in call.target
+    args = call.args
+    mean_at, rstd_at, w_at = (args[3], args[4], args[5]) if is_layer else (None, args[3], args[4])
+    ndim, kept = len(call.ins[args[1].id].shape), len(call.ins[args[1].id].shape) - len(args[2])
+    dims, batch = tuple(range(kept, ndim)), tuple(range(kept))
+    count, axes = prod(args[2]), split.axes
+    types = call.outs
+
+    def local(*shards: T, mesh: Mesh) -> tuple[T | None, ...]:
+        g, x, rstd = shards[args[0].id], shards[args[1].id], shards[rstd_at.id]
+        high = wide(x.dtype)
+        g, x, w = g.to(high), x.to(high), _pick(shards, w_at)
+        mean = _pick(shards, mean_at)
+        normal = (x if mean is None else x - mean) * rstd
+        gw = g if w is None else g * w
+        inner = all_reduce((gw * normal).sum(dims, keepdim=True), axes, mesh) / count
+        dx = gw - normal * inner
+        if mean is not None:
+            dx = dx - all_reduce(gw.sum(dims, keepdim=True), axes, mesh) / count
+        results = [dx * rstd, (g * normal).sum(batch) if batch else g * normal]
+        if is_layer:
+            results.append(g.sum(batch) if batch else g)
+        return tuple(None if t is None else r.to(t.dtype) for t, r in zip(types, results, strict=True))
+
+    return local
+
+
+def _stat_bytes(call: Call, split: Split) -> float:
+    """Two numbers per normalised group."""
+    x = split.ins[call.args[1 if "backward" in call.target else 0].id]
+    n = len(call.args[2 if "backward" in call.target else 1])
+    return 2.0 * prod(x.local_shape[: len(x.local_shape) - n]) * wide(call.ins[0].dtype).itemsize
+
+
+def _open_layer(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    found = rule(call)
+    return iter(()) if found is None else opened(call, mesh, found, sorted(found.whole), code, _stat_bytes, 2)
+
+
+# --- group norm
+
+
+def _group_dims(call: Call, x_at: int, group: int) -> tuple[Operand, Operand, Factors, dict[str, int]]:
+    """(x, statistics, channels) dims and sizes: channels are (g [q])."""
+    shape = call.ins[call.args[x_at].id].shape
+    sizes = {"n": shape[0], "g": group, "q": shape[1] // group} | {f"s{i}": m for i, m in enumerate(shape[2:])}
+    channels: Factors = ("g", "q")
+    return (("n",), channels, *((f"s{i}",) for i in range(len(shape) - 2))), (("n",), ("g",)), channels, sizes
+
+
+def _group_whole(sizes: dict[str, int]) -> frozenset[str]:
+    return frozenset(f for f in sizes if f not in ("n", "g"))
+
+
+def group_norm(call: Call) -> Rule | None:
+    """native_group_norm(x, w, b, N, C, HxW, group, eps)."""
+    x, stat, channels, sizes = _group_dims(call, 0, call.args[6])
+    if len(call.ins[0].shape) < 2 or 0 in call.ins[0].shape:
+        return None
+    tensors: dict[Any, Operand] = {call.args[0]: x, call.args[1]: (channels,), call.args[2]: (channels,)}
+
+    def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
+        return _group_args(call, 3, 6, ins[0])
+
+    return _rule(call, tensors, (x, stat, stat), sizes, whole=_group_whole(sizes), localize=localize)
+
+
+def group_norm_backward(call: Call) -> Rule | None:
+    """native_group_norm_backward(g, x, mean, rstd, w, N, C, HxW, group, mask)."""
+    a = call.args
+    x, stat, channels, sizes = _group_dims(call, 1, a[8])
+    tensors: dict[Any, Operand] = {a[0]: x, a[1]: x, a[2]: stat, a[3]: stat, a[4]: (channels,)}
+
+    def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
+        return _group_args(call, 5, 8, ins[a[1].id])
+
+    more = dict(whole=_group_whole(sizes), linear=(frozenset({a[0].id}),), localize=localize)
+    return _rule(call, tensors, (x, (channels,), (channels,)), sizes, reduce={"n": "sum"}, **more)
+
+
+def _group_args(call: Call, at: int, group_at: int, x: Layout) -> Args:
+    """N, C and group of the local part; the split of channels is a split of groups."""
+    n, c = x.local_shape[:2]
+    args = list(call.args)
+    args[at], args[at + 1], args[group_at] = n, c, call.args[group_at] * c // x.shape[1]
+    return tuple(args), call.kwargs
+
+
+# --- batch norm
+
+
+def _batch_dims(call: Call, x_at: int) -> tuple[Operand, Operand, dict[str, int]]:
+    dims, sizes = dims_of(call.ins[call.args[x_at].id].shape)
+    return dims, (dims[1],), sizes
+
+
+def _is_training(call: Call) -> bool:
+    name = call.target.split(".")[1]
+    if name == "_native_batch_norm_legit_no_training":
+        return False
+    if call.target.endswith("no_stats"):
+        return True
+    return bool(call.args[7] if "backward" in name else call.args[5])
+
+
+def batch_norm(call: Call) -> Rule | None:
+    """native_batch_norm(x, w, b, mean, var, training, momentum, eps), its functional form, and without statistics."""
+    x, c, sizes = _batch_dims(call, 0)
+    running = {} if call.target.endswith("no_stats") else {call.args[3]: c, call.args[4]: c}
+    tensors = {call.args[0]: x, call.args[1]: c, call.args[2]: c, **running}
+    if _is_training(call):
+        whole = frozenset(factors(x) - factors(c))
+        return _rule(call, tensors, (x, *(c,) * (len(call.outs) - 1)), sizes, whole=whole)
+    # Evaluation: the saved statistics are empty (CPU), or those given.
+    empty = [t is not None and t.shape == (0,) for t in call.outs]
+    outs = [x if k == 0 else (("none",),) if empty[k] else c for k in range(len(call.outs))]
+    if any(empty):
+        sizes = sizes | {"none": 0}
+    copied = frozenset((k, f) for k, op in enumerate(outs) if k for f in factors(x) - factors(op))
+    return _rule(call, tensors, outs, sizes, whole=frozenset({"none"} & set(sizes)), copied=copied)
+
+
+def batch_norm_backward(call: Call) -> Rule | None:
+    """native_batch_norm_backward(g, x, w, mean, var, save_mean, save_invstd, train, eps, mask)."""
+    x, c, sizes = _batch_dims(call, 1)
+    a = call.args
+    tensors = {a[0]: x, a[1]: x, **dict.fromkeys(a[2:7], c)}
+    for k in a[5:7]:  # evaluation on CPU saves nothing
+        if isinstance(k, Ref) and call.ins[k.id].shape == (0,):
+            tensors[k] = (("none",),)
+            sizes = sizes | {"none": 0}
+    rest = factors(x) - factors(c)
+    linear = (frozenset({a[0].id}),)
+    if _is_training(call):
+        return _rule(call, tensors, (x, c, c), sizes, whole=frozenset(rest), linear=linear)
+    whole = frozenset({"none"} & set(sizes))
+    return _rule(call, tensors, (x, c, c), sizes, reduce=dict.fromkeys(rest, "sum"), whole=whole, linear=linear)
+
+
+def _shaped(v: T, ndim: int) -> T:
+    return v.reshape(-1, *(1,) * (ndim - 2))
+
+
+def _batch_forward(call: Call, split: Split) -> Local:
+    no_stats = call.target.endswith("no_stats")
+    a, axes = call.args, split.axes
+    momentum, eps = a[4 if no_stats else 6], a[5 if no_stats else 7]
+    shape = call.ins[0].shape
+    count = prod(shape) // shape[1]
+    dims = tuple(d for d in range(len(shape)) if d != 1)
+    types = call.outs
+
+    def local(*shards: T, mesh: Mesh) -> tuple[T, ...]:
+        x = shards[a[0].id]
+        x = x.to(wide(x.dtype))
+        mean = all_reduce(x.sum(dims), axes, mesh) / count
+        centred = x - _shaped(mean, x.dim())
+        var = all_reduce((centred * centred).sum(dims), axes, mesh) / count
+        rstd = torch.rsqrt(var + eps)
+        y, w, b = centred * _shaped(rstd, x.dim()), _pick(shards, a[1]), _pick(shards, a[2])
+        y = y if w is None else y * _shaped(w, x.dim())
+        y = y if b is None else y + _shaped(b, x.dim())
+        results = [y, mean, rstd]
+        if len(types) == 5:
+            old_mean, old_var = shards[a[3].id], shards[a[4].id]
+            results.append((1 - momentum) * old_mean + momentum * mean)
+            results.append((1 - momentum) * old_var + momentum * var * (count / (count - 1)))
+        return tuple(r.to(t.dtype) for t, r in zip(types, results, strict=True) if t is not None)
+
+    return local
+
+
+def _batch_backward(call: Call, split: Split) -> Local:
+    a, axes, types = call.args, split.axes, call.outs
+    shape = call.ins[a[1].id].shape
+    count = prod(shape) // shape[1]
+    dims = tuple(d for d in range(len(shape)) if d != 1)
+
+    def local(*shards: T, mesh: Mesh) -> tuple[T | None, ...]:
+        g, x = shards[a[0].id], shards[a[1].id]
+        high, ndim = wide(x.dtype), x.dim()
+        g, x, w = g.to(high), x.to(high), _pick(shards, a[2])
+        rstd = _shaped(shards[a[6].id], ndim)
+        normal = (x - _shaped(shards[a[5].id], ndim)) * rstd
+        db = all_reduce(g.sum(dims), axes, mesh)
+        dw = all_reduce((g * normal).sum(dims), axes, mesh)
+        dx = (g - _shaped(db, ndim) / count - normal * _shaped(dw, ndim) / count) * rstd
+        dx = dx if w is None else dx * _shaped(w, ndim)
+        return tuple(None if t is None else r.to(t.dtype) for t, r in zip(types, (dx, dw, db), strict=True))
+
+    return local
+
+
+def _channel_bytes(call: Call, split: Split) -> float:
+    """Two numbers per channel."""
+    x = split.ins[call.args[1 if "backward" in call.target else 0].id]
+    return 2.0 * x.local_shape[1] * wide(call.ins[0].dtype).itemsize
+
+
+def _open_batch(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    found = rule(call)
+    if found is None or not _is_training(call) or _has_side_effect(call):
+        return iter(())
+    return opened(call, mesh, found, sorted(found.whole), code, _channel_bytes, 2)
+
+
+def _has_side_effect(call: Call) -> bool:
+    """native_batch_norm writes running statistics behind the schema's back; traces use the functional form."""
+    return call.target.split(".")[1] in ("native_batch_norm",) and isinstance(call.args[3], Ref)
+
+
+# --- vector norm
+
+
+def _norm_code(call: Call, split: Split) -> Local:
+    order = float(call.arg(1, "ord", 2))
+    dims = list(reduced_dims(call.arg(2, "dim"), len(call.ins[0].shape)))
+    keepdim, axes, out = bool(call.arg(3, "keepdim", False)), split.axes, call.outs[0]
+    assert out is not None
+
+    def local(x: T, *, mesh: Mesh) -> T:
+        x = x.abs().to(wide(out.dtype))
+        powers = (x * x if order == 2 else x**order).sum(dims, keepdim)
+        total = all_reduce(powers, axes, mesh)
+        return (torch.sqrt(total) if order == 2 else total ** (1 / order)).to(out.dtype)
+
+    return local
+
+
+def _open_norm(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    rule = vector_norm(call)
+    if rule is None or not rule.whole:
+        return iter(())
+
+    def traffic(call: Call, split: Split) -> float:
+        return float(split.outs[0].local_numel * wide(call.ins[0].dtype).itemsize) if split.outs[0] else 0.0
+
+    return opened(call, mesh, rule, sorted(rule.whole), _norm_code, traffic)
+
+
+_BATCH_FORWARD = (
+    "native_batch_norm",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+)
+
+RULES: dict[str, RuleFn] = {
+    "aten.native_layer_norm": layer_norm,
+    "aten._fused_rms_norm": layer_norm,
+    "aten.native_layer_norm_backward": layer_norm_backward,
+    "aten._fused_rms_norm_backward": layer_norm_backward,
+    "aten.native_group_norm": group_norm,
+    "aten.native_group_norm_backward": group_norm_backward,
+    **{f"aten.{name}": batch_norm for name in _BATCH_FORWARD},
+    "aten.native_batch_norm_backward": batch_norm_backward,
+}
+STRATEGIES = {
+    "aten.native_layer_norm": partial(_open_layer, layer_norm, _layer_forward),
+    "aten._fused_rms_norm": partial(_open_layer, layer_norm, _layer_forward),
+    "aten.native_layer_norm_backward": partial(_open_layer, layer_norm_backward, _layer_backward),
+    "aten._fused_rms_norm_backward": partial(_open_layer, layer_norm_backward, _layer_backward),
+    **{f"aten.{name}": partial(_open_batch, batch_norm, _batch_forward) for name in _BATCH_FORWARD},
+    "aten.native_batch_norm_backward": partial(_open_batch, batch_norm_backward, _batch_backward),
+    "aten.linalg_vector_norm": _open_norm,
+}

@@ -1,0 +1,79 @@
+"""Strategies that split a dim which the rule wants whole, with local code that communicates.
+
+    softmax  b [s] -> b [s]     opened at s: all-reduce the maximum, all-reduce the sum of exponentials
+
+`opened` takes the rule, frees the given factors, and makes a strategy of every placement that uses one of them. A
+result that lacks an opened factor is complete on every rank (the local code reduces it) unless `how` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from colofunc.mesh import Mesh
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.strategies import build, placements
+
+Local = Callable[..., Any]
+
+
+@attrs.frozen
+class Split:
+    """What local code may ask: the axes on the opened factors, and the layouts."""
+
+    axes: tuple[str, ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout | None, ...]
+
+
+Code = Callable[[Call, Split], Local]
+Traffic = Callable[[Call, Split], float]  # bytes that are all-reduced over the opened axes
+
+
+def opened(
+    call: Call,
+    mesh: Mesh,
+    rule: Rule | None,
+    factors: Collection[str],
+    code: Code,
+    traffic: Traffic,
+    calls: int = 1,
+    how: str | None = None,
+) -> Iterator[Strategy]:
+    """All strategies in which an opened factor is split. `calls`: how many all-reduces share the traffic."""
+    if rule is None:
+        return
+    factors = [f for f in factors if rule.sizes.get(f, 1) > 1]
+    missing = {
+        (n, f) for n, op in enumerate(rule.outs) if op is not None for f in factors if not any(f in dim for dim in op)
+    }
+    free = attrs.evolve(
+        rule,
+        whole=rule.whole - set(factors),
+        reduce={**rule.reduce, **dict.fromkeys(factors, how or "sum")},
+        copied=rule.copied | (missing if how is None else set()),
+    )
+    axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+    for placement, passing in placements(free, mesh, axes):
+        on = tuple(axis for f in factors for _, axis in placement.get(f, ()) if axis is not None)
+        if not on:
+            continue
+        strategy = build(call, free, placement, passing)
+        split = Split(on, strategy.ins, strategy.outs)
+        seconds = calls * mesh.collective_s("all_reduce", traffic(call, split) / max(calls, 1), on)
+        yield attrs.evolve(strategy, local=code(call, split), cost=attrs.evolve(strategy.cost, extra_s=seconds))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def nbytes_without(layout: Layout, dim: int, dtype: torch.dtype) -> float:
+    """Bytes of a local part once dim `dim` is reduced away."""
+    return layout.local_numel / max(1, layout.local_shape[dim]) * wide(dtype).itemsize

@@ -1,0 +1,99 @@
+"""A shift along a split dim: only what crosses from one rank's part to another's travels.
+
+    shift   d0 [d1] -> d0 [d1]      (cp s): the last rows of each rank go to the next; (s cp): each part goes to the next rank
+
+Whatever the order of a dim's atoms, the last one is moved by `k mod n` and what leaves it at the end is a shift by one
+more of everything before it: the local code is that recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import permutations
+from math import prod
+
+import attrs
+import torch
+
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import axis_index, permute
+from colofunc.spec.layout import Atom, Dim
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.rules.build import StrategyFn
+from colofunc.spec.rules.pattern import RuleFn, dims_of, wrap
+from colofunc.spec.strategies import build, placements
+
+
+def shift(call: Call) -> Rule | None:
+    dims, sizes = dims_of(call.ins[0].shape)
+    return Rule((dims,), (dims,), sizes, whole=frozenset(dims[wrap(call.arg(1, "dim"), len(dims))]))
+
+
+def shifts(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    """The moved dim over one or two axes, in blocks, in stripes, or one of each."""
+    rule = shift(call)
+    if rule is None or not rule.whole:
+        return
+    (moved,) = rule.whole
+    free = attrs.evolve(rule, whole=frozenset())
+    axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+    for atoms in _splits(rule.sizes[moved], axes, mesh):
+        others = tuple(a for a in axes if a not in {axis for _, axis in atoms})
+        for placement, passing in placements(rule, mesh, others, orders=False):
+            if passing:
+                continue
+            strategy = build(call, free, {**placement, moved: atoms})
+            dim, by, fill = wrap(call.arg(1, "dim"), len(call.ins[0].shape)), int(call.arg(2, "by")), call.arg(3, "fill")
+            nbytes = strategy.ins[0].local_numel * call.ins[0].dtype.itemsize
+            wire_s = sum(mesh.collective_s("permute", nbytes * part, (axis,)) for axis, part in _travelling(atoms, abs(by)))
+            local = partial(_local, dim=dim, atoms=strategy.ins[0].dims[dim], by=by, fill=fill)
+            yield attrs.evolve(strategy, local=local, cost=attrs.evolve(strategy.cost, extra_s=wire_s))
+
+
+def _splits(size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Dim]:
+    for some in (p for k in (1, 2) for p in permutations(axes, k)):
+        ways = prod(mesh.axis_size(a) for a in some)
+        if size % ways == 0 and size:
+            for at in range(len(some) + 1):
+                split = [(mesh.axis_size(a), a) for a in some]
+                yield tuple(atom for atom in (*split[:at], (size // ways, None), *split[at:]) if atom[0] > 1)
+
+
+def _travelling(atoms: Dim, by: int) -> Iterator[tuple[str, float]]:
+    """(axis, share of a rank's part that is sent over it)."""
+    behind = 1.0
+    for n, axis in reversed(atoms):
+        if axis is None:
+            behind = min(1.0, by / n)
+        else:
+            yield axis, behind
+
+
+def _local(x: torch.Tensor, dim: int, atoms: Dim, by: int, fill: float, mesh: Mesh) -> torch.Tensor:
+    mine = x.movedim(dim, -1).unflatten(-1, [*(n for n, axis in atoms if axis is None), 1])
+    moved = _moved(mine, atoms, by, fill, mesh)
+    return moved.reshape(*mine.shape[: x.dim() - 1], x.shape[dim]).movedim(-1, dim).contiguous()
+
+
+def _moved(x: torch.Tensor, atoms: Sequence[Atom], by: int, fill: float, mesh: Mesh) -> torch.Tensor:
+    """x (..., one dim for each local atom, what is moved together), shifted by `by` along the atoms taken as one dim."""
+    if by == 0:
+        return x
+    if not atoms:
+        return torch.full_like(x, fill)
+    *outer, (n, axis) = atoms
+    more, rest = divmod(by, n)
+    if axis is not None:
+        came = permute(x, axis, mesh, [(i - by) % n for i in range(n)])
+        near = _moved(came, outer, more, fill, mesh)
+        return torch.where(axis_index(axis, mesh) >= rest, near, _moved(came, outer, more + 1, fill, mesh)) if rest else near
+    parts = []
+    for part, steps in ((x[..., n - rest :, :], more + 1), (x[..., : n - rest, :], more)):
+        if part.shape[-2]:
+            parts.append(_moved(part.flatten(-2), outer, steps, fill, mesh).unflatten(-1, part.shape[-2:]))
+    return torch.cat(parts, -2)
+
+
+RULES: dict[str, RuleFn] = {"colofunc.shift": shift}
+STRATEGIES: dict[str, StrategyFn] = {"colofunc.shift": shifts}
