@@ -12,7 +12,7 @@ from typing import Any
 
 from colofunc_plugins.gemini import colofunc_memory_policies, elixir, gemini
 from colofunc_plugins.moe import experts
-from colofunc_plugins.pipeline import stages
+from colofunc_plugins.pipeline import colofunc_schedules, stages
 from colofunc_plugins.sequence import gather_kv, ring, ulysses
 from colofunc_plugins.tp1d import Megatron, megatron
 from colofunc_plugins.tp2d_25d_3d import MODES, Auto, Gridded
@@ -21,7 +21,10 @@ from colofunc_plugins.zero import zero
 
 import colofunc as cf
 
-__all__ = ["colofunc_memory_policies", "elixir", "experts", "gather_kv", "gemini", "ring", "stages", "tensor", "ulysses", "zero"]
+__all__ = [
+    "colofunc_memory_policies", "colofunc_schedules", "elixir", "experts", "gather_kv", "gemini",
+    "ring", "stages", "tensor", "ulysses", "zero",
+]  # fmt: skip
 
 
 @cf.hookimpl

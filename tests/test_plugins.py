@@ -246,10 +246,13 @@ def test_every_hook_is_merged() -> None:
     tables: dict[str, Any] = {hook: {f"{hook}.mine": len} for hook in HOOKS}
     kernel = cf.ext.Kernel("aten.mm.default", "cuda", len, len, len, len)
     tables["colofunc_kernels"] = [kernel]
+    schedule = cf.ext.Schedule("mine", len)  # type: ignore[arg-type]
+    tables["colofunc_schedules"] = {"mine": schedule}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
+    assert registry.schedules["mine"] is schedule
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
     with pytest.raises(TypeError):
@@ -299,6 +302,10 @@ def test_wrong_types() -> None:
     refuses(
         "colofunc_rules of plugin 'keys' has key ('aten.mm.default', 'cuda'); see the hook's documentation for its form",
         plugin("keys", colofunc_rules=lambda: {("aten.mm.default", "cuda"): len}),
+    )
+    refuses(
+        "colofunc_schedules of plugin 'loose': the value of 'mine' is <built-in function len>; give a cf.ext.Schedule",
+        plugin("loose", colofunc_schedules=lambda: {"mine": len}),
     )
     refuses("plugin 'empty' implements no hook; give a module (or object) with functions marked @cf.hookimpl", plugin("empty"))
 

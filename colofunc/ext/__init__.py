@@ -26,9 +26,12 @@ from colofunc.planner.wishes.product_pairs import product_pairs
 from colofunc.planner.wishes.ways import ways
 from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator
+from colofunc.plugins.registry import schedule
+from colofunc.program.actions import Action, ActionTable, check_table, linear_order
 from colofunc.program.check import check_program
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Ref, Value
+from colofunc.program.pipeline_schedule import Schedule, StageCosts
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Cost, Rule, Strategy
 from colofunc.spec.rules import local
@@ -36,6 +39,8 @@ from colofunc.spec.rules.attention_call import AttentionCall
 from colofunc.spec.rules.pattern import pattern
 
 __all__ = [
+    "Action",
+    "ActionTable",
     "AttentionCall",
     "AttentionExchange",
     "AttentionPattern",
@@ -59,21 +64,26 @@ __all__ = [
     "Room",
     "Rule",
     "Rules",
+    "Schedule",
+    "StageCosts",
     "State",
     "Strategy",
     "Transform",
     "Value",
     "Wish",
     "check_program",
+    "check_table",
     "collectives",
     "follow",
     "hookimpl",
+    "linear_order",
     "local",
     "operator",
     "pattern",
     "product_pairs",
     "products",
     "reading",
+    "schedule",
     "stage",
     "tokens",
     "ways",

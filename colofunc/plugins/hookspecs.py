@@ -34,6 +34,7 @@ from typing import Any
 import pluggy
 
 from colofunc.ops.kernels import Kernel
+from colofunc.program.pipeline_schedule import Schedule
 
 hookspec = pluggy.HookspecMarker("colofunc")
 hookimpl = pluggy.HookimplMarker("colofunc")
@@ -80,6 +81,16 @@ def colofunc_memory_policies() -> Mapping[str, Any]:
 
 
 @hookspec
+def colofunc_schedules() -> Mapping[str, Schedule]:
+    """Schedule name ("1f1b", "zb-h1", ...) -> `cf.ext.Schedule`, for `cf.pipeline(step, schedule=name)`.
+
+    A schedule is a function that gives a table of actions, `cf.ext.ActionTable`, and says how many stages a rank has and which. The
+    table is checked each time that it is made.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_kernels() -> Iterable[Kernel]:
     """`cf.ext.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
 
@@ -118,5 +129,5 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
-    "colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
+    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
 ).split()

@@ -14,11 +14,12 @@ from typing import Any
 import attrs
 import pluggy
 
-from colofunc.errors import ColofuncError, PluginError, near
+from colofunc.errors import ColofuncError, PlanError, PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.ops.kernels import Kernel, Table, table_of
 from colofunc.plugins import hookspecs
 from colofunc.plugins import kernels as own_kernels
+from colofunc.program.pipeline_schedule import Schedule
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 
@@ -39,6 +40,7 @@ class Registry:
     strategies: Mapping[str, tuple[StrategyFn, ...]]
     plans: Mapping[str, Callable[..., Any]]
     memory_policies: Mapping[str, Any]
+    schedules: Mapping[str, Schedule]
     kernels: Table
     passes: Mapping[str, Callable[..., Any]]
     transforms: Mapping[str, Any]
@@ -112,6 +114,15 @@ def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
 def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
     """A topology by name: a preset, a file, or one that a plugin brings. Raises TopologyError with near names."""
     return resolve_topology(name, build_registry(plugins).topologies)
+
+
+def schedule(name: str, registry: Registry | None = None) -> Schedule:
+    """A pipeline schedule by name, of the plugins that are installed or those of a registry. Raises PlanError with near names."""
+    registry = build_registry() if registry is None else registry
+    known = registry.schedules
+    if name not in known:
+        raise PlanError(f"there is no pipeline schedule {name!r}{near(name, known, 'schedules')}")
+    return known[name]
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
@@ -193,3 +204,5 @@ def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
         raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
     if hook in _CALLABLE and not callable(value):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")
+    if hook == "colofunc_schedules" and not isinstance(value, Schedule):
+        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Schedule")

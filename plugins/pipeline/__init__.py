@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import attrs
+from colofunc_plugins.pipeline.schedules import colofunc_schedules
 
 import colofunc as cf
 
-__all__ = ["Stages", "stages"]
+__all__ = ["Stages", "colofunc_schedules", "stages"]
 
 STATE = ("param", "state", "buffer", "frozen")
 

@@ -1,0 +1,145 @@
+"""A pipeline schedule: how many stages a rank has and which, and the table of actions for so many microbatches.
+
+Problem: schedules differ in what they need (stages per rank, a backward in two parts, a number of microbatches) and in what they look at
+(some none of the costs, some all). Idea: a frozen record says the first, and one function gives the table.
+
+    Schedule("gpipe", gpipe).table(ranks=4, microbatches=8)
+
+Source: the placement in the shape of a V is Pipeline Parallelism with Controllable Memory (2405.15362, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from colofunc.errors import PlanError
+from colofunc.program.actions import Action, ActionTable, check_table
+
+PLACEMENTS = ("loop", "v")
+
+
+def _as_floats(values: object) -> tuple[float, ...]:
+    assert isinstance(values, (tuple, list))
+    return tuple(float(value) for value in values)
+
+
+@attrs.frozen
+class StageCosts:
+    """What the stages of a pipeline take for one microbatch, a figure per stage.
+
+    forward_s, input_s, weight_s: seconds of F, I and W; B takes those of I and W. send_s: seconds from the end of a stage's F until
+    the next stage has its result; send_back_s: from the end of a stage's B or I until the stage before it has the gradient; both have a
+    figure per pair of neighbours, which counts where they are on different ranks.
+    kept_bytes: from the beginning of F to the end of B or I; weight_kept_bytes: from the end of I to the end of W.
+    """
+
+    forward_s: tuple[float, ...] = attrs.field(converter=_as_floats)
+    input_s: tuple[float, ...] = attrs.field(converter=_as_floats)
+    weight_s: tuple[float, ...] = attrs.field(converter=_as_floats)
+    send_s: tuple[float, ...] = attrs.field(converter=_as_floats)
+    send_back_s: tuple[float, ...] = attrs.field(converter=_as_floats)
+    kept_bytes: tuple[float, ...] = attrs.field(converter=_as_floats)
+    weight_kept_bytes: tuple[float, ...] = attrs.field(converter=_as_floats)
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(StageCosts):
+            values = getattr(self, field.name)
+            wanted = self.stages - 1 if field.name.startswith("send") else self.stages
+            if len(values) != wanted:
+                raise PlanError(f"costs of {self.stages} stages have {len(values)} figures {field.name}; give {wanted}")
+            if any(value < 0 for value in values):
+                raise PlanError(f"{field.name} of a stage is {min(values)}; give seconds and bytes of at least 0")
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.forward_s)
+
+    @classmethod
+    def uniform(
+        cls, stages: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, send: float = 0.0, kept: float = 1.0, weight_kept: float = 0.5
+    ) -> StageCosts:
+        """Stages that are alike."""
+        boundaries = (send,) * (stages - 1)
+        return cls((f,) * stages, (i,) * stages, (w,) * stages, boundaries, boundaries, (kept,) * stages, (weight_kept,) * stages)
+
+    def seconds(self, action: Action) -> float:
+        """How long an action takes."""
+        if action.kind == "F":
+            return self.forward_s[action.stage]
+        if action.kind == "I":
+            return self.input_s[action.stage]
+        if action.kind == "W":
+            return self.weight_s[action.stage]
+        return self.input_s[action.stage] + self.weight_s[action.stage]
+
+
+MakeTable = Callable[[int, int, StageCosts | None, float | None], ActionTable]
+
+
+@attrs.frozen
+class Schedule:
+    """A named way to order the actions of a pipeline.
+
+    make: (ranks, microbatches, costs or None, most bytes of activations on a rank or None) -> ActionTable. A schedule that looks at no
+    costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks) or "v" (0..p-1, then p-1..0).
+    splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least.
+    """
+
+    name: str
+    make: MakeTable = attrs.field(repr=False)
+    stages_per_rank: int = 1
+    placement: str = "loop"
+    splits_backward: bool = False
+    least_per_rank: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise PlanError(f"schedule {self.name!r} has the placement {self.placement!r}; give 'loop' or 'v'")
+        if self.stages_per_rank < 1:
+            raise PlanError(f"schedule {self.name!r} has {self.stages_per_rank} stages per rank; give at least 1")
+
+    def stages(self, ranks: int) -> int:
+        """How many stages the model is cut into."""
+        return ranks * self.stages_per_rank
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The rank that has a stage."""
+        turn, place = divmod(stage, ranks)
+        if self.placement == "v" and turn % 2:
+            return ranks - 1 - place
+        return place
+
+    def least_microbatches(self, ranks: int) -> int:
+        """How many microbatches it needs on so many ranks."""
+        return max(1, self.least_per_rank * ranks)
+
+    def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
+        least = self.least_microbatches(ranks)
+        if microbatches < least:
+            raise PlanError(
+                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; "
+                f"give microbatches={least}, or another schedule"
+            )
+        if costs is not None and costs.stages != self.stages(ranks):
+            wanted = self.stages(ranks)
+            raise PlanError(f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}")
+        table = self.make(ranks, microbatches, costs, cap_bytes)
+        self._check(table, ranks, microbatches)
+        return table
+
+    def _check(self, table: ActionTable, ranks: int, microbatches: int) -> None:
+        try:
+            check_table(table, self.stages(ranks), microbatches)
+        except PlanError as error:
+            raise PlanError(f"schedule {self.name!r} on {ranks} ranks: {error}") from None
+        for stage, rank in table.rank_of.items():
+            wanted = self.rank_of(stage, ranks)
+            if rank != wanted:
+                raise PlanError(
+                    f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says rank {wanted}; "
+                    "change one of them"
+                )
