@@ -161,7 +161,8 @@ SCHEDULES = build_registry().schedules
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_legal_for_every_size(name: str) -> None:
     for ranks, more in product((1, 2, 3, 4, 8), (0, 1, 2, 5, 12)):
-        SCHEDULES[name].table(ranks, SCHEDULES[name].least_microbatches(ranks) + more)
+        groups = more * ranks if SCHEDULES[name].whole_groups else more
+        SCHEDULES[name].table(ranks, SCHEDULES[name].least_microbatches(ranks) + groups)
 
 
 def test_placements() -> None:

@@ -19,6 +19,7 @@ from colofunc.planner.fitted import Fitted
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.sharding.constraints import Constraint, Constraints
+from colofunc.planner.stages.simulate import Simulated, Span, bytes_of, chrome_events, simulate
 from colofunc.planner.wishes import products, reading, tokens
 from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
 from colofunc.planner.wishes.follow import Rules, follow
@@ -65,14 +66,18 @@ __all__ = [
     "Rule",
     "Rules",
     "Schedule",
+    "Simulated",
+    "Span",
     "StageCosts",
     "State",
     "Strategy",
     "Transform",
     "Value",
     "Wish",
+    "bytes_of",
     "check_program",
     "check_table",
+    "chrome_events",
     "collectives",
     "follow",
     "hookimpl",
@@ -84,6 +89,7 @@ __all__ = [
     "products",
     "reading",
     "schedule",
+    "simulate",
     "stage",
     "tokens",
     "ways",

@@ -85,7 +85,8 @@ class Schedule:
 
     make: (ranks, microbatches, costs or None, most bytes of activations on a rank or None) -> ActionTable. A schedule that looks at no
     costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks) or "v" (0..p-1, then p-1..0).
-    splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least.
+    splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least. whole_groups:
+    whether it takes multiples of the number of ranks only.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Schedule:
     placement: str = "loop"
     splits_backward: bool = False
     least_per_rank: int = 0
+    whole_groups: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
@@ -123,6 +125,12 @@ class Schedule:
             raise PlanError(
                 f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; "
                 f"give microbatches={least}, or another schedule"
+            )
+        if self.whole_groups and microbatches % ranks:
+            more = microbatches + -microbatches % ranks
+            raise PlanError(
+                f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide {microbatches}; "
+                f"give microbatches={more}, or another schedule"
             )
         if costs is not None and costs.stages != self.stages(ranks):
             wanted = self.stages(ranks)

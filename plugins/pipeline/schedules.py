@@ -3,12 +3,18 @@
     1f1b on 2 ranks, 3 microbatches:     rank 0   0F0 0F1 0B0 0F2 0B1 0B2
                                          rank 1   1F0 1B0 1F1 1B1 1F2 1B2
 
-Source: GPipe (1811.06965); 1F1B of PipeDream-Flush (2006.09503).
+Source: GPipe (1811.06965); 1F1B of PipeDream-Flush (2006.09503); interleaved of Megatron-LM (2104.04473); ZB-H1 and ZB-H2 of Zero Bubble
+Pipeline Parallelism (2401.10241); ZB-V, V-Half and V-Min are named after Pipeline Parallelism with Controllable Memory (2405.15362) and
+made by our list scheduler under their limits of memory; DualPipeV as DeepSeek published it (the order of its eight phases).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
+
+from colofunc_plugins.pipeline.list_scheduler import Rules, schedule_list
 
 import colofunc as cf
 from colofunc.ext import Action, ActionTable, StageCosts
@@ -38,11 +44,208 @@ def one_f_one_b(ranks: int, microbatches: int, costs: StageCosts | None = None, 
     return ActionTable(tuple(rows))
 
 
+def interleaved(chunks: int = 2) -> cf.ext.Schedule:
+    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends."""
+    name = "interleaved-1f1b" if chunks == 2 else f"interleaved-1f1b-{chunks}"
+    return cf.ext.Schedule(name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True)
+
+
+def _interleaved(
+    chunks: int, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
+    """Groups of `ranks` microbatches pass through the first stage of a rank, then through its second, and so on."""
+    rows = []
+    for rank in range(ranks):
+        forwards = [Action(chunk * ranks + rank, "F", m) for chunk, m in _in_groups(chunks, ranks, microbatches)]
+        backwards = [Action((chunks - 1 - chunk) * ranks + rank, "B", m) for chunk, m in _in_groups(chunks, ranks, microbatches)]
+        warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1, len(forwards))
+        row = forwards[:warmup]
+        for position, backward in enumerate(backwards):
+            row.append(backward)
+            row += forwards[warmup + position : warmup + position + 1]
+        rows.append(tuple(row))
+    return ActionTable(tuple(rows))
+
+
+def _in_groups(chunks: int, ranks: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """(chunk, microbatch) in the order of Megatron-LM."""
+    for first in range(0, microbatches, ranks):
+        for chunk in range(chunks):
+            for microbatch in range(first, min(first + ranks, microbatches)):
+                yield chunk, microbatch
+
+
+def zero_bubble_h1(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """As many microbatches in flight as 1F1B; rank i (from 0) puts off the weights of i microbatches, which fill its end."""
+    rows = [_split_row(rank, microbatches, ranks - rank, rank) for rank in range(ranks)]
+    return ActionTable(tuple(rows))
+
+
+def zero_bubble_h2(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """Twice the microbatches of 1F1B in flight, so that the first ranks do not wait either."""
+    rows = [_split_row(rank, microbatches, 2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)]
+    return ActionTable(tuple(rows))
+
+
+def _split_row(stage: int, microbatches: int, warmup: int, put_off: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then I, W, F in turn, where W is of the microbatch that is `put_off` before."""
+    warmup = min(warmup, microbatches)
+    row = [Action(stage, "F", microbatch) for microbatch in range(warmup)]
+    for microbatch in range(microbatches + put_off):
+        if microbatch < microbatches:
+            row.append(Action(stage, "I", microbatch))
+        if microbatch >= put_off:
+            row.append(Action(stage, "W", microbatch - put_off))
+        if microbatch + warmup < microbatches:
+            row.append(Action(stage, "F", microbatch + warmup))
+    return tuple(row)
+
+
+def dual_pipe_v(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """DualPipeV: two stages a rank in the shape of a V, backward in two parts only where a wait is filled."""
+    return ActionTable(tuple(_DualRow(ranks, rank, microbatches).row() for rank in range(ranks)))
+
+
+class _DualRow:
+    """One rank's row: counts what each of its two stages has come to. `near`: the stage of the way down, `far`: of the way back."""
+
+    def __init__(self, ranks: int, rank: int, microbatches: int) -> None:
+        self.ranks, self.rank, self.microbatches = ranks, rank, microbatches
+        self.near, self.far = rank, 2 * ranks - 1 - rank
+        self.next = {(stage, kind): 0 for stage in (self.near, self.far) for kind in "FB"}
+        self.weights: list[tuple[int, int]] = []
+        self.actions: list[Action] = []
+
+    def forward(self, stage: int) -> None:
+        self._append(stage, "F", "F")
+
+    def backward(self, stage: int, split: bool = False) -> None:
+        microbatch = self._append(stage, "B", "I" if split else "B")
+        if split:
+            self.weights.append((stage, microbatch))
+
+    def weight(self) -> None:
+        stage, microbatch = self.weights.pop(0)
+        self.actions.append(Action(stage, "W", microbatch))
+
+    def _append(self, stage: int, counter: str, kind: str) -> int:
+        microbatch = self.next[stage, counter]
+        self.next[stage, counter] += 1
+        self.actions.append(Action(stage, kind, microbatch))
+        return microbatch
+
+    def row(self) -> tuple[Action, ...]:
+        behind = self.ranks - 1 - self.rank  # ranks further down
+        self._fill(behind)
+        for _ in range(self.microbatches - 2 * self.ranks + self.rank + 1):
+            self.forward(self.near)
+            self.backward(self.far)
+            self.forward(self.far)
+            self.backward(self.near)
+        for _ in range(behind):
+            self.backward(self.far)
+            self.forward(self.far)
+            self.backward(self.near)
+        self._drain(behind)
+        return tuple(self.actions)
+
+    def _fill(self, behind: int) -> None:
+        for _ in range(2 * behind):
+            self.forward(self.near)
+        for _ in range(self.rank + 1):
+            self.forward(self.near)
+            self.forward(self.far)
+        for _ in range(behind):
+            self.backward(self.far, split=True)
+            self.weight()
+            self.forward(self.far)
+
+    def _drain(self, behind: int) -> None:
+        """Backwards alone: from the middle of them on weights are put off, and fill the waits that follow."""
+        left = 2 * (self.rank + 1)
+        for position in range(left):
+            stage = self.near if position % 2 else self.far
+            self.backward(stage, split=position >= self.rank + 1)
+        for _ in range(behind):
+            self.weight()
+            self.backward(self.near, split=True)
+        while self.weights:
+            self.weight()
+
+
+def zero_bubble_v(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """Two stages a rank in the shape of a V within the memory of 1F1B: no bubble where F, I and W take the same."""
+    return _alike_v(ranks, microbatches, 2 * ranks)
+
+
+def v_half(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """A V within half of the memory of 1F1B, and one stage's activations."""
+    return _alike_v(ranks, microbatches, ranks + 1)
+
+
+def v_min(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+    """A V within a third of the memory of 1F1B, and two stages' activations."""
+    return _alike_v(ranks, microbatches, ceil(2 * ranks / 3) + 2)
+
+
+def _alike_v(ranks: int, microbatches: int, most_kept: int) -> ActionTable:
+    """As if all actions took the same. most_kept: activations of one stage and microbatch, on a rank at once."""
+    alike = StageCosts.uniform(2 * ranks, weight_kept=0.0)
+    rank_of = [*range(ranks), *reversed(range(ranks))]
+    tables = [schedule_list(rank_of, microbatches, alike, most_kept, Rules(forward_first=first)) for first in (False, True)]
+    return min(tables, key=lambda table: cf.ext.simulate(table, alike).bubble)
+
+
+def automatic(name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
+    """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules."""
+    make = partial(_fastest, stages_per_rank, placement, others)
+    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True)
+
+
+def _fastest(
+    stages_per_rank: int,
+    placement: str,
+    others: tuple[cf.ext.Schedule, ...],
+    ranks: int,
+    microbatches: int,
+    costs: StageCosts | None = None,
+    cap_bytes: float | None = None,
+) -> ActionTable:
+    stages = ranks * stages_per_rank
+    costs = StageCosts.uniform(stages) if costs is None else costs
+    shape = cf.ext.Schedule("auto", gpipe, stages_per_rank, placement)
+    rank_of = [shape.rank_of(stage, ranks) for stage in range(stages)]
+    tables = [schedule_list(rank_of, microbatches, costs, cap_bytes, rules) for rules in RULES]
+    for other in others:
+        if microbatches >= other.least_microbatches(ranks) and not (other.whole_groups and microbatches % ranks):
+            tables.append(other.table(ranks, microbatches, costs, cap_bytes))
+    played = []
+    for table in tables:
+        simulated = cf.ext.simulate(table, costs)
+        if cap_bytes is None or max(simulated.peak_bytes) <= cap_bytes * (1 + 1e-9):
+            played.append((simulated.makespan_s, max(simulated.peak_bytes), len(played), table))
+    return min(played)[-1]
+
+
+RULES = tuple(Rules(first, patience=patience) for first in (False, True) for patience in (0.0, 0.25, 0.5, 0.75, 1.0))
+"""What the list scheduler of `auto` tries."""
+
+
 @cf.hookimpl
-def colofunc_schedules() -> Mapping[str, cf.ext.Schedule]:
-    """The schedules that ship with colofunc, by name."""
-    records = (
+def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
+    """The schedules that ship with colofunc, by name. `auto` has one stage a rank, `auto-v` two in the shape of a V."""
+    split = partial(cf.ext.Schedule, splits_backward=True)
+    one = (
         cf.ext.Schedule("gpipe", gpipe),
         cf.ext.Schedule("1f1b", one_f_one_b),
+        split("zb-h1", zero_bubble_h1),
+        split("zb-h2", zero_bubble_h2),
     )
+    vee = (
+        split("zb-v", zero_bubble_v, 2, "v"),
+        split("v-half", v_half, 2, "v"),
+        split("v-min", v_min, 2, "v"),
+        split("dualpipev", dual_pipe_v, 2, "v", least_per_rank=2),
+    )
+    records = (*one, interleaved(), *vee, automatic("auto", 1, "loop", one), automatic("auto-v", 2, "v", vee))
     return {record.name: record for record in records}

@@ -1,0 +1,152 @@
+"""Simulator of a pipeline: when each action of a table runs, and what each rank keeps.
+
+Problem: whether a schedule is good depends on the costs of the stages, of communication, and on memory. Idea: a rank runs its row as
+early as it can: an action begins when the rank is free and what it needs has arrived. Sends take time and hold nobody up.
+
+>>> table = ActionTable.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+>>> simulated = simulate(table, StageCosts.uniform(2))
+>>> simulated.makespan_s, simulated.bubble, simulated.peak_bytes
+(9.0, 0.3333333333333333, (2.0, 1.0))
+
+Source: the bubble rate is that of Zero Bubble Pipeline Parallelism (2401.10241, section 5.3): the longest span of one rank, less its
+work, in parts of the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from colofunc.errors import PlanError
+from colofunc.program.actions import Action, ActionTable, linear_order
+from colofunc.program.pipeline_schedule import StageCosts
+
+
+@attrs.frozen
+class Span:
+    """One action on its rank, in seconds from the begin of the step."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@attrs.frozen
+class Simulated:
+    """What came of a table. `rows`: per rank, its actions in order."""
+
+    costs: StageCosts
+    rows: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Until the last action of all ranks has ended."""
+        return max((row[-1].end_s for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def spans_s(self) -> tuple[float, ...]:
+        """Per rank, from the begin of its first action to the end of its last."""
+        return tuple(row[-1].end_s - row[0].start_s if row else 0.0 for row in self.rows)
+
+    @cached_property
+    def work_s(self) -> tuple[float, ...]:
+        """Per rank, seconds in which it works."""
+        return tuple(sum(span.end_s - span.start_s for span in row) for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """(longest span of one rank - longest work of one rank) / that span."""
+        longest_s = max(self.spans_s)
+        return (longest_s - max(self.work_s)) / longest_s
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most that it keeps for backwards at one moment."""
+        return tuple(max((held for _, held in self.bytes_over_time(rank)), default=0.0) for rank in range(len(self.rows)))
+
+    def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
+        """(second, bytes kept from then on) of a rank, in order."""
+        held = 0.0
+        points = []
+        for span in self.rows[rank]:
+            start, end = bytes_of(span.action, self.costs)
+            if start:
+                held += start
+                points.append((span.start_s, held))
+            if end:
+                held += end
+                points.append((span.end_s, held))
+        return points
+
+
+def bytes_of(action: Action, costs: StageCosts) -> tuple[float, float]:
+    """(bytes that are kept from the begin of an action on, those from its end on); what is given back is negative."""
+    kept, weight_kept = costs.kept_bytes[action.stage], costs.weight_kept_bytes[action.stage]
+    if action.kind == "F":
+        return kept, 0.0
+    if action.kind == "I":
+        return 0.0, weight_kept - kept
+    if action.kind == "W":
+        return 0.0, -weight_kept
+    return 0.0, -kept
+
+
+def simulate(table: ActionTable, costs: StageCosts) -> Simulated:
+    """Play a table. Raises PlanError where it ends in a deadlock, or where costs are of another number of stages."""
+    if costs.stages != table.stages:
+        raise PlanError(f"a table of {table.stages} stages was given costs of {costs.stages}; give a figure per stage")
+    free_s = [0.0] * table.ranks
+    ends_s: dict[Action, float] = {}
+    rows: list[list[Span]] = [[] for _ in table.rows]
+    for rank, action in linear_order(table):
+        start_s = free_s[rank]
+        for need in table.needs(action):
+            start_s = max(start_s, ends_s[need] + sent_s(need, action, table, costs))
+        end_s = start_s + costs.seconds(action)
+        rows[rank].append(Span(rank, action, start_s, end_s))
+        free_s[rank] = ends_s[action] = end_s
+    return Simulated(costs, tuple(map(tuple, rows)))
+
+
+def sent_s(made: Action, read: Action, table: ActionTable, costs: StageCosts) -> float:
+    """Seconds that a result travels to the action that reads it: nothing on one rank."""
+    if table.rank_of[made.stage] == table.rank_of[read.stage]:
+        return 0.0
+    if made.stage < read.stage:
+        return costs.send_s[made.stage]
+    return costs.send_back_s[read.stage]
+
+
+def chrome_events(simulated: Simulated) -> dict[str, Any]:
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a thread per rank, and a counter of its bytes. Times there are microseconds."""
+    events: list[dict[str, Any]] = []
+    for rank, row in enumerate(simulated.rows):
+        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        for span in row:
+            microseconds = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+            names = {"name": str(span.action), "cat": span.action.kind}
+            arguments = {"stage": span.action.stage, "microbatch": span.action.microbatch}
+            events.append({"ph": "X", "pid": 0, "tid": rank, **names, **microseconds, "args": arguments})
+        for second, held in simulated.bytes_over_time(rank):
+            events.append({"ph": "C", "pid": 0, "ts": second * 1e6, "name": f"kept on rank {rank}", "args": {"bytes": held}})
+    return {"traceEvents": events}
+
+
+def text(simulated: Simulated, step_s: float) -> str:
+    """A line per rank, a cell per `step_s` seconds: what runs in the middle of it. For small tables of equal actions."""
+    cells = round(simulated.makespan_s / step_s)
+    lines = []
+    for row in simulated.rows:
+        lines.append(" ".join(_at(row, (cell + 0.5) * step_s) for cell in range(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _at(row: Sequence[Span], second: float) -> str:
+    for span in row:
+        if span.start_s <= second < span.end_s:
+            return str(span.action)
+    return "..."

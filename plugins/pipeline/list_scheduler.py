@@ -1,0 +1,159 @@
+"""A list scheduler of pipelines: plays the step and decides, whenever a rank is free, what it does next.
+
+Problem: named schedules are made for stages that are alike. Idea: run the clock with the real seconds of each stage and direction and of
+communication. A free rank takes an I that has arrived, else an F that memory admits, else it fills the wait with a W. The order in
+which ranks did so is the table.
+
+Memory cannot end in a deadlock: a forward is admitted only where one more forward of each later stage of the rank fits too, so that the
+oldest microbatch can always go on.
+
+Source: Zero Bubble Pipeline Parallelism (2401.10241, section 3.1), whose heuristic this resembles; rules and limits are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+import colofunc as cf
+from colofunc.ext import Action, ActionTable, StageCosts
+
+INF = float("inf")
+_NEAR = 1e-9
+"""Moments that differ by fewer seconds, and bytes by less of the cap, are equal."""
+
+
+@attrs.frozen
+class Rules:
+    """How a free rank decides.
+
+    forward_first: whether an F that is ready goes before an I.
+    patience: a W is begun only where the wait until the next I or F that is under way is at least so many parts of the W.
+    """
+
+    forward_first: bool = False
+    patience: float = 0.0
+
+
+def schedule_list(
+    rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None = None, rules: Rules | None = None
+) -> ActionTable:
+    """The table that comes of it. rank_of: per stage. Raises PlanError where a microbatch does not fit on a rank."""
+    play = _Play(rank_of, microbatches, costs, INF if cap_bytes is None else cap_bytes, rules or Rules())
+    return play.run()
+
+
+class _Play:
+    """The step as far as it was played. Ranks are looked at in the order of the moments at which each can go on."""
+
+    def __init__(self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: Rules) -> None:
+        self.rank_of, self.microbatches, self.costs, self.cap_bytes, self.rules = rank_of, microbatches, costs, cap_bytes, rules
+        self.last = costs.stages - 1
+        ranks = 1 + max(rank_of)
+        self.stages_of = [[s for s in range(costs.stages) if rank_of[s] == rank] for rank in range(ranks)]
+        self.free_s = [0.0] * ranks
+        self.held_bytes = [0.0] * ranks
+        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        self.next = [dict.fromkeys("FIW", 0) for _ in range(costs.stages)]
+        # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
+        self.forward_at = [[INF] * microbatches for _ in range(costs.stages)]
+        self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
+        self.forward_at[0] = [0.0] * microbatches
+        self.reserve_bytes = self._reserves()
+
+    def _reserves(self) -> list[float]:
+        """Per stage, bytes that its F leaves for one F of each later stage of its rank."""
+        reserves = []
+        for stage, rank in enumerate(self.rank_of):
+            later = sum(self.costs.kept_bytes[s] for s in self.stages_of[rank] if s > stage)
+            if self.costs.kept_bytes[stage] + later > self.cap_bytes:
+                needed = sum(self.costs.kept_bytes[s] for s in self.stages_of[rank])
+                raise cf.PlanError(
+                    f"one microbatch keeps {needed:g} bytes on rank {rank} of the pipeline, more than the {self.cap_bytes:g} that it may; "
+                    "give more memory, or more and smaller microbatches"
+                )
+            reserves.append(later)
+        return reserves
+
+    def run(self) -> ActionTable:
+        left = 3 * self.costs.stages * self.microbatches
+        choices = [self._choice(rank) for rank in range(len(self.rows))]
+        while left:
+            rank = min(range(len(choices)), key=lambda r: choices[r][0])
+            start_s, action = choices[rank]
+            if action is None:
+                raise cf.PlanError(f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory")
+            self._do(rank, action, start_s)
+            left -= 1
+            touched = {rank}
+            for stage in (action.stage - 1, action.stage + 1):
+                if 0 <= stage <= self.last:
+                    touched.add(self.rank_of[stage])
+            for each in touched:
+                choices[each] = self._choice(each)
+        return ActionTable(tuple(map(tuple, self.rows)))
+
+    def _choice(self, rank: int) -> tuple[float, Action | None]:
+        """When a rank goes on, and with what."""
+        free_s = self.free_s[rank]
+        forwards, backwards, weights = self._ready(rank)
+        waiting = forwards + backwards
+        soonest_s = min((at for at, _ in waiting), default=INF)
+        if soonest_s > free_s + _NEAR and weights:
+            wait_s = soonest_s - free_s
+            if wait_s >= self.rules.patience * self.costs.weight_s[weights[0].stage] or soonest_s == INF:
+                return free_s, weights[0]
+        if soonest_s == INF:
+            return INF, None
+        start_s = max(free_s, soonest_s)
+        first, second = (forwards, backwards) if self.rules.forward_first else (backwards, forwards)
+        for actions in (first, second):
+            ready = [action for at, action in actions if at <= start_s + _NEAR]
+            if ready:
+                return start_s, ready[0]
+        raise AssertionError("one of them is the soonest")
+
+    def _ready(self, rank: int) -> tuple[list[tuple[float, Action]], list[tuple[float, Action]], list[Action]]:
+        """Forwards and backwards with the moment from which they can run, as far as that is known and memory admits them, and weights."""
+        forwards, backwards, weights = [], [], []
+        for stage in self.stages_of[rank]:
+            following = self.next[stage]
+            kept, weight_kept = self.costs.kept_bytes[stage], self.costs.weight_kept_bytes[stage]
+            microbatch = following["F"]
+            if microbatch < self.microbatches and self.forward_at[stage][microbatch] < INF:
+                fits = self.held_bytes[rank] + kept + self.reserve_bytes[stage] <= self.cap_bytes * (1 + _NEAR)
+                if fits:
+                    forwards.append((self.forward_at[stage][microbatch], Action(stage, "F", microbatch)))
+            microbatch = following["I"]
+            if microbatch < following["F"] and self.gradient_at[stage][microbatch] < INF:
+                if weight_kept <= kept or self.held_bytes[rank] + weight_kept - kept <= self.cap_bytes:
+                    backwards.append((self.gradient_at[stage][microbatch], Action(stage, "I", microbatch)))
+            if following["W"] < following["I"]:
+                weights.append(Action(stage, "W", following["W"]))
+        # Of several the later stage first: it gives memory back sooner.
+        forwards.reverse()
+        backwards.reverse()
+        weights.sort(key=lambda action: (action.microbatch, -action.stage))
+        return forwards, backwards, weights
+
+    def _do(self, rank: int, action: Action, start_s: float) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        end_s = start_s + self.costs.seconds(action)
+        self.rows[rank].append(action)
+        self.next[stage][action.kind] += 1
+        self.free_s[rank] = end_s
+        start_bytes, end_bytes = cf.ext.bytes_of(action, self.costs)
+        self.held_bytes[rank] += start_bytes + end_bytes
+        if action.kind == "F":
+            if stage == self.last:
+                self.gradient_at[stage][microbatch] = end_s
+            else:
+                self.forward_at[stage + 1][microbatch] = end_s + self._sent_s(stage, stage + 1)
+        if action.kind == "I" and stage:
+            self.gradient_at[stage - 1][microbatch] = end_s + self._sent_s(stage, stage - 1)
+
+    def _sent_s(self, made: int, read: int) -> float:
+        if self.rank_of[made] == self.rank_of[read]:
+            return 0.0
+        return self.costs.send_s[made] if made < read else self.costs.send_back_s[read]

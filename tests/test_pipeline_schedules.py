@@ -1,0 +1,139 @@
+"""Named schedules and the simulator: closed forms of bubble and memory, published makespans, and `auto` beside the named ones."""
+
+import random
+from itertools import product
+
+import pytest
+
+import colofunc as cf
+from colofunc.ext import StageCosts, simulate
+from colofunc.planner.stages.simulate import Simulated, text
+from colofunc.plugins import build_registry
+
+SCHEDULES = build_registry().schedules
+F, I, W = 3.0, 2.75, 1.5
+KEPT, WEIGHT_KEPT = 1.0, 0.25
+
+
+def played(name: str, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Simulated:
+    schedule = SCHEDULES[name]
+    parts = schedule.stages_per_rank
+    if costs is None:
+        costs = StageCosts.uniform(schedule.stages(ranks), F / parts, I / parts, W / parts, kept=KEPT, weight_kept=WEIGHT_KEPT)
+    return simulate(schedule.table(ranks, microbatches), costs)
+
+
+BUBBLES = {
+    "gpipe": lambda p: (p - 1) * (F + I + W),
+    "1f1b": lambda p: (p - 1) * (F + I + W),
+    "interleaved-1f1b": lambda p: (p - 1) * (F + I + W) / 2,
+    "zb-h1": lambda p: (p - 1) * (F + I - W),
+    "zb-h2": lambda p: (p - 1) * (F + I - 2 * W),
+}
+PEAKS = {
+    "gpipe": lambda p, m, i: m,
+    "1f1b": lambda p, m, i: p - i + 1,
+    "interleaved-1f1b": lambda p, m, i: 2 * p + p - 1 - 2 * (i - 1),
+    "zb-h1": lambda p, m, i: (p - i + 1) * KEPT + (i - 1) * WEIGHT_KEPT,
+    "zb-h2": lambda p, m, i: (2 * p - 2 * i + 1) * KEPT + (2 * i - 2) * WEIGHT_KEPT,
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*product(BUBBLES, (2, 4, 8))])
+def test_closed_forms(name: str, ranks: int) -> None:
+    microbatches = 4 * ranks
+    simulated = played(name, ranks, microbatches)
+    assert max(simulated.spans_s) - microbatches * (F + I + W) == pytest.approx(BUBBLES[name](ranks), rel=1e-12)
+    assert simulated.peak_bytes == tuple(PEAKS[name](ranks, microbatches, i) for i in range(1, ranks + 1))
+
+
+PAPER = (  # 2401.10241, tables 5 and 9: p, m, F, B, W, communication, bubbles of 1F1B, ZB-H1, ZB-H2
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045, 0.0559),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
+)
+
+
+@pytest.mark.parametrize("row", PAPER)
+def test_the_table_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
+    ranks, microbatches = int(row[0]), int(row[1])
+    costs = StageCosts.uniform(ranks, *row[2:5], send=row[5])
+    for name, bubble in zip(("1f1b", "zb-h1", "zb-h2"), row[6:]):
+        assert round(played(name, ranks, microbatches, costs).bubble, 4) == bubble
+
+
+@pytest.mark.parametrize(("ranks", "more"), [*product((2, 3, 4, 8), (0, 3, 12))])
+def test_a_v_without_bubble(ranks: int, more: int) -> None:
+    simulated = played("zb-v", ranks, 2 * ranks + more, StageCosts.uniform(2 * ranks, weight_kept=0.0))
+    assert simulated.bubble == 0
+    assert max(simulated.peak_bytes) == 2 * ranks  # of half stages: p of 1F1B's
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "published"), [(2, 4, 26), (4, 10, 66), (8, 20, 134)])
+def test_dualpipev(ranks: int, microbatches: int, published: int) -> None:
+    """The published program runs a forward and a backward as one action, where a rank waits for both; here one may begin alone."""
+    simulated = played("dualpipev", ranks, microbatches, StageCosts.uniform(2 * ranks))
+    assert simulated.makespan_s == published - (ranks - 1)
+    assert simulated.peak_bytes == (2 * ranks + 1,) * ranks
+
+
+def test_memory_of_half_and_least() -> None:
+    for ranks in (3, 6, 12):
+        whole, half, least = (max(played(name, ranks, 3 * ranks, alike(ranks)).peak_bytes) for name in ("zb-v", "v-half", "v-min"))
+        assert (whole, half, least) == (2 * ranks, ranks + 1, 2 * ranks / 3 + 2)
+
+
+def alike(ranks: int) -> StageCosts:
+    return StageCosts.uniform(2 * ranks, weight_kept=0.0)
+
+
+def costs_by_chance(stages: int, seed: int) -> StageCosts:
+    chance = random.Random(seed)
+    columns = [[chance.uniform(low, 2.0) for _ in range(count)] for low, count in ((0.5, stages),) * 3 + ((0.0, stages - 1),) * 2]
+    kept = [chance.uniform(0.5, 1.5) for _ in range(stages)]
+    return StageCosts(*columns, kept, [one * chance.uniform(0.2, 1.0) for one in kept])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_auto_is_never_behind_a_named_one(seed: int) -> None:
+    ranks, microbatches = 2 + seed % 3, 8
+    for name, others in (("auto", ("gpipe", "1f1b", "zb-h1", "zb-h2")), ("auto-v", ("zb-v", "v-half", "v-min", "dualpipev"))):
+        costs = costs_by_chance(SCHEDULES[name].stages(ranks), seed)
+        caps = [max(played(other, ranks, microbatches, costs).peak_bytes) for other in others]
+        for cap in (*caps, None):
+            ours = simulate(SCHEDULES[name].table(ranks, microbatches, costs, cap), costs)
+            assert cap is None or max(ours.peak_bytes) <= cap * (1 + 1e-9)
+            for other in others:
+                theirs = played(other, ranks, microbatches, costs)
+                if cap is None or max(theirs.peak_bytes) <= cap:
+                    assert ours.makespan_s <= theirs.makespan_s
+
+
+def test_memory_that_a_microbatch_does_not_have() -> None:
+    message = r"one microbatch keeps 2 bytes on rank 0 of the pipeline, more than the 1.5 that it may; give more memory, or more and"
+    with pytest.raises(cf.PlanError, match=message):
+        SCHEDULES["auto-v"].table(2, 4, StageCosts.uniform(4), 1.5)
+
+
+def test_groups_of_interleaved() -> None:
+    message = r"'interleaved-1f1b' takes groups of 4 microbatches on 4 ranks, which do not divide 6; give microbatches=8, or another"
+    with pytest.raises(cf.PlanError, match=message):
+        SCHEDULES["interleaved-1f1b"].table(4, 6)
+
+
+def test_text_and_trace_of_a_simulated_table() -> None:
+    simulated = played("1f1b", 2, 2, StageCosts.uniform(2, 1, 0.5, 0.5))
+    assert text(simulated, 1.0) == "0F0 0F1 ... 0B0 ... 0B1\n... 1F0 1B0 1F1 1B1 ..."
+    events = cf.ext.chrome_events(simulated)["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == "0F0 0F1 0B0 0B1 1F0 1B0 1F1 1B1".split()
+    assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == 2
+
+
+def test_costs_of_another_number_of_stages() -> None:
+    with pytest.raises(cf.PlanError, match="a table of 2 stages was given costs of 3; give a figure per stage"):
+        simulate(SCHEDULES["1f1b"].table(2, 2), StageCosts.uniform(3))
+    with pytest.raises(cf.PlanError, match="costs of 2 stages have 2 figures send_s; give 1"):
+        StageCosts((1, 1), (1, 1), (1, 1), (0, 0), (0,), (1, 1), (1, 1))
