@@ -62,6 +62,7 @@ from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.expert_capacity import expert_capacity
 from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.offload import offload
+from colofunc.transforms.pipeline import pipeline
 from colofunc.transforms.precision import precision
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__ as __version__
@@ -123,6 +124,7 @@ __all__ = [
     "offload",
     "operator",
     "pad",
+    "pipeline",
     "precision",
     "profile_mesh",
     "random",

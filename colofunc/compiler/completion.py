@@ -1,6 +1,6 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
-    lower -> passes -> alternatives -> kernels -> searches -> reduce_early, views_late, pack, in_place -> moves -> one_call
+    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves -> one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed, values made
 again, copies written, everything counted. Idea: one record has all that happens to a program once its plan is made, so that whoever
@@ -38,6 +38,7 @@ from colofunc.program.memory import MemoryReport
 from colofunc.program.passes.buckets import buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
+from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.placing import Placing
@@ -179,6 +180,7 @@ class Completion:
             return buckets(program, self.mesh, apart, bucket_bytes)
 
         passes = (
+            *([Pass("cut", cut, optional=False)] if to_be_cut(local) else ()),
             Pass("reduce_early", reduces_early),
             Pass("views_late", views_late),
             Pass("pack", packed),

@@ -189,7 +189,7 @@ def gathered(
     # From here on outputs share memory with inputs where the constraints let them.
     program = candidates.program = attrs.evolve(program, aliases=_tied(program, constraints))
     constraints = without_places(constraints, program, priced)
-    placing = placing_of(program, constraints.at, priced)
+    placing = placing_of(program, constraints.at, priced, constraints.stages)
     if placing is not None:
         constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
     axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)

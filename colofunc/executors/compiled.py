@@ -32,6 +32,7 @@ from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import takes_device
 from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.passes.loop import changed
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 
@@ -59,7 +60,7 @@ def _segmented(program: Program, compiler: str, known: dict[str, Segment]) -> Pr
 def _with_body(node: Node, compiler: str, known: dict[str, Segment]) -> Node:
     if node.loop is None:
         return node
-    return attrs.evolve(node, loop=attrs.evolve(node.loop, body=_segmented(node.loop.body, compiler, known)))
+    return attrs.evolve(node, loop=changed(node.loop, lambda body: _segmented(body, compiler, known)))
 
 
 def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segment]) -> Node:

@@ -194,10 +194,10 @@ class RankWires:
         """This rank's half of a send: what it sends may be written over when the line has passed."""
         if kind == "receive":
             axes, _, source, shape, dtype = node.args
-            call = f"{writer.bind(self.groups.receiver(axes, source, shape, dtype, writer.device), 'receive')}()"
+            call = f"{writer.bind(self.groups.receiver(axes, source, shape, dtype, writer.device), 'receive')}({_tag(writer, node)})"
         else:
             ref, axes, _, _, targets = node.args
-            call = f"{writer.bind(self.groups.sender(axes, targets), 'send')}({writer.where[ref.id][0]})"
+            call = f"{writer.bind(self.groups.sender(axes, targets), 'send')}({writer.where[ref.id][0]}, {_tag(writer, node)})"
         if node.results:
             out = only(node)
             writer.where[out] = (writer.stem(out),)
@@ -239,6 +239,15 @@ class RankWires:
         out = only(node)
         writer.where[out] = (writer.stem(out),)
         writer.line(f"{writer.stem(out)} = {call}")
+
+
+def _tag(writer: Writer, node: Node) -> str:
+    """Which message of a pair it is, as an expression: in a loop its own number in each trip."""
+    tag = int(dict(node.kwargs).get("tag", 0))
+    if not tag or not writer.loops:
+        return str(tag)
+    loop, counter = writer.loops[-1]
+    return f"{tag * loop.trips} + {counter}"
 
 
 def count_of(writer: Writer, rows: Ref) -> str:
@@ -456,6 +465,9 @@ def program_hash(program: Program, mesh: Mesh) -> str:
         digest.update(repr((node.target, node.args, node.kwargs, node.outs, node.on)).encode())
         if node.loop is not None:
             digest.update(repr((node.loop.trips, node.loop.axis, node.loop.gathers)).encode())
+            timetable = node.loop.timetable
+            if timetable is not None:
+                digest.update(repr((timetable.along, timetable.table, timetable.parts, timetable.ends)).encode())
             digest.update(program_hash(node.loop.body, mesh).encode())
     for id, value in program.values.items():
         digest.update(repr((id, value.shape, value.dtype, value.layout)).encode())

@@ -119,17 +119,21 @@ class Groups:
             if pg is not dist.group.WORLD:
                 compat.set_group_limit(pg, limit_s)
 
-    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it."""
+    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it.
+
+        Messages of a pair with equal tags are received in the order in which they are sent (gloo; NCCL knows no tags).
+        """
         group = self.of(axes)
         others = [group.members[k] for k in targets if k != group.place]
         through_host = self.carriers.get("cuda") == "gloo"
 
-        def send(x: torch.Tensor) -> torch.Tensor:
+        def send(x: torch.Tensor, tag: int) -> torch.Tensor:
+            self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
             kept = x.clone(memory_format=torch.contiguous_format)
             carried = kept.cpu() if through_host else kept
             for member in others if x.numel() else ():
-                self._sent.append((dist.isend(_bytes(carried), member, group=group.pg), carried))
+                self._sent.append((dist.isend(_bytes(carried), member, group=group.pg, tag=tag), carried))
             return kept
 
         return send
@@ -142,15 +146,15 @@ class Groups:
 
     def receiver(
         self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Callable[[], torch.Tensor]:
-        """A function that waits for what a member sends."""
+    ) -> Callable[[int], torch.Tensor]:
+        """A function that waits for what a member sends with a tag."""
         group = self.of(axes)
         through_host = self.carriers.get("cuda") == "gloo"
 
-        def receive() -> torch.Tensor:
+        def receive(tag: int) -> torch.Tensor:
             out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
             if out.numel():
-                work = dist.irecv(_bytes(out), group.members[source], group=group.pg)
+                work = dist.irecv(_bytes(out), group.members[source], group=group.pg, tag=tag)
                 assert work is not None, "a member of the group receives"
                 work.wait()
             return out.to(device)

@@ -9,25 +9,41 @@
 
 Nothing is unrolled, so source and compile time do not grow with the number of trips. The first trip's result becomes the
 accumulator where it is memory of the body's own, so a sum costs no zeros and no copy.
+
+A body in parts is run by its timetable. What one part makes and another reads is kept by microbatch in between:
+
+    kept1 = {}
+    for p1, t1 in order:                                        # (0, 0), (0, 1), (3, 0), ...
+        if p1 == 0:
+            v9_in1 = linear(v8_in1, v2)
+            kept1['v9_in1', t1] = v9_in1
+            del v9_in1
+        elif p1 == 3:
+            v9_in1 = kept1.pop(('v9_in1', t1))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.copies import COPIES
+from colofunc.program.actions import linear_order
 from colofunc.program.facts import PEERS
-from colofunc.program.ir import Loop, Node
+from colofunc.program.ir import Loop, Node, Part, Timetable
 from colofunc.program.passes.loop import gathered_at, last_uses
-from colofunc.program.passes.reuse import own_outputs
+from colofunc.program.passes.reuse import own_outputs_of_parts
+from colofunc.program.places import SEND
 
 if TYPE_CHECKING:
     from colofunc.executors.source import Writer
 
+SENT = "sent "
+"""In front of the names of values that are kept until who they were sent to reads them."""
 ABSENT = ""
 """In place of a variable: the value does not exist on this lane."""
 _EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
@@ -38,35 +54,125 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
     writer.serial += 1
     counter, program, where = f"t{writer.serial}", writer.program, writer.where
     results = [f"v{o}_all{writer.serial}" for o in node.outs]
-    at, last, owned = gathered_at(loop.body), last_uses(loop.body), own_outputs(loop.body)
+    at, last, owned = gathered_at(loop.body), last_uses(loop.body), own_outputs_of_parts(loop)
     dying: dict[int, list[int]] = {}
     for id, end in last.items():
         if id not in loop.body.inputs:
             dying.setdefault(end, []).append(id)
-    writer.line(f"for {counter} in range({loop.trips}):")
+    cut = loop.timetable is not None and bool(loop.timetable.ends)
+    writer.line(_header(writer, loop, counter) if cut else f"for {counter} in range({loop.trips}):")
     writer.loops.append((loop, counter))
     writer.choices.enter(node)
     outer = writer.passing
     pools = [writer.pooled(o) for o in node.outs]
     writer.program, writer.passing = loop.body, None if outer is None else outer.inside.get(node.outs)
     writer.where = {into: where[i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
-    gathered = {k: _gather(writer, loop, k, results[k], owned, pools[k]) for k in at.get(-1, ())}
+    gather = partial(_gather, writer, loop, results=results, owned=owned, pools=pools)
+    gathered = {k: gather(k, f"{counter} == 0") for k in at.get(-1, ())}
+    parts = _Kept(writer, loop, last, counter) if cut else None
     for index, inner in enumerate(loop.body.nodes):
+        first = f"{counter} == 0" if parts is None else parts.begin(index)
         writer.node(inner)
         if writer.tap is not None:
             writer.tap(writer, index, inner)
-        gathered |= {k: _gather(writer, loop, k, results[k], owned, pools[k]) for k in at.get(index, ())}
+        gathered |= {k: gather(k, first) for k in at.get(index, ())}
         if writer.look is not None:
             writer.line(writer.look(writer))
         writer.free([o for o in inner.results if o not in last] + dying.get(index, []))
+        if parts is not None:
+            parts.end(index)
     writer.loops.pop()
     writer.choices.leave()
     writer.program, writer.where, writer.passing = program, where, outer
     where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
 
 
-def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool: str) -> tuple[str, ...]:
-    """Lines that put output k of the body to what the trips before have given; its variables per lane. pool: where that is to lie."""
+def _header(writer: Writer, loop: Loop, counter: str) -> str:
+    """The lines before the parts of a body that is cut: what is run for which microbatch, in an order that all lanes can follow."""
+    timetable = loop.timetable
+    assert timetable is not None, "a body in parts"
+    numbers = {part: k for k, part in enumerate(timetable.parts)}
+    rows = timetable.table.rows
+    actions = rows[0] if len(rows) == 1 else tuple(action for _, action in linear_order(timetable.table))
+    order = [(numbers[action.stage, action.kind], action.microbatch) for action in actions]
+    writer.line(f"kept{writer.serial} = {{}}")
+    return f"for p{writer.serial}, {counter} in {writer.bind(order, 'order')}:"
+
+
+class _Kept:
+    """What is written around each part of a body: the condition, what is kept of it, and what it reads of what was kept."""
+
+    def __init__(self, writer: Writer, loop: Loop, last: Mapping[int, int], counter: str) -> None:
+        timetable = loop.timetable
+        assert timetable is not None, "a body in parts"
+        self.writer, self.body, self.last, self.counter = writer, loop.body, last, counter
+        self.name, self.number = f"kept{writer.serial}", f"p{writer.serial}"
+        self.ends = timetable.ends
+        self.begins = {first: k for k, (first, end) in enumerate(timetable.spans()) if first < end}
+        self.firsts = self._first_microbatches(timetable)
+        self.part_of = {out: timetable.part_at(k) for k, node in enumerate(self.body.nodes) for out in node.results}
+        self.on_the_way = {out for node in self.body.nodes if node.target == SEND for out in node.results}
+        self.part = 0
+        self.mine: list[int] = []  # values of other parts that come to this one by a send, and are its own from now on
+        self.loaded: list[int] = []
+
+    def _first_microbatches(self, timetable: Timetable) -> list[int]:
+        """Of each part, the microbatch that it runs for first."""
+        found: dict[Part, int] = {}
+        for row in timetable.table.rows:
+            for action in row:
+                found.setdefault((action.stage, action.kind), action.microbatch)
+        return [found[part] for part in timetable.parts]
+
+    def begin(self, index: int) -> str:
+        """Write what comes before a node. Gives the condition under which its part runs for the first time."""
+        if index in self.begins:
+            self.part = self.begins[index]
+            self.writer.line(f"{'el' * (index > 0)}if {self.number} == {self.part}:")
+            self.writer.inset += 1
+            self._load(index, self.ends[self.part])
+        return f"{self.counter} == {self.firsts[self.part]}"
+
+    def _load(self, first: int, end: int) -> None:
+        read = dict.fromkeys(ref for node in self.body.nodes[first:end] for ref in node.refs)
+        others = [id for id in read if self.part_of.get(id, self.part) != self.part]
+        self.mine = [id for id in others if id in self.on_the_way]
+        self.on_the_way.difference_update(self.mine)
+        self.loaded = [id for id in others if id not in self.mine]
+        for id in self.mine:
+            for name in self._names(id):
+                self.writer.line(f"{name} = {self.name}.pop(({SENT + name!r}, {self.counter}))")
+        for id in self.loaded:
+            how = "pop" if self.last[id] < end else "get"
+            for name in self._names(id):
+                self.writer.line(f"{name} = {self.name}.{how}(({name!r}, {self.counter}))")
+
+    def end(self, index: int) -> None:
+        """Write what comes behind the last node of a part."""
+        if index + 1 != self.ends[self.part]:
+            return
+        first = min(at for at, part in self.begins.items() if part == self.part)
+        made = [*self.mine, *(out for node in self.body.nodes[first : index + 1] for out in node.results)]
+        kept = [id for id in made if self.last.get(id, -1) > index]
+        for id in kept:
+            prefix = SENT if id in self.on_the_way else ""
+            for name in self._names(id):
+                self.writer.line(f"{self.name}[{prefix + name!r}, {self.counter}] = {name}")
+        self.writer.free([*kept, *(id for id in self.loaded if self.last[id] > index)])
+        self.writer.inset -= 1
+
+    def _names(self, id: int) -> list[str]:
+        return [name for name in dict.fromkeys(self.writer.where[id]) if name != ABSENT]
+
+
+def _gather(
+    writer: Writer, loop: Loop, k: int, first: str, results: Sequence[str], owned: set[int], pools: Sequence[str]
+) -> tuple[str, ...]:
+    """Lines that put output k of the body to what the trips before have given; its variables per lane.
+
+    first: the condition under which there is nothing yet. pools: where outputs are to lie.
+    """
+    stem, pool = results[k], pools[k]
     how, counter, source = loop.gathers[k], writer.loops[-1][1], writer.where[loop.body.outputs[k]]
     classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(name for name in source if name != ABSENT))}
     mine = k in owned and not pool and not writer.pooled(loop.body.outputs[k])
@@ -74,16 +180,16 @@ def _gather(writer: Writer, loop: Loop, k: int, stem: str, owned: set[int], pool
     for name, total in classes.items():
         room = f"{pool}.stack" if pool else writer.bind(stack_of, "stack_of")
         if how == "stack":
-            writer.line(f"if {counter} == 0: {total} = {room}({name}, {loop.trips})")
+            writer.line(f"if {first}: {total} = {room}({name}, {loop.trips})")
             writer.settle([name] if host else [], [total] if host else [])
             writer.line(f"{total}[{counter}] = {name}")
             continue
         if pool:
-            writer.line(f"if {counter} == 0: {total} = {room}({name}, 1)[0]")
+            writer.line(f"if {first}: {total} = {room}({name}, 1)[0]")
         writer.settle([name] if host else [], [total] if pool else [])
-        first = name if mine else f"{total}.copy_({name})" if pool else f"{name}.clone()"
+        begun = name if mine else f"{total}.copy_({name})" if pool else f"{name}.clone()"
         more = f"{total}.add_({name})" if how == "sum" else f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
-        writer.line(f"{total} = {first} if {counter} == 0 else {more}")
+        writer.line(f"{total} = {begun} if {first} else {more}")
     return tuple(classes.get(name, ABSENT) for name in source)
 
 

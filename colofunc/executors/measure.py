@@ -7,13 +7,14 @@ same numbers, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 
 from colofunc.errors import CapacityError
 from colofunc.executors.disk.tensors import OnDisk
+from colofunc.executors.loops import SENT
 from colofunc.executors.simulated import Shards, SimulatedProgram, distinct, own_memory
 from colofunc.executors.source import ABSENT, Writer
 from colofunc.mesh import Mesh
@@ -48,6 +49,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     partition, flat = distinct(inputs, mesh.size)
     own_memory(flat, partition, runner._written)
     writer = runner.write(partition, flat[0].device if flat else torch.device("cpu"), sparing=False, look=holders.look_line)
+    returned = [writer.everywhere(o) for o in program.outputs]
     env = dict(writer.names)
     env.update(zip(writer.input_names, flat, strict=True))
     by_node: list[list[str]] = [[] for _ in program.nodes]
@@ -56,9 +58,11 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     timeline: dict[str, list[int]] = {tier: [] for tier in sorted(holders.tiers | {"device"})}
     inside: dict[str, int] = {}
 
+    between = {name: holder for names in holders.inside for name, holder in names.items()}
+
     def look(here: Mapping[str, Holder]) -> None:
         """The most that a rank holds now, per tier; `inside` is the most of all looks since it was emptied."""
-        held = _held(env, here, mesh.size)
+        held = _held([*_variables(env, here), *_kept(env, between)], mesh.size)
         for tier in timeline:
             inside[tier] = max(inside.get(tier, 0), *(held.get((rank, tier), 0) for rank in range(mesh.size)))
 
@@ -73,7 +77,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
                 line.append(inside[tier])
                 _check(program, mesh, tier, line)
             exec("\n".join(frees), env)
-    outputs = [[env[name] for name in writer.everywhere(o)] for o in program.outputs]
+    outputs = [[env[name] for name in names] for names in returned]
     return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
 
 
@@ -128,11 +132,21 @@ def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None
         )
 
 
-def _held(env: dict[str, object], holders: Mapping[str, Holder], ranks: int) -> dict[tuple[int, str], int]:
+def _variables(env: Mapping[str, object], holders: Mapping[str, Holder]) -> Iterator[tuple[object, Holder]]:
+    return ((env.get(name), holder) for name, holder in holders.items())
+
+
+def _kept(env: Mapping[str, object], holders: Mapping[str, Holder]) -> Iterator[tuple[object, Holder]]:
+    """What is kept of microbatches between the parts of a loop. What is on its way to another rank belongs to none."""
+    for variable, kept in env.items():
+        if variable.startswith("kept") and isinstance(kept, dict):
+            yield from ((tensor, holders[name]) for (name, _), tensor in kept.items() if not name.startswith(SENT))
+
+
+def _held(tensors: Iterable[tuple[object, Holder]], ranks: int) -> dict[tuple[int, str], int]:
     seen: set[tuple[int, int]] = set()
     held: dict[tuple[int, str], int] = {}
-    for name, (who, tier) in holders.items():
-        tensor = env.get(name)
+    for tensor, (who, tier) in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
         where, nbytes = id(tensor), tensor.nbytes

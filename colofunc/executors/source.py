@@ -116,6 +116,7 @@ class Writer:
         self._node = -1
         self.sharing = Sharing(self, sparing)
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
+        self.inset = 0  # conditions around it
         self.choices = Choices(whole or program, device, wires.place)
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
@@ -155,7 +156,7 @@ class Writer:
         return f"v{id}_in{self.serial}" if self.loops else f"v{id}"
 
     def line(self, text: str) -> None:
-        self.lines.append("    " * len(self.loops) + text)
+        self.lines.append("    " * (len(self.loops) + self.inset) + text)
         self.origin.append(self._node)
 
     def literal(self, arg: Any, lane: int) -> str:

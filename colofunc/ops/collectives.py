@@ -13,7 +13,7 @@ group is named by mesh axes, chunks always stand in a leading dim, and a rank's 
 | all_reduce | s | s | has the reduction of all members' x |
 | all_to_all | (n, *s) | (n, *s) | has x[i] of member j as chunk j; with `rows`, the first rows of each chunk, then zeros |
 | permute | s | s | has x of member table[i] |
-| send | s | s | has x of member `source`, if i is one of `targets`; members that are neither have no part in it |
+| send | s | s | has x of member `source`, if i is one of `targets`; others have no part in it; a `tag` tells messages apart |
 | take_shard | (n, *s) | s | has x[i]; no communication |
 | keep_first | s | s | has x if i = 0, else zeros (a pending sum); copies are a pending max or min as they are |
 | axis_index | | 0-dim int64 | has i |
@@ -102,13 +102,13 @@ def _permute_fake(x: Tensor, axes: Sequence[str], n: int, table: Sequence[int]) 
     return x.new_empty(x.shape)
 
 
-def _send_fake(x: Tensor, axes: Sequence[str], n: int, source: int, targets: Sequence[int]) -> Tensor:
+def _send_fake(x: Tensor, axes: Sequence[str], n: int, source: int, targets: Sequence[int], tag: int = 0) -> Tensor:
     if not 0 <= source < n or not targets or not all(0 <= target < n for target in targets):
         raise CollectiveError(f"colofunc.send: from {source} to {list(targets)}, and the members are 0..{n - 1}")
     return x.new_empty(x.shape)
 
 
-def _receive_fake(axes: Sequence[str], n: int, source: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _receive_fake(axes: Sequence[str], n: int, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int = 0) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -305,9 +305,9 @@ _ALL_TO_ALL = _collective(
     "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back
 )
 _PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back)
-_SEND = define("send(Tensor x, str[] axes, int n, int source, int[] targets) -> Tensor", _eager("send"), _send_fake)
+_SEND = define("send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor", _eager("send"), _send_fake)
 _RECEIVE = define(
-    "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype) -> Tensor", _eager("receive"), _receive_fake
+    "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype, *, int tag=0) -> Tensor", _eager("receive"), _receive_fake
 )
 _TAKE_SHARD = _collective("take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back)
 _KEEP_FIRST = _collective(

@@ -178,11 +178,31 @@ def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> st
         shape = (loop.trips, *theirs.shape) if how == "stack" else theirs.shape
         if (mine.shape, mine.dtype) != (shape, theirs.dtype):
             return f"%{out} is {type_text(mine)}, the loop's {how} gives {theirs.dtype} {shape}"
+    problem = _timetable_problem(loop, scope)
+    if problem:
+        return problem
     axes = None if scope.axes is None else scope.axes | {loop.axis}
     try:
         _check(body, _Scope(axes, inside=True))
     except ProgramError as error:
         return f"in the loop over {loop.axis}: {error}"
+    return ""
+
+
+def _timetable_problem(loop: Loop, scope: _Scope) -> str:
+    """What is wrong with how a loop is to be run, "" if nothing is."""
+    timetable = loop.timetable
+    if timetable is None:
+        return ""
+    if scope.axes is not None and timetable.along not in scope.axes:
+        return f"a loop has a timetable along axis {timetable.along!r}, which the mesh does not have"
+    if len(timetable.parts) != len(timetable.ends) or list(timetable.ends) != sorted(timetable.ends):
+        return f"a loop has {len(timetable.parts)} parts that end at {timetable.ends}"
+    if timetable.ends and timetable.ends[-1] != len(loop.body.nodes):
+        return f"the parts of a loop end at node {timetable.ends[-1]} of {len(loop.body.nodes)}"
+    for action in (action for row in timetable.table.rows for action in row):
+        if action.microbatch >= loop.trips or (timetable.parts and (action.stage, action.kind) not in timetable.parts):
+            return f"a loop of {loop.trips} trips has no {action}"
     return ""
 
 

@@ -8,6 +8,7 @@ collectives and copies are nodes like any other. Both are printed, checked, save
     Node    one operator call: target name, args in which `Ref(id)` stands for a value, the ids it defines
     Program inputs, nodes, outputs, and the trees that pack and unpack them
     Loop    what a node repeats: a program whose ids are its own
+    Timetable  in which order ranks do the parts of a loop's trips, where not one trip after another
 
 A local program is the union of what all ranks do. Most nodes run on all of them; one that has `on` runs at some indices of a mesh axis
 only, and its results exist there (`Layout.at`). What one rank runs is a filter of it (`places.on_rank`).
@@ -19,6 +20,7 @@ torch.memory_format, torch.layout). Nodes never mutate their inputs unless their
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, wraps
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.kernels import Planned, Table
+from colofunc.program.actions import ActionTable
 from colofunc.spec.layout import At, Layout
 from colofunc.spec.rule import Ref as Ref
 
@@ -119,12 +122,41 @@ class Loop:
     Inside, `axis_index` and `take_shard` over `axis` mean the number of the trip. Output k of the body is gathered over
     the trips as `gathers[k]` says ("sum", "max", "min" or "stack", which puts the trips in a leading dim) and is result
     k of the node. It is gathered as soon as it is ready (`loop.gathered_at`), so that it need not live to the trip's end.
+    One trip follows another, unless a `timetable` says otherwise.
     """
 
     body: Program
     trips: int
     axis: str
     gathers: tuple[str, ...]
+    timetable: Timetable | None = None
+
+
+Part = tuple[int, str]  # (stage, kind of action: "F", "B", "I" or "W")
+
+
+@attrs.frozen(eq=False)
+class Timetable:
+    """In which order the ranks along `along` do the parts of a loop's trips.
+
+    `table`: per index of `along`, actions (stage, kind, microbatch) in order. `stages`: names of inputs of the step -> the stage that
+    they belong to, where a rank has several. `parts`: what the body consists of, part after part, and `ends[k]`: the position behind the
+    nodes of part k; both are empty until `passes.cut` has cut the body.
+    """
+
+    along: str
+    table: ActionTable
+    stages: Mapping[str, int] = attrs.field(factory=dict)
+    parts: tuple[Part, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(first position, position behind the last) of the nodes of each part."""
+        return zip((0, *self.ends), self.ends, strict=False)
+
+    def part_at(self, index: int) -> int:
+        """The part that the node at a position of the body is in."""
+        return bisect_right(self.ends, index)
 
 
 def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:

@@ -22,9 +22,10 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.program.actions import linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
-from colofunc.program.ir import Loop, Node, Program, Value
+from colofunc.program.ir import Loop, Node, Program, Timetable, Value
 from colofunc.program.memory_report import MemoryReport, operator
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 from colofunc.spec.parts import holds
@@ -114,6 +115,8 @@ def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[in
             for rank, player in here.items():
                 if mesh.index(rank, axes) in targets and mesh.index(rank, axes) != source:
                     player.receives(node, sent_s)
+        elif node.loop is not None and node.loop.timetable is not None and node.loop.timetable.ends:
+            _by_timetable(node, node.loop, node.loop.timetable, mesh, seconds, here)
         elif node.loop is not None:
             trips = _together(node.loop.body, mesh, seconds, list(here))
             longest_s = max(trip.end_s for trip in trips.values())
@@ -123,6 +126,49 @@ def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[in
             for player in here.values():
                 player.step(node)
     return {rank: player.lanes() for rank, player in players.items()}
+
+
+def _by_timetable(
+    node: Node, loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds, players: Mapping[int, _Player]
+) -> None:
+    """Each rank does its actions in order, each when what it reads has come. What a part sends leaves when the part has ended."""
+    index_of = {rank: mesh.index(rank, (timetable.along,)) for rank in players}
+    began = {rank: player.begins(node) for rank, player in players.items()}
+    free = dict.fromkeys(range(len(timetable.table.rows)), 0.0)
+    free |= {index_of[rank]: start_s for rank, (_, start_s) in began.items()}
+    wire_free, came = dict(free), dict[tuple[int, int], float]()
+    parts = {part: _Part.of(loop.body, span, mesh, seconds) for part, span in zip(timetable.parts, timetable.spans(), strict=True)}
+    spans: dict[int, list[tuple[float, float, str]]] = {index: [] for index in free}
+    for here, action in linear_order(timetable.table):
+        part, microbatch = parts[action.stage, action.kind], action.microbatch
+        start_s = max(free[here], *(came.get((id, microbatch), 0.0) for id in part.reads), 0.0)
+        free[here] = start_s + part.seconds
+        spans[here].append((start_s, free[here], str(action)))
+        for id, sent_s in part.sends:
+            wire_free[here] = max(wire_free[here], free[here]) + sent_s
+            came[id, microbatch] = wire_free[here]
+    for rank, player in players.items():
+        player.ends(node, began[rank][0], spans[index_of[rank]], free[index_of[rank]])
+
+
+@attrs.frozen
+class _Part:
+    """A part of a body: how long it takes alone, the values that it reads, those that it sends with their seconds."""
+
+    seconds: float
+    reads: tuple[int, ...]
+    sends: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(body: Program, span: tuple[int, int], mesh: Mesh, seconds: Seconds) -> _Part:
+        player, reads, sends = _Player(body, mesh, seconds), dict[int, None](), list[tuple[int, float]]()
+        for node in body.nodes[slice(*span)]:
+            reads |= dict.fromkeys(node.refs)
+            if node.target == SEND:
+                sends += [(out, seconds(node, body.values)) for out in node.results]
+            else:
+                player.step(node)
+        return _Part(player.lanes().end_s, tuple(reads), tuple(sends))
 
 
 class _Player:
@@ -163,6 +209,17 @@ class _Player:
     def receives(self, node: Node, sent_s: float) -> None:
         self._begin()
         self._made(node, sent_s)
+
+    def begins(self, node: Node) -> tuple[int, float]:
+        """(position, when it can begin) of a loop that others take part in."""
+        return self._begin(), max(self.clock, self._needs(node), self.free["host"])
+
+    def ends(self, node: Node, index: int, spans: Sequence[tuple[float, float, str]], end_s: float) -> None:
+        """What a rank has done of it."""
+        self.busy += [Busy("compute", start_s, stop_s, label, index, node) for start_s, stop_s, label in spans]
+        self.clock = end_s
+        self.free = {lane: max(free, end_s) for lane, free in self.free.items()}
+        self._made(node, end_s)
 
     def repeats(self, node: Node, loop: Loop, trip: Lanes) -> None:
         index = self._begin()

@@ -17,7 +17,7 @@ on the simulated mesh, but for these. A collective between its start and its wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,10 +29,11 @@ from colofunc import compat
 from colofunc.ops.copies import COPIES
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import is_wire, kind_of, lifetimes, rearrange_steps, takes_device
-from colofunc.program.ir import Loop, Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_refs
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
-from colofunc.program.passes.loop import last_uses
+from colofunc.program.passes.loop import gathered_at, last_uses
+from colofunc.program.passes.reuse import own_outputs_of_parts
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
@@ -64,7 +65,21 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent)
     storages += _sent(program, last, metas) if sent else []
+    _gathered_inside(program, storages)
     return _report(program, storages, makers)
+
+
+def _gathered_inside(program: Program, storages: Sequence[Storage]) -> None:
+    """What a loop with a timetable gathers is counted within it from its first part on, and behind it here."""
+    for index, node in enumerate(program.nodes):
+        if node.loop is not None and _is_one_ranks(node.loop.timetable):
+            for storage in storages:
+                if storage.born == index and storage.value in node.outs and storage.inside is None:
+                    storage.born = index + 1
+
+
+def _is_one_ranks(timetable: Timetable | None) -> bool:
+    return timetable is not None and bool(timetable.ends) and len(timetable.table.rows) == 1
 
 
 @attrs.frozen(eq=False)
@@ -207,12 +222,46 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     last = last_uses(body)
     storages, makers, inner = _storages(body, last, given, sent=sent)
     storages += _sent(body, last, inner) if sent else []
-    report, value = _report(body, storages, makers), body.inputs[0] if body.inputs else 0
+    if loop.timetable is not None and _is_one_ranks(loop.timetable):
+        body, storages = _by_timetable(loop, storages, loop.timetable)
+    report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
     return [
         Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
         for tier, alive in report.alive.items()
         for live in alive
     ]
+
+
+def _by_timetable(loop: Loop, storages: Sequence[Storage], timetable: Timetable) -> tuple[Program, list[Storage]]:
+    """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
+    while the parts of others run. With them what is gathered, from the first time on."""
+    body, (row,) = loop.body, timetable.table.rows
+    numbers = {part: k for k, part in enumerate(timetable.parts)}
+    spans = list(timetable.spans())
+    nodes: list[Node] = []
+    begins: dict[tuple[int, int], int] = {}  # (number of a part, microbatch) -> its first position
+    for action in row:
+        part = numbers[action.stage, action.kind]
+        begins[part, action.microbatch] = len(nodes)
+        nodes += body.nodes[slice(*spans[part])]
+    expanded = []
+    for storage in storages:
+        if storage.born < 0:  # an input, which is counted outside
+            continue
+        first, last = timetable.part_at(storage.born), timetable.part_at(storage.dies)
+        for microbatch in {action.microbatch for action in row}:
+            born = begins[first, microbatch] + storage.born - spans[first][0]
+            dies = begins[last, microbatch] + storage.dies - spans[last][0]
+            expanded.append(attrs.evolve(storage, born=born, dies=dies))
+    own = own_outputs_of_parts(loop)
+    for index, outputs in gathered_at(body).items():
+        part = timetable.part_at(index)
+        first = min(begin for (number, _), begin in begins.items() if number == part)
+        for k in outputs:
+            value, times = body.values[body.outputs[k]], loop.trips if loop.gathers[k] == "stack" else 1
+            born = first + index - spans[part][0] + (k in own)  # its own memory becomes that of the sum
+            expanded.append(Storage(value.nbytes * times, value.tier, value.id, born, len(nodes)))
+    return attrs.evolve(body, nodes=tuple(nodes)), expanded
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:

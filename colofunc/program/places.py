@@ -12,11 +12,13 @@ What a rank runs is what is left of the program when the others' nodes are gone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Loop, Node, Program, Value, computed_once
+from colofunc.program.actions import ActionTable
+from colofunc.program.ir import Loop, Node, Program, Timetable, Value, computed_once
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
 
@@ -112,15 +114,56 @@ def _sent(node: Node, program: Program, mesh: Mesh, rank: int) -> Iterator[Node]
 
 def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: int) -> Iterator[Node]:
     """A loop with what the rank runs of its body; nothing where that is nothing."""
+    outputs = loop.body.outputs
     passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if arg.id in there]
-    body = _filtered(loop.body, mesh, rank, [into for _, into in passed])
+    inputs = [into for _, into in passed]
+    if loop.timetable is not None and loop.timetable.ends:
+        loop = _in_parts(loop, loop.timetable, inputs, mesh, rank)
+        body = loop.body
+    else:
+        body = _filtered(loop.body, mesh, rank, inputs)
     if not body.nodes:
         return
     args = tuple(arg for arg, _ in passed)
     made = {*body.inputs, *(out for inner in body.nodes for out in inner.results)}
-    kept = [k for k, out in enumerate(loop.body.outputs) if out in made]
+    kept = [k for k, out in enumerate(outputs) if out in made]
     gathers, outs = tuple(loop.gathers[k] for k in kept), tuple(node.outs[k] for k in kept)
     yield attrs.evolve(node, args=args, outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)
+
+
+def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], mesh: Mesh, rank: int) -> Loop:
+    """The parts that a rank does of a loop that is cut. What others send is received in the part that first reads it."""
+    here = mesh.index(rank, (timetable.along,))
+    mine = {(action.stage, action.kind) for action in timetable.table.rows[here]}
+    by_part: list[list[Node]] = []
+    received: list[Node] = []
+    made = set(inputs)
+    for part, (first, end) in zip(timetable.parts, timetable.spans(), strict=True):
+        nodes = [found for node in loop.body.nodes[first:end] for found in _of_rank(node, loop.body, made, mesh, rank)]
+        made.update(out for node in nodes for out in node.results)
+        received += [node for node in nodes if node.target == RECEIVE]
+        if part in mine:
+            by_part.append([node for node in nodes if node.target != RECEIVE])
+    for node in received:
+        _receive(node, by_part)
+    nodes = [node for part in by_part for node in part]
+    outputs = tuple(out for out in loop.body.outputs if out in made)
+    values = {i: _here(loop.body.values[i]) for i in made}
+    body = attrs.evolve(loop.body, inputs=tuple(inputs), nodes=tuple(nodes), outputs=outputs, values=values)
+    parts = tuple(part for part in timetable.parts if part in mine)
+    ends = tuple(accumulate(len(part) for part in by_part))
+    row = ActionTable((timetable.table.rows[here],))
+    return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, table=row, parts=parts, ends=ends))
+
+
+def _receive(node: Node, by_part: Sequence[list[Node]]) -> None:
+    """Put a receive in front of the first part that reads what comes, or, where nobody does, behind the last."""
+    (out,) = node.results
+    for part in by_part:
+        if any(out in reader.refs for reader in part):
+            part.insert(0, node)
+            return
+    by_part[-1].append(node)
 
 
 def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:

@@ -39,22 +39,50 @@ class Placing:
     outputs: tuple[At | None, ...]
 
 
-def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh) -> Placing | None:
-    """Where everything is, by what is said of inputs (by position); None where nothing is said."""
+@attrs.frozen
+class StagesOf:
+    """Stages of a pipeline, of which a rank may have several. `ranks`: per stage, the index of `axis` that has it.
+
+    `inputs`: position of an input -> its stages.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    inputs: Mapping[int, tuple[int, ...]]
+
+    def at(self, position: int) -> At:
+        """Where an input exists."""
+        return self.axis, tuple(sorted({self.ranks[stage] for stage in self.inputs[position]}))
+
+    def on(self, indices: Iterable[int]) -> Indices:
+        """All stages of the ranks at some indices."""
+        some = set(indices)
+        return frozenset(stage for stage, rank in enumerate(self.ranks) if rank in some)
+
+
+def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: StagesOf | None = None) -> Placing | None:
+    """Where everything is, by what is said of inputs (by position); None where nothing is said.
+
+    stages: where ranks have several stages what follows from one stage is told from what follows from another.
+    """
     if not given:
         return None
     axes = {axis for axis, _ in given.values()}
     if len(axes) > 1:
         raise PlanError(f"values are placed at indices of {len(axes)} axes, {', '.join(sorted(axes))}; place all of them on one axis")
     (axis,) = axes
-    where = {position: frozenset(indices) for position, (_, indices) in given.items()}
+    ranks = tuple(range(mesh.axis_size(axis)))
+    stages = StagesOf(axis, ranks, {}) if stages is None or stages.axis != axis else stages
+    where = {}
+    for position, (_, indices) in given.items():
+        where[position] = frozenset(stages.inputs.get(position, ())) or stages.on(indices)
     for _ in range(ROUNDS):
-        run = _Run(program, mesh.axis_size(axis), where).all()
+        run = _Run(program, len(stages.ranks), where).all()
         more = run.followers()
         if not more:
             break
         where |= more
-    return run.placing(axis)
+    return run.placing(stages)
 
 
 class _Run:
@@ -131,7 +159,7 @@ class _Run:
                 (found[position],) = readers
         return found
 
-    def placing(self, axis: str) -> Placing:
+    def placing(self, stages: StagesOf) -> Placing:
         into = dict(self.program.aliases)
         outputs = []
         for k, id in enumerate(self.program.outputs):
@@ -142,11 +170,15 @@ class _Run:
             else:
                 outputs.append(self.home[id])
         return Placing(
-            self._ats(axis, (self.home[id] for id in self.program.inputs)), self._ats(axis, self.nodes), self._ats(axis, outputs)
+            self._ats(stages, (self.home[id] for id in self.program.inputs)), self._ats(stages, self.nodes), self._ats(stages, outputs)
         )
 
-    def _ats(self, axis: str, some: Iterable[Indices]) -> tuple[At | None, ...]:
-        return tuple(None if at == self.everywhere else (axis, tuple(sorted(at))) for at in some)
+    def _ats(self, stages: StagesOf, some: Iterable[Indices]) -> tuple[At | None, ...]:
+        found: list[At | None] = []
+        for at in some:
+            ranks = {stages.ranks[stage] for stage in at}
+            found.append(None if len(ranks) == len(set(stages.ranks)) else (stages.axis, tuple(sorted(ranks))))
+        return tuple(found)
 
 
 def gradients(program: Program) -> dict[int, int]:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from colofunc import owned, untrusted
 from colofunc.errors import ProgramError, SpecError
-from colofunc.program.ir import Loop, Node, Program, Ref, Value
+from colofunc.program.actions import ActionTable
+from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value
 from colofunc.spec.layout import At, Layout, make_layout
 
 VERSION = 2
@@ -88,6 +89,8 @@ _Node = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | Non
 _LoopNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any]
 _PlacedNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any, At]
 _Loop = tuple[dict, int, str, tuple[str, ...]]  # type: ignore[type-arg]
+_PlannedLoop = tuple[dict, int, str, tuple[str, ...], Any]  # type: ignore[type-arg]
+_Timetable = tuple[str, tuple[str, ...], dict[str, int], tuple[tuple[int, str], ...], tuple[int, ...]]
 _Layout = tuple[tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None]
 _PlacedLayout = tuple[
     tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None, At
@@ -159,12 +162,24 @@ def _node_from(data: Any, where: str) -> Node:
 
 
 def _loop_to(loop: Loop) -> list[Any]:
-    return [to_dict(loop.body), loop.trips, loop.axis, list(loop.gathers)]
+    plain = [to_dict(loop.body), loop.trips, loop.axis, list(loop.gathers)]
+    return plain if loop.timetable is None else [*plain, _timetable_to(loop.timetable)]
 
 
 def _loop_from(data: Any, where: str) -> Loop:
-    body, trips, axis, gathers = untrusted.check(_Loop, data, f"{where}.loop")
-    return Loop(from_dict(body, {}), trips, axis, gathers)
+    planned = isinstance(data, list) and len(data) == 5
+    body, trips, axis, gathers, *rest = untrusted.check(_PlannedLoop if planned else _Loop, data, f"{where}.loop")
+    return Loop(from_dict(body, {}), trips, axis, gathers, _timetable_from(rest[0], where) if rest else None)
+
+
+def _timetable_to(timetable: Timetable) -> list[Any]:
+    rows = str(timetable.table).splitlines()
+    return [timetable.along, rows, dict(timetable.stages), [list(part) for part in timetable.parts], list(timetable.ends)]
+
+
+def _timetable_from(data: Any, where: str) -> Timetable:
+    along, rows, stages, parts, ends = untrusted.check(_Timetable, data, f"{where}.loop.timetable")
+    return Timetable(along, ActionTable.parse(rows), stages, parts, ends)
 
 
 def _layout_to(layout: Layout | None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.ir import Node, Program, Ref, Timetable, Value
 from colofunc.spec.layout import at_text
 
 DTYPES = {
@@ -79,10 +79,24 @@ def node_lines(node: Node, values: Mapping[int, Value]) -> list[str]:
         return [node_text(node, values)]
     loop = node.loop
     lines = [f"{node_text(node, values)}: {loop.trips} times over {loop.axis}"]
-    for inner in loop.body.nodes:
+    heads = _heads(loop.timetable)
+    for index, inner in enumerate(loop.body.nodes):
+        lines += [f"    {head}" for head in heads.get(index, ())]
         lines += [f"    {line}" for line in node_lines(inner, loop.body.values)]
     outs = zip(node.outs, loop.gathers, loop.body.outputs, strict=True)
     return [*lines, *(f"    %{out} = {how} of %{id}" for out, how, id in outs)]
+
+
+def _heads(timetable: Timetable | None) -> dict[int, list[str]]:
+    """Position in a body -> the lines in front of it: of a timetable its rows, of a part its stage and kind of action."""
+    if timetable is None:
+        return {}
+    heads: dict[int, list[str]] = {0: []}
+    for index, row in enumerate(timetable.table.rows):
+        heads[0].append(f"{timetable.along}={index}: {' '.join(map(str, row))}")
+    for (stage, kind), (first, _) in zip(timetable.parts, timetable.spans(), strict=False):
+        heads.setdefault(first, []).append(f"-- {stage}{kind}")
+    return heads
 
 
 def text(program: Program) -> str:

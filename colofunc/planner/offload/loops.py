@@ -31,8 +31,12 @@ NOTHING: frozenset[int] = frozenset()
 def opened(
     ground: Ground, mesh: Mesh, node_s: NodeS, states: Mapping[int, str | None], limit: int, policy: MemoryPolicy
 ) -> Ground | None:
-    """The ground of the program whose loops copy for themselves; None where there is no loop, or nothing has to leave."""
-    loops = {k: node.loop for k, node in enumerate(ground.program.nodes) if node.loop is not None}
+    """The ground of the program whose loops copy for themselves; None where there is no loop, or nothing has to leave.
+
+    A loop with a timetable copies nothing: what it reads is there when it begins.
+    """
+    inside = {k: node.loop for k, node in enumerate(ground.program.nodes) if node.loop is not None}
+    loops = {k: loop for k, loop in inside.items() if loop.timetable is None}
     if not loops or (max(ground.held, default=0) <= limit and not policy.where):
         return None
     items, trace = trace_of(ground, NOTHING, states, limit)

@@ -15,6 +15,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.planner.sharding.classes import item_of
 from colofunc.program.ir import Program, Value
+from colofunc.program.placing import StagesOf
 from colofunc.spec.layout import At, Layout
 from colofunc.spec.rule import Strategy
 
@@ -67,7 +68,7 @@ class Constraints:
     `sums`: value id -> bytes of an element while it is summed over the mesh, where that is more than the value's own.
     `chunks`: input position -> elements of the chunks that it lies in, or "auto". `scatter`: input position -> whether its
     gradient is reduced in each microbatch, where somebody said so. `at`: input position -> where it exists, if not everywhere: the search
-    knows nothing of it (`program.placing`).
+    knows nothing of it (`program.placing`). `stages`: which stages of a pipeline that means, where there is one.
     """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
@@ -77,6 +78,7 @@ class Constraints:
     chunks: Mapping[int, int | str] = attrs.field(factory=dict)
     scatter: Mapping[int, bool] = attrs.field(factory=dict)
     at: Mapping[int, At] = attrs.field(factory=dict)
+    stages: StagesOf | None = None
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
@@ -93,7 +95,8 @@ class Constraints:
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
         said = ("outputs", "regather", "sums", "chunks", "scatter", "at")
-        return Constraints(items, **{name: {**getattr(self, name), **getattr(other, name)} for name in said})
+        both = {name: {**getattr(self, name), **getattr(other, name)} for name in said}
+        return Constraints(items, **both, stages=self.stages or other.stages)
 
 
 NONE = Constraints()

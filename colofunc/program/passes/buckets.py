@@ -13,6 +13,7 @@ follows can still overlap it. The order is part of the program, hence the same o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.cost import collective_of
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Program
+from colofunc.program.passes.loop import changed
 from colofunc.program.passes.merge import merge
 
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
@@ -52,8 +54,8 @@ def buckets(
     nodes = []
     for node in program.nodes:
         if node.loop is not None:
-            body = _bucketed(node.loop.body, mesh, apart.get(node.outs, NONE), most_bytes)
-            node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
+            inside = partial(_bucketed, mesh=mesh, apart=apart.get(node.outs, NONE), most_bytes=most_bytes)
+            node = attrs.evolve(node, loop=changed(node.loop, inside))
         nodes.append(node)
     return _bucketed(program.with_nodes(nodes), mesh, apart.get((), NONE), most_bytes)
 

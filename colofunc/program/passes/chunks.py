@@ -136,12 +136,12 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _scopes(program: Program) -> dict[int, _Scope]:
-    """The program (-1) and the bodies of its loops, by the index of their node."""
+    """The program (-1) and the bodies of its loops, by the index of their node; not those in parts, which keep their collectives apart."""
     given = {i: i for i in program.inputs}
     top = _Scope(program, given, given, {})
     found = {-1: top}
     for index, node in enumerate(program.nodes):
-        if node.loop is not None:
+        if node.loop is not None and node.loop.timetable is None:
             body = node.loop.body
             outer = {into: i for into, i in zip(body.inputs, node.refs, strict=True) if i in top.outer}
             behind = {made: o for made, o in zip(body.outputs, node.outs, strict=True) if o is not None}

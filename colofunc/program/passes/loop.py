@@ -74,10 +74,41 @@ def within(program: Program, change: Callable[[Program], Program]) -> Program:
     nodes = []
     for node in program.nodes:
         if node.loop is not None:
-            body = within(change(node.loop.body), change)
-            node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
+            node = attrs.evolve(node, loop=changed(node.loop, lambda body: within(change(body), change)))
         nodes.append(node)
     return program.with_nodes(nodes)
+
+
+def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
+    """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts."""
+    timetable = loop.timetable
+    if timetable is None or not timetable.ends:
+        return attrs.evolve(loop, body=change(loop.body))
+    body, nodes, ends = loop.body, list[Node](), list[int]()
+    values, names = dict(body.values), dict[int, int]()
+    for first, end in timetable.spans():
+        mine = [_renamed(node, names) for node in body.nodes[first:end]]
+        made = {out for node in mine for out in node.results}
+        inputs = dict.fromkeys(ref for node in mine for ref in node.refs if ref not in made)
+        later = {ref for node in body.nodes[end:] for ref in node.refs} | set(body.outputs)
+        outputs = tuple(dict.fromkeys(out for node in mine for out in node.results if out in later))
+        part = Program(tuple(inputs), tuple(mine), outputs, values, stage=body.stage, kernels=body.kernels)
+        done = change(part)
+        names |= dict(zip(outputs, done.outputs, strict=True))
+        values |= done.values
+        nodes += done.nodes
+        ends.append(len(nodes))
+    there = {*body.inputs, *(out for node in nodes for out in node.results)}
+    outputs = tuple(names.get(out, out) for out in body.outputs)
+    kept = {id: value for id, value in values.items() if id in there}
+    stage = done.stage if ends else body.stage
+    body = attrs.evolve(body, nodes=tuple(nodes), outputs=outputs, values=kept, stage=stage).in_order()
+    return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, ends=tuple(ends)))
+
+
+def _renamed(node: Node, names: Mapping[int, int]) -> Node:
+    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
+    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def gathered_at(body: Program) -> dict[int, list[int]]:

@@ -28,7 +28,7 @@ import attrs
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.ir import Loop, Node, Program, Ref
 
 # Elementwise operators whose kernels read an element before they write it: functional target -> (target, its argument).
 OUT: dict[str, tuple[str, str]] = {
@@ -95,6 +95,23 @@ def own_outputs(program: Program) -> set[int]:
     facts = Facts(program)
     groups = [facts.memory.group(o) for o in program.outputs]
     return {k for k, o in enumerate(program.outputs) if groups.count(groups[k]) == 1 and facts.whole(o)}
+
+
+def own_outputs_of_parts(loop: Loop) -> set[int]:
+    """Positions of a loop's outputs whose first result becomes what they are gathered in: memory of their own (`own_outputs`), which in a
+    body that is cut no later part reads, since other microbatches may be added to it before."""
+    body, timetable = loop.body, loop.timetable
+    own = own_outputs(body)
+    if timetable is None or not timetable.ends:
+        return own
+    memory = aliases(body)
+    found = set()
+    for k in own:
+        out = body.outputs[k]
+        end = timetable.ends[timetable.part_at(body.made_at[out])]
+        if memory.last_read(memory.group(out)) < end:
+            found.add(k)
+    return found
 
 
 def functional(node: Node) -> Node:

@@ -1,0 +1,194 @@
+"""pipeline: layers on ranks of their own, microbatches that follow one another through them.
+
+    step = cf.pipeline(cf.shard(step_fn, cf.Mesh(pp=4, dp=2), zero(1, "dp")), axis="pp", microbatches=8, schedule="1f1b")
+
+Problem: a model is too large for the ranks that share a layer, and pipelines are where composition ends elsewhere: models cut by hand,
+schedules that forbid ZeRO. Idea: the step is one traced program. Its forward pass is cut in stages; a parameter exists on the ranks of its
+stage (`@pp=1`), and operators run where their parameters are; what leaves a stage is sent. The batch comes in microbatches, as under
+`cf.accumulate`, with the same numbers, and a schedule says which rank does what of which microbatch: `passes.cut` cuts a trip of the
+loop in forward, backward, or input gradient and weight gradient of each stage.
+
+Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import attrs
+
+from colofunc.compiler.microbatches import check_number, equal_parts, loops_over
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Rewrite, Transform
+from colofunc.errors import PlanError, near
+from colofunc.mesh import Mesh
+from colofunc.planner.sharding.constraints import Constraints
+from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.program.actions import Action, ActionTable
+from colofunc.program.cost import node_s
+from colofunc.program.ir import Loop, Node, Program, Timetable
+from colofunc.program.pipeline_schedule import Schedule
+from colofunc.program.places import SEND
+from colofunc.program.placing import StagesOf
+
+Globs = Mapping[str, int]
+
+
+def pipeline(
+    step_fn: Callable[..., Any] | None = None,
+    axis: str = "pp",
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    stages: Globs | None = None,
+    batch: int | str | None = None,
+) -> Any:
+    """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
+
+    schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names of parameters -> stage (the first
+    that matches counts); None: the forward pass is cut where its stages take equally long. batch: the argument whose leaves are split on
+    dim 0, by position or name (None: argument 1, or 0 if it is the only one). The numbers are those of one device.
+
+    Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
+    that do not divide the batch, and an operator that mixes samples.
+    """
+    check_number(microbatches, "pipeline")
+    if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
+        raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
+    asked = _Asked(axis, microbatches, schedule, None if stages is None else tuple(stages.items()), batch)
+    transform = Transform(
+        "pipeline",
+        attrs.asdict(asked, recurse=False),
+        constrain=asked.constrained,
+        candidates=asked.loops,
+        microbatches=microbatches,
+        clashes={"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"},
+    )
+    return stage(step_fn, transform)
+
+
+@attrs.frozen
+class _Asked:
+    """What the pipeline was asked for."""
+
+    axis: str
+    microbatches: int
+    schedule: str
+    stages: tuple[tuple[str, int], ...] | None
+    batch: int | str | None
+
+    def constrained(self, build: Build) -> Build:
+        """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        of_stage = tuple(schedule.rank_of(stage, ranks) for stage in range(ranks * schedule.stages_per_rank))
+        stages = StagesOf(self.axis, of_stage, self._assigned(build, schedule, ranks))
+        at = {position: stages.at(position) for position in stages.inputs}
+        at = {position: here for position, here in at.items() if len(here[1]) < ranks}
+        if self.microbatches > 1:
+            build = equal_parts(self.microbatches, self.batch, "error", build)
+        return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
+
+    def loops(self, build: Build) -> Build:
+        """The loop over microbatches, with the schedule's timetable."""
+        if self.microbatches == 1:
+            return build
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        table = _in_parts(schedule.table(ranks, self.microbatches))
+        if not any(node.phase == "backward" for node in build.program.nodes):
+            table = _forward_only(table)
+        stages = {}
+        for position, found in self._assigned(build, schedule, ranks).items() if schedule.stages_per_rank > 1 else ():
+            if len(found) == 1:
+                stages[build.program.values[build.program.inputs[position]].name] = found[0]
+        timetable = Timetable(self.axis, table, stages)
+        loops = [partial(_by_timetable, loop, timetable) for loop in loops_over(self.microbatches, self.batch, "error", build)]
+        return build.evolve(alternatives=(*build.alternatives, loops))
+
+    def _ranks(self, mesh: Mesh) -> int:
+        if self.axis not in mesh.axis_names:
+            raise PlanError(f"cf.pipeline(axis={self.axis!r}): {mesh!r} has no such axis{near(self.axis, mesh.axis_names, 'axes')}")
+        return mesh.axis_size(self.axis)
+
+    def _schedule(self, build: Build) -> Schedule:
+        known = build.registry.schedules
+        if self.schedule not in known:
+            raise PlanError(f"unknown schedule {self.schedule!r}{near(self.schedule, sorted(known), 'schedules')}")
+        return known[self.schedule]
+
+    def _assigned(self, build: Build, schedule: Schedule, ranks: int) -> dict[int, tuple[int, ...]]:
+        """Position of an input -> the stages that it belongs to."""
+        count = ranks * schedule.stages_per_rank
+        if self.stages is not None:
+            return self._by_globs(build.program, count)
+        if count == 1:
+            return {}
+        program = build.program
+        seconds = partial(node_s, values=program.values, mesh=build.mesh, rule_of=build.registry.rule)
+        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)))
+        return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
+
+    def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
+        assert self.stages is not None, "globs were given"
+        leaves = {k: program.values[i].name for k, i in enumerate(program.inputs) if program.values[i].role in WEIGHTS}
+        for glob, index in self.stages:
+            if index >= count:
+                raise PlanError(f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}")
+            if not any(_matches(name, glob) for name in leaves.values()):
+                some = ", ".join(list(leaves.values())[:3])
+                raise PlanError(f"stages={{{glob!r}: {index}}} matches no parameter; the first are {some}")
+        found: dict[int, tuple[int, ...]] = {}
+        for position, name in leaves.items():
+            indices = [index for glob, index in self.stages if _matches(name, glob)]
+            if indices:
+                found[position] = (indices[0],)
+        return found
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Whether a dotted name, or its end from some dot on, matches."""
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _in_parts(table: ActionTable) -> ActionTable:
+    """A table that has I and W somewhere has them everywhere: a whole backward is one behind the other."""
+    if not any(action.kind == "W" for action in table.actions):
+        return table
+    rows = []
+    for row in table.rows:
+        actions: list[Action] = []
+        for action in row:
+            parts = ("I", "W") if action.kind == "B" else (action.kind,)
+            actions += [attrs.evolve(action, kind=kind) for kind in parts]
+        rows.append(tuple(actions))
+    return ActionTable(tuple(rows))
+
+
+def _forward_only(table: ActionTable) -> ActionTable:
+    """What is left of a schedule where nothing is differentiated."""
+    return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
+
+
+def _by_timetable(loop: Rewrite, timetable: Timetable, program: Program, mesh: Mesh) -> Program:
+    """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
+    program = loop(program, mesh)
+    pipelined = [node for node in program.nodes if node.loop is not None and _sends(node.loop)]
+    largest = max(pipelined, key=_size, default=None)
+    nodes = []
+    for node in program.nodes:
+        if node is largest and node.loop is not None:
+            node = attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=timetable))
+        nodes.append(node)
+    return program.with_nodes(nodes)
+
+
+def _sends(loop: Loop) -> bool:
+    return any(node.target == SEND for node in loop.body.nodes)
+
+
+def _size(node: Node) -> int:
+    return 0 if node.loop is None else len(node.loop.body.nodes)
+
+
+__all__ = ["pipeline"]

@@ -1,0 +1,331 @@
+"""cf.pipeline: stages on ranks of their own, microbatches that follow one another through them by a schedule's table."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from colofunc_plugins import stages, tensor, zero
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+import colofunc as cf
+from colofunc.compiler.observe import arguments_of
+from colofunc.executors.launch import launch
+from colofunc.executors.measure import measure
+from colofunc.program.check import check_program
+from colofunc.program.ir import Loop, Program
+from colofunc.program.places import on_rank
+from colofunc.program.serialize import load, save
+from colofunc.testing import check
+
+
+def mlp(layers: int = 4) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Linear(8, 16)]
+    for _ in range(layers - 2):
+        blocks += [nn.Tanh(), nn.Linear(16, 16)]
+    net = nn.Sequential(*blocks, nn.Tanh(), nn.Linear(16, 4)).double()
+    step, state = cf.train_step(
+        cf.functional(net),
+        cf.adapt(torch.optim.AdamW, lr=1e-2),
+        lambda out, b: (out - b[1]).pow(2).mean(),
+        inputs=lambda b: ((b[0],), {}),
+    )
+    return step, state, (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64))
+
+
+def gpt2(layers: int = 4) -> tuple[Any, Any, Any]:
+    """With a tied weight: the embedding of the first stage is the head of the last."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    step, state = cf.train_step(cf.functional(GPT2LMHeadModel(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=0.5)
+    ids = torch.randint(32, (8, 8))
+    return step, state, {"input_ids": ids, "labels": ids}
+
+
+def loop_of(program: Program) -> Loop:
+    """The loop that a schedule runs."""
+    (loop,) = (node.loop for node in program.nodes if node.loop is not None and node.loop.timetable is not None)
+    return loop
+
+
+def agrees_with_one_device(chain: Any, state: Any, batch: Any) -> Any:
+    """Equal numbers, and as many bytes on the simulated ranks as the accountant says."""
+    with cf.testing.float64():
+        low = chain.lower(state, batch)
+        check_program(low.program, low.mesh)
+        check(chain, state, batch, steps=2)
+    return low
+
+
+# ---- schedules ----
+
+
+ALL = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev", "auto"]
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_every_schedule_trains_as_one_device_does(schedule: str) -> None:
+    step, state, batch = mlp(8)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=8, schedule=schedule)
+    low = agrees_with_one_device(chain, state, batch)
+    given = arguments_of(low, chain.arguments((state, batch)))
+    measured = measure(low.program, low.mesh, given.copies(range(len(given.shards))))
+    assert measured.peak_bytes["device"] == low.memory().peak_bytes["device"] == low.plan.peak_bytes
+
+
+def test_a_rank_does_its_actions_in_the_order_of_the_table() -> None:
+    step, state, batch = mlp()
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=8).lower(state, batch)
+    table = loop_of(low.program).timetable.table
+    for rank in range(4):
+        mine = loop_of(on_rank(low.program, low.mesh, rank).program).timetable
+        assert mine.table.rows == (table.rows[rank],)
+        assert [busy.label for busy in low.lanes(rank).busy if busy.label[0].isdigit()] == [str(action) for action in table.rows[rank]]
+
+
+def test_1f1b_holds_less_than_gpipe_and_later_stages_less_than_earlier_ones() -> None:
+    step, state, _ = mlp()
+    batch = (torch.randn(512, 8, dtype=torch.float64), torch.randn(512, 4, dtype=torch.float64))
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        low = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=16, schedule=schedule).lower(state, batch)
+        peaks[schedule] = [low.memory(rank).peak_bytes["device"] for rank in range(4)]
+    # The first stage keeps nothing but what it was given: its successor has what its last operator made.
+    assert all(small < large for small, large in zip(peaks["1f1b"][1:], peaks["gpipe"][1:], strict=True))
+    assert peaks["1f1b"][1] > peaks["1f1b"][2]
+
+
+def test_a_pipeline_is_played_faster_than_its_stages_one_after_another() -> None:
+    step, state, batch = mlp()
+    mesh = cf.Mesh(pp=4)
+    places = {"0.*": 0, "2.*": 1, "4.*": 2, "6.*": 3}
+    overlapped = cf.pipeline(cf.shard(step, mesh), microbatches=8, stages=places).lower(state, batch)
+    in_turn = cf.accumulate(cf.shard(step, mesh, stages("pp", places)), microbatches=8).lower(state, batch)
+    assert overlapped.lanes().end_s < 0.7 * in_turn.lanes().end_s
+
+
+def test_weight_gradients_are_parts_of_their_own() -> None:
+    step, state, batch = mlp()
+    loop = loop_of(cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=8, schedule="zb-h1").lower(state, batch).program)
+    nodes = {part: loop.body.nodes[first:end] for part, (first, end) in zip(loop.timetable.parts, loop.timetable.spans(), strict=True)}
+    targets = {part: {node.target for node in mine} for part, mine in nodes.items()}
+    for stage in (1, 2, 3):
+        assert "colofunc.linear_dw" in targets[stage, "W"] and "colofunc.linear_dw" not in targets[stage, "I"]
+        assert "colofunc.linear_dx" in targets[stage, "I"]
+    of_weights = {out for (_, kind), mine in nodes.items() if kind == "W" for node in mine for out in node.results}
+    for (_, kind), mine in nodes.items():
+        waits = {ref for node in mine for ref in node.refs} & of_weights
+        assert kind == "W" or not waits, "nobody waits for a weight gradient"
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize(("schedule", "plans"), [("1f1b", (zero(3, "dp"),)), ("zb-h1", (tensor("1d", "dp"),)), ("zb-v", (zero(1, "dp"),))])
+def test_a_language_model_with_a_tied_weight(schedule: str, plans: tuple[Any, ...]) -> None:
+    step, state, batch = gpt2()
+    agrees_with_one_device(cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), *plans), microbatches=4, schedule=schedule), state, batch)
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+    net = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)).double()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    batch = {"input_ids": torch.randint(32, (8, 6)), "labels": torch.randint(32, (8, 5))}
+    agrees_with_one_device(cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4), state, batch)
+
+
+class Skips(nn.Module):
+    """A value of the first stage is read by the last one, past those in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.inner, self.up = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.down(x))
+        return self.up(torch.cat([torch.tanh(self.inner(torch.tanh(self.middle(first)))), first], 1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_skip_past_stages(schedule: str) -> None:
+    torch.manual_seed(0)
+    step, state = cf.train_step(
+        cf.functional(Skips().double()), cf.adapt(torch.optim.SGD, lr=1e-2), lambda out, b: out.pow(2).mean(), inputs=lambda b: ((b,), {})
+    )
+    places = {"down.*": 0, "middle.*": 1, "inner.*": 2, "up.*": 3}
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4, schedule=schedule, stages=places)
+    agrees_with_one_device(chain, state, torch.randn(8, 8, dtype=torch.float64))
+
+
+def test_inference_streams_microbatches_forward() -> None:
+    torch.manual_seed(0)
+    net = cf.functional(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double())
+
+    def infer(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.apply(params, net.buffers, x)[0]
+
+    x = torch.randn(8, 8, dtype=torch.float64)
+    step = cf.pipeline(cf.shard(infer, cf.Mesh(pp=2)), microbatches=4)
+    out = step(step.init(net.params, x), x)
+    torch.testing.assert_close(out.full(), infer(net.params, x))
+    assert {kind for _, kind in loop_of(step.lower(net.params, x).program).timetable.parts} == {"F"}
+
+
+# ---- with other transforms ----
+
+CHAINS: dict[str, Callable[[Any], Any]] = {
+    "checkpoint": lambda step: cf.checkpoint(step, policy="nothing"),
+    "offload": lambda step: cf.offload(step, policy="host"),
+    "precision": lambda step: cf.precision(step, "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_other_transforms_in_either_order(name: str, schedule: str) -> None:
+    step, state, batch = mlp()
+    mesh = cf.Mesh(pp=2, dp=2)
+    outside = CHAINS[name](cf.pipeline(cf.shard(step, mesh, zero(1, "dp")), microbatches=4, schedule=schedule))
+    inside = cf.pipeline(cf.shard(CHAINS[name](step), mesh, zero(1, "dp")), microbatches=4, schedule=schedule)
+    if name == "precision":
+        check(outside, state, batch, steps=2)
+    else:
+        agrees_with_one_device(outside, state, batch)
+    texts = [re.sub(" {4}#.*", "", chain.lower(state, batch).text()) for chain in (inside, outside)]
+    assert texts[0] == texts[1]
+
+
+def test_a_stage_keeps_less_where_it_makes_again() -> None:
+    step, state, batch = gpt2()
+    plain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=8, schedule="gpipe")
+    kept, again = plain.lower(state, batch), cf.checkpoint(plain, policy="nothing").lower(state, batch)
+    assert again.memory(0).peak_bytes["device"] < 0.8 * kept.memory(0).peak_bytes["device"]
+
+
+def test_compare_finds_no_difference() -> None:
+    step, state, batch = mlp()
+    assert cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).compare(state, batch).equal
+
+
+# ---- what a plan says, what is saved ----
+
+
+def test_state_is_on_its_stage_and_loads_onto_fewer_stages(tmp_path: Any) -> None:
+    step, state, batch = mlp()
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4)
+    placed, _ = chain(chain.init(state, batch), batch)
+    assert [placed["params"]["2.weight"].shards[rank].numel() > 0 for rank in range(4)] == [False, True, False, False]
+    cf.save(str(tmp_path / "run"), placed)
+    for mesh in (cf.Mesh(pp=2), None):
+        loaded = cf.load(str(tmp_path / "run"), mesh=mesh)
+        for name, x in loaded["params"].items():
+            assert torch.equal(x.full() if isinstance(x, cf.DTensor) else x, placed["params"][name].full())
+
+
+def test_a_scheduled_program_is_saved(tmp_path: Any) -> None:
+    step, state, batch = mlp()
+    program = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4).lower(state, batch).program
+    save(program, tmp_path / "program")
+    again = load(tmp_path / "program")
+    mine, saved = loop_of(program).timetable, loop_of(again).timetable
+    assert attrs.asdict(mine) == attrs.asdict(saved) and again.nodes[0] == program.nodes[0]
+
+
+def test_the_text_says_who_does_what() -> None:
+    step, state, batch = mlp()
+    text = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).text()
+    assert "pp=0: 0F0 0F1 0B0 0B1" in text and "-- 1B" in text
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(schedule="1f2b"), "unknown schedule '1f2b'; did you mean '1f1b'?"),
+        (dict(axis="qq"), "cf.pipeline(axis='qq'): Mesh(pp=4"),
+        (dict(microbatches=3), "3 microbatches do not divide the 16 rows"),
+        (dict(microbatches=0), "microbatches=0 is no whole number above 0; write cf.pipeline(step, microbatches=4)"),
+        (dict(stages={}), "stages={} names no stages"),
+        (dict(stages={"0.*": 4}), "stages={'0.*': 4}: the schedule '1f1b' has 4 stages on 'pp'"),
+        (dict(stages={"9.*": 0}), "stages={'9.*': 0} matches no parameter; the first are"),
+        (dict(stages={"0.*": 3, "2.*": 2, "4.*": 1, "6.*": 0}), "needs what a later stage makes: stages have to follow the order"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error(options: dict[str, Any], says: str) -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.PlanError, match=re.escape(says)):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), **options).lower(state, batch)
+
+
+def test_more_stages_than_layers_are_an_error() -> None:
+    step, state, batch = mlp(2)
+    with pytest.raises(cf.PlanError, match=re.escape("4 stages, and the forward pass has 2 operators with weights of their own")):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4).lower(state, batch)
+
+
+def test_accumulate_beside_a_pipeline_is_an_error() -> None:
+    step, _, _ = mlp()
+    with pytest.raises(cf.PlanError, match="a pipeline has microbatches of its own"):
+        cf.accumulate(cf.pipeline(step, microbatches=4), microbatches=2)
+
+
+def test_an_operator_that_mixes_microbatches_is_an_error() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)).double()
+    step, state = cf.train_step(
+        cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2), lambda out, b: out.pow(2).mean(), inputs=lambda b: ((b,), {})
+    )
+    with pytest.raises(cf.PlanError, match="mixes the samples of the batch"):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, torch.randn(8, 8, dtype=torch.float64))
+
+
+def test_parts_that_do_not_fit_the_body_are_found() -> None:
+    step, state, batch = mlp()
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).lower(state, batch)
+    index = next(k for k, node in enumerate(low.program.nodes) if node.loop is not None and node.loop.timetable is not None)
+    node = low.program.nodes[index]
+    short = attrs.evolve(node.loop.timetable, ends=(*node.loop.timetable.ends[:-1], 1))
+    edit = cf.ext.Editor(low.program)
+    edit.replace(index, attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=short)))
+    with pytest.raises(cf.ProgramError, match="parts that end at"):
+        check_program(edit.done(), low.mesh)
+
+
+# ---- real ranks ----
+
+
+def train(schedule: str, ranks: int) -> list[float]:
+    step, state, batch = mlp(8)
+    with cf.testing.float64():
+        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=8, schedule=schedule)
+        state = chain.init(state, batch)
+        losses = []
+        for _ in range(2):
+            state, metrics = chain(state, batch)
+            losses.append(float(metrics["loss"]))
+    return losses
+
+
+def train_all(ranks: int) -> dict[str, list[float]]:
+    return {schedule: train(schedule, ranks) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
+
+
+@pytest.mark.dist
+def test_real_ranks_compute_what_one_device_does() -> None:
+    step, state, batch = mlp(8)
+    expected = []
+    with cf.testing.float64():
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            expected.append(float(metrics["loss"]))
+    for found in launch(train_all, 2, 2):
+        for losses in found.values():
+            assert losses == pytest.approx(expected, rel=1e-10)
