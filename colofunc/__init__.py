@@ -63,6 +63,7 @@ from colofunc.transforms.expert_capacity import expert_capacity
 from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.offload import offload
 from colofunc.transforms.precision import precision
+from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__ as __version__
 
@@ -125,6 +126,7 @@ __all__ = [
     "pad",
     "precision",
     "profile_mesh",
+    "quantize",
     "random",
     "random_state",
     "save",

@@ -246,10 +246,12 @@ def test_every_hook_is_merged() -> None:
     tables: dict[str, Any] = {hook: {f"{hook}.mine": len} for hook in HOOKS}
     kernel = cf.ext.Kernel("aten.mm.default", "cuda", len, len, len, len)
     tables["colofunc_kernels"] = [kernel]
+    tables["colofunc_quantizers"] = {"mine": cf.ext.Quantizer("mine", form="int8", quantize=len)}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
+    assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
     with pytest.raises(TypeError):
