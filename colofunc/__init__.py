@@ -64,6 +64,7 @@ from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.offload import offload
 from colofunc.transforms.pipeline import pipeline
 from colofunc.transforms.precision import precision
+from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__ as __version__
 
@@ -127,6 +128,7 @@ __all__ = [
     "pipeline",
     "precision",
     "profile_mesh",
+    "quantize",
     "random",
     "random_state",
     "save",

@@ -248,11 +248,13 @@ def test_every_hook_is_merged() -> None:
     tables["colofunc_kernels"] = [kernel]
     schedule = cf.ext.Schedule("mine", len)  # type: ignore[arg-type]
     tables["colofunc_schedules"] = {"mine": schedule}
+    tables["colofunc_quantizers"] = {"mine": cf.ext.Quantizer("mine", form="int8", quantize=len)}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
     assert registry.schedules["mine"] is schedule
+    assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
     with pytest.raises(TypeError):

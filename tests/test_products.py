@@ -70,7 +70,9 @@ def test_products_with_weights_and_what_they_weigh() -> None:
     flops = cf.ext.products.work(PROGRAM, cf.ext.Rules(PROGRAM, MESH))
     assert [PROGRAM.nodes[p.index].target for p in found] == ["colofunc.linear"] * 2
     assert [flops[p.index] for p in found] == [2 * 8 * o * i for o, i in shapes] and len(flops) == 2
-    assert all(p.spec(summed="i", kept="(tp o)") == "(tp o) i" and PROGRAM.values[p.bias].shape == (o,) for p, (o, _) in zip(found, shapes))
+    for product, (rows, _) in zip(found, shapes, strict=True):
+        assert product.spec(summed="i", kept="(tp o)") == "(tp o) i"
+        assert [PROGRAM.values[id].shape for id in product.vectors] == [(rows,)]
 
 
 def test_a_table_that_is_multiplied_with_a_weight_is_not_taken_for_it() -> None:

@@ -138,8 +138,8 @@ SECTIONS = {
         "clip_by_global_norm",
     ),
     "Transforms": (
-        "shard", "offload", "checkpoint", "precision", "Policy", "accumulate", "local_stats", "expert_capacity", "every", "save_only",
-        "Staged", "configure",
+        "shard", "offload", "checkpoint", "precision", "Policy", "quantize", "accumulate", "local_stats", "expert_capacity", "every",
+        "save_only", "Staged", "configure",
     ),
     "Plans": ("Plan",),
     "Data, saving, randomness": (

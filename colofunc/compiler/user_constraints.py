@@ -14,6 +14,7 @@ import attrs
 
 from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
+from colofunc.ops.quantized import Quantized
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.explain import RuleOf, constraints_from
 from colofunc.planner.wishes.follow import Rules
@@ -41,8 +42,9 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
     if isinstance(specs, (str, Spec, Layout)) or specs is None:
         if tree.kind == "static" and specs is not None:
             raise InputError(f"{here}: spec {str(specs)!r} stands on {tree.value!r}, which is no tensor; write None there")
-        for leaf in tree.leaves():
-            if specs is not None:
+        for number, leaf in enumerate(tree.leaves()):
+            # Of a quantized weight a spec is about its numbers; where scales lie follows from how they are used.
+            if specs is not None and not (number and tree.type is Quantized):
                 yield at[0], leaf.name, specs
             at[0] += 1
         return

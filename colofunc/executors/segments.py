@@ -20,6 +20,7 @@ import attrs
 import numpy as np
 import torch
 
+from colofunc.ops import quantized
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
@@ -36,7 +37,7 @@ MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_ali
 PRODUCTS = frozenset(
     "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convolution_backward colofunc.linear colofunc.linear_dx "
     "colofunc.linear_dw".split()
-)
+) | quantized.PRODUCTS | quantized.PRODUCTS_DX
 
 
 @attrs.frozen(eq=False)

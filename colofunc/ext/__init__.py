@@ -15,6 +15,8 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Lies, Transform
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
+from colofunc.ops.quantized import Quantized
+from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.fitted import Fitted
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
@@ -61,6 +63,8 @@ __all__ = [
     "Node",
     "Offloaded",
     "Program",
+    "Quantized",
+    "Quantizer",
     "Ref",
     "Room",
     "Rule",

@@ -31,6 +31,7 @@ from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.functional.hooks import keep_hooks, refuse_unseen
 from colofunc.ops import policy
 from colofunc.ops.dtypes import DOUBLED, doubled_inside
+from colofunc.ops.quantized_frozen import as_packed, opened, sources
 from colofunc.program.lazy import LazyTensor, make
 from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
@@ -85,10 +86,12 @@ class Model:
         mark("buffer", buffers.values())
         # The forward may write to its buffers in place, so it gets copies.
         copies = {name: b.clone() for name, b in buffers.items()}
-        held = {**doubled_inside(self.frozen), **params, **doubled_inside(copies)}
+        frozen = as_packed(self.frozen)
         warn_of_eval_mode(self.module)
         # Weights that the step has not passed in, but taken from outside, are as good as frozen.
-        name_frozen({**self.frozen, **{name: p for name, p in params.items() if not is_traced(p)}})
+        name_frozen({**sources(frozen), **{name: p for name, p in params.items() if not is_traced(p)}})
+        widened = {name: opened(weight) for name, weight in frozen.items()}
+        held = {**doubled_inside(widened), **params, **doubled_inside(copies)}
         watched = watch_attributes(self.module, self.attributes, params, copies)
         keep_hooks(self.module, params)
         with watch_modules(self.module), watched, policy.inside(self.module, held, [*self.frozen, *params]):

@@ -122,6 +122,16 @@ def colofunc_transforms() -> Mapping[str, Any]:
 
 
 @hookspec
+def colofunc_quantizers() -> Mapping[str, Any]:
+    """Scheme name -> `cf.ext.Quantizer(name, form=..., quantize=...)`, for `cf.quantize(step, name)`.
+
+    `form` is how a weight is kept and multiplied with: "int8", "fp8", "int4" or "nf4"; `quantize(weight)` chooses the numbers of a matrix
+    (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A row's result may depend on this row only.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_topologies() -> Mapping[str, Any]:
     """Topology name -> `cf.Topology`, for `cf.Mesh(topology=cf.topology(name))`."""
     raise NotImplementedError
@@ -129,5 +139,5 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
-    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_topologies"
+    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers colofunc_topologies"
 ).split()

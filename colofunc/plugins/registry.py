@@ -17,6 +17,7 @@ import pluggy
 from colofunc.errors import ColofuncError, PlanError, PluginError, near
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.ops.kernels import Kernel, Table, table_of
+from colofunc.ops.quantizers import BUILT_IN, Quantizer
 from colofunc.plugins import hookspecs
 from colofunc.plugins import kernels as own_kernels
 from colofunc.program.pipeline_schedule import Schedule
@@ -44,6 +45,7 @@ class Registry:
     kernels: Table
     passes: Mapping[str, Callable[..., Any]]
     transforms: Mapping[str, Any]
+    quantizers: Mapping[str, Quantizer]
     topologies: Mapping[str, Any]
     plugins: tuple[str, ...] = ()
 
@@ -157,6 +159,9 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
     owner: dict[Any, str] = {}
     if hook == "colofunc_rules":
         owner = {**dict.fromkeys(RULES, "colofunc"), **dict.fromkeys(REGISTERED, "cf.operator")}
+    if hook == "colofunc_quantizers":
+        merged |= BUILT_IN
+        owner = dict.fromkeys(BUILT_IN, "colofunc")
     impls: Sequence[Any] = getattr(manager.hook, hook).get_hookimpls()
     for impl in sorted(impls, key=lambda i: _name(manager, i.plugin)):
         who = _name(manager, impl.plugin)
@@ -206,3 +211,5 @@ def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")
     if hook == "colofunc_schedules" and not isinstance(value, Schedule):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Schedule")
+    if hook == "colofunc_quantizers" and not isinstance(value, Quantizer):
+        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Quantizer")

@@ -93,8 +93,7 @@ class Megatron:
                 continue
             split = cf.ext.products.dim(axis, "_", pairs.columns[product])
             yield product.leaf, product.spec(kept=split)
-            if product.bias is not None:
-                yield product.bias, split
+            yield from ((vector, split) for vector in product.vectors)
             if product in pairs.vocabulary:
                 rows = program.values[product.leaf].shape[product.kept]
                 yield from ((id, f"({axis} _) _") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)

@@ -63,8 +63,8 @@ class Gridded:
         for product, grid, stripes in self._products(program, mesh, rules):
             inputs, outputs = products.dim(grid.lies["w"]["i"], "_"), products.dim(grid.lies["w"]["o"], "_", stripes)
             specs.setdefault(product.leaf, product.spec(inputs, outputs))
-            if product.bias is not None:
-                specs.setdefault(product.bias, outputs)
+            for vector in product.vectors:
+                specs.setdefault(vector, outputs)
             patterns[product] = grid.words(stripes)
         if not specs:
             sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))

@@ -1,6 +1,6 @@
 """Trees as JSON: what a checkpoint says about the containers around its tensors. No type is ever imported from a file.
 
-Dicts, lists and tuples come back as they were; so do None, numbers, strings, dtypes and arrays. Named tuples, records
+Dicts, lists and tuples come back as they were; so do None, numbers, strings, dtypes, arrays and quantized weights. Named tuples, records
 and other mappings are written with the names of their fields and come back as dicts, or as what `like` shows.
 
 >>> tree, tensors = pack({"w": torch.ones(2), "steps": [3, 0.5]})
@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.checkpoint.files import dtype_name, dtype_of
+from colofunc.ops.quantized import FORMATS, PARTS, Quantized
 from colofunc.program.tracing.tree import container, join, rebuild
 from colofunc.untrusted import Wrong
 
@@ -162,7 +164,7 @@ def _simple(tree: Json) -> Any:
 
 
 def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
-    """The object again, with these leaves; records and unknown mappings as dicts."""
+    """The object again, with these leaves; quantized weights as such, other records and unknown mappings as dicts."""
     if "tensor" in tree:
         return tensors[tree["tensor"]]
     if "array" in tree:
@@ -170,9 +172,25 @@ def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
     if "list" in tree or "tuple" in tree:
         made = [unpack(child, tensors) for child in _children(tree)]
         return made if "list" in tree else tuple(made)
+    if tree.get("type") == Quantized.__name__ and "record" in tree:
+        return _quantized({key: unpack(child, tensors) for key, child in _items(tree)})
     if "dict" in tree or "record" in tree:
         return {key: unpack(child, tensors) for key, child in _items(tree)}
     return _simple(tree)
+
+
+def _quantized(fields: Mapping[str, Any]) -> Any:
+    """A quantized weight of what was saved of one; a dict where a record of another kind has its name."""
+    if fields.keys() != {field.name for field in attrs.fields(Quantized)}:
+        return dict(fields)
+    weight = Quantized(**fields)
+    present = [name for name in PARTS if isinstance(fields[name], torch.Tensor)]
+    if weight.form not in FORMATS or sorted(FORMATS[weight.form].parts) != sorted(present):
+        raise CheckpointError(
+            f"the index holds a quantized weight of the format {weight.form!r} with {', '.join(present)}, which this version does not "
+            "know; use a newer colofunc"
+        )
+    return weight
 
 
 class Matched:

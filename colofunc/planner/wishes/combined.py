@@ -16,6 +16,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops import quantized
 from colofunc.spec.layout import Atom, Dim, Layout
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import build, lay_out, place, placements, usable
@@ -23,6 +24,7 @@ from colofunc.spec.strategies import build, lay_out, place, placements, usable
 FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
     "colofunc.linear", "aten.mm", "aten.addmm", "colofunc.experts",
+    *sorted(quantized.PRODUCTS),
 )  # fmt: skip
 """Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
 

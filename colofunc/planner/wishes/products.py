@@ -32,13 +32,14 @@ import torch
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops import quantized
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.ways import ways
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, make_layout
-from colofunc.spec.rule import Call, Strategy
+from colofunc.spec.rule import Call, Factors, Rule, Strategy
 
 __all__ = [
     "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes",
@@ -54,7 +55,10 @@ FORMS = {
 }
 """Operator -> how it can be read as a product."""
 
-_BACKWARD = {"colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw")}  # of others: aten.mm
+_BACKWARD = {  # of others: aten.mm
+    "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
+    **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
+}
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.")
@@ -212,13 +216,16 @@ def dim(axes: str, factor: str, stripes: int = 1) -> str:
 
 @attrs.frozen
 class Product:
-    """A product of an activation with a weight: node index, the leaf, the dims of the leaf that are summed and kept."""
+    """A product of an activation with a weight: node index, the leaf, the dims of the leaf that are summed and kept.
+
+    `vectors`: leaves with the kept dim alone: a bias, the scales of a quantized weight's rows.
+    """
 
     index: int
     leaf: int
     summed: int
     kept: int
-    bias: int | None
+    vectors: tuple[int, ...]
     weight_factors: tuple[str, str]  # (summed, kept) factors of the rule
     path: str
     dims: int = 2  # of the leaf; the first of three counts experts
@@ -246,9 +253,11 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
         if len(of_experts) > 1:
             continue  # both products of a layer of experts, as one operator
         # Where both operands are leaves, as a table of positions and the weight that it is multiplied with, the weight is the second.
-        for k in reversed(range(len(matrices))):
+        # The data of a quantized weight stands before its scales, which may be matrices too.
+        places = (1,) if node.target in quantized.PRODUCTS else reversed(range(len(matrices)))
+        for k in places:
             leaf, swapped = matrices[k]
-            operand = rule.ins[k][-2:]
+            operand = [_free_factors(dim, rule) for dim in rule.ins[k][-2:]]
             if leaf is None or any(len(dim) != 1 for dim in operand):
                 continue
             (a,), (b,) = operand
@@ -256,11 +265,17 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
                 continue
             kept = 0 if a in out else 1
             factors = (b, a) if kept == 0 else (a, b)
-            bias = next((leaf_of(program, made, r)[0] for j, r in enumerate(node.refs) if rule.ins[j] == ((factors[1],),)), None)
+            beside = (leaf_of(program, made, r)[0] for j, r in enumerate(node.refs) if rule.ins[j] == ((factors[1],),))
+            vectors = tuple(id for id in beside if id is not None)
             place = 1 - kept if swapped else kept
             dims = len(program.values[leaf].shape)
-            yield Product(index, leaf, dims - 1 - place, dims - 2 + place, bias, factors, node.path, dims)
+            yield Product(index, leaf, dims - 1 - place, dims - 2 + place, vectors, factors, node.path, dims)
             break
+
+
+def _free_factors(dim: Factors, rule: Rule) -> Factors:
+    """The factors of a dim, of groups of columns those that count the groups."""
+    return dim if len(dim) == 1 else tuple(factor for factor in dim if factor not in rule.whole)
 
 
 def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:

@@ -26,6 +26,7 @@ from typing import Any
 import attrs
 
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
+from colofunc.ops import quantized
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Ref
@@ -62,7 +63,7 @@ MAKERS = frozenset(OUT) | frozenset(
     colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_gather_flat colofunc.all_to_all colofunc.pack
     colofunc.reduce_scatter_start colofunc.all_reduce_start colofunc.all_gather_start colofunc.all_to_all_start
     colofunc.loop""".split()
-)
+) | quantized.PRODUCTS | quantized.PRODUCTS_DX | frozenset(quantized.DEQUANTIZE)
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
     """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default

@@ -271,7 +271,7 @@ def _outputs(rec: Recorder, result: Any) -> tuple[list[int], Tree]:
     """Value ids of the result's leaves, and its tree."""
     leaves, tree = flatten(result, "out")
     for leaf in tree.statics():
-        if not (leaf.value is None or isinstance(leaf.value, (bool, int, str))):
+        if not (leaf.value is None or isinstance(leaf.value, (bool, int, str, torch.dtype))):
             raise TraceError(
                 f"the step returns {leaf.name} of type {type(leaf.value).__name__}, which is no tensor and "
                 "no container of tensors; return its tensors in a dict, list, tuple or record"

@@ -27,6 +27,7 @@ import torch
 from torch.utils import _pytree
 
 from colofunc.errors import TraceError
+from colofunc.ops.quantized import Quantized
 
 
 @attrs.frozen
@@ -110,8 +111,13 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     if parts is None:
         return Tree("static", name, value=obj, content=held_by(obj))
     kind, keys, items, context = parts
-    children = tuple(_flatten(item, join(name, key), leaves) for key, item in zip(keys, items, strict=True))
+    children = tuple(_flatten(item, _child_name(obj, name, key), leaves) for key, item in zip(keys, items, strict=True))
     return Tree(kind, name, type(obj), tuple(keys), children, context=context)
+
+
+def _child_name(obj: Any, name: str, key: object) -> str:
+    """What an item of a container is called. The data of a quantized weight has the weight's own name, by which plans mean it."""
+    return name if isinstance(obj, Quantized) and key == "data" else join(name, key)
 
 
 # Objects within static leaves are followed this far.

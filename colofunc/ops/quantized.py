@@ -1,0 +1,297 @@
+"""Quantized weights: plain tensors that stand for a matrix, and the operators that read them.
+
+Problem: a weight in 8 or 4 bits is numbers and scales that belong together, while sharding, copies and files know single tensors.
+Idea: a *format* says which tensors a matrix (o, i) becomes and how it is made of them again; all of them have the rows as dim 0, so that
+a split of rows splits all of them. `Quantized` is one weight in a format. Each format has three operators:
+
+    int8_linear(x, data, scale, bias)      x (..., i) -> (..., o), as `linear` with the widened weight
+    int8_linear_dx(g, data, scale)         its gradient: g (..., o) -> (..., i)
+    int8_dequantize(data, scale, dtype)    the weight itself, (o, i)
+
+    format  data                            scale                   zero            outer           bits a weight, of 4096 columns
+    int8    int8 (o, i)                     float32 (o)                                             8.01
+    fp8     uint8 (o, i), bits of e4m3fn    float32 (o)                                             8.01
+    int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
+    nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
+
+The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA (2305.14314),
+section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one another.
+
+Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the packed one. They
+compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and x's dtype, then in that of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colofunc.errors import RuleError
+from colofunc.ops.define import Operator, define
+
+PARTS = ("data", "scale", "zero", "outer")
+"""Names of the tensors that a weight may consist of, in the order in which operators take them."""
+WIDENED_BYTES = 4 << 20
+"""At most this much of a weight is widened at a time, where a single row (or group of columns) is not more."""
+FP8 = torch.float8_e4m3fn
+# The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them (QLoRA, appendix E).
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class Format:
+    """How some tensors stand for a matrix (o, i).
+
+    `parts`: which of `PARTS` there are. `group`: columns that share a scale, 1 where all of a row do: columns are cut between groups only.
+    `packed`: numbers in an element of `data`. `widen(parts, dtype)`: the matrix in `dtype`, from parts with these rows and columns.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    group: int
+    packed: int
+    widen: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+
+    def columns(self, parts: Sequence[Tensor]) -> int:
+        """Columns of the matrix."""
+        return int(parts[0].shape[1]) * self.packed
+
+    def rows_of(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+        """The parts of some rows."""
+        return [part[first:end] for part in parts]
+
+    def columns_of(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+        """The parts of some columns; `first` and `end` lie between groups."""
+        columns = self.columns(parts)
+        found = []
+        for part in parts:
+            if part.dim() == 2:
+                width = part.shape[1]
+                part = part[:, first * width // columns : end * width // columns]
+            found.append(part)
+        return found
+
+
+# ---- the formats ----
+
+
+def _widen_int8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    return data.to(dtype) * scale.to(dtype).unsqueeze(1)
+
+
+def _widen_fp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    return data.view(FP8).to(dtype) * scale.to(dtype).unsqueeze(1)
+
+
+def _fp8_bits(x: Tensor) -> Tensor:
+    return x.clamp(-448.0, 448.0).to(FP8).view(torch.uint8)
+
+
+def _fp8_bits_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.uint8)
+
+
+# An operator, because a tensor on several ranks has no view in another dtype.
+fp8_bits = define("fp8_bits(Tensor x) -> Tensor", _fp8_bits, _fp8_bits_fake)
+
+
+def unpacked(data: Tensor) -> Tensor:
+    """Numbers of 0 to 15, (o, i), of which each byte of (o, i/2) holds two."""
+    return torch.stack((data & 15, data >> 4), -1).flatten(1)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Bytes (o, i/2) that hold two numbers of 0 to 15 each, of (o, i)."""
+    pairs = numbers.to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _widen_int4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale, zero = parts
+    numbers = unpacked(data).unflatten(1, (scale.shape[1], -1)).to(dtype)
+    return ((numbers - zero.to(dtype).unsqueeze(2)) * scale.to(dtype).unsqueeze(2)).flatten(1)
+
+
+def nf4_scales(scale: Tensor, outer: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of each block, (o, i/64), of its 8 bits and the row's own scale."""
+    return scale.to(dtype) * (outer.to(dtype) / 255.0).unsqueeze(1)
+
+
+def _widen_nf4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale, outer = parts
+    levels = torch.tensor(NF4_LEVELS, dtype=dtype, device=data.device)
+    numbers = levels[unpacked(data).to(torch.int64)].unflatten(1, (scale.shape[1], -1))
+    return (numbers * nf4_scales(scale, outer, dtype).unsqueeze(2)).flatten(1)
+
+
+FORMATS: Mapping[str, Format] = {
+    "int8": Format("int8", ("data", "scale"), 1, 1, _widen_int8),
+    "fp8": Format("fp8", ("data", "scale"), 1, 1, _widen_fp8),
+    "int4": Format("int4", ("data", "scale", "zero"), 128, 2, _widen_int4),
+    "nf4": Format("nf4", ("data", "scale", "outer"), 64, 2, _widen_nf4),
+}
+
+
+# ---- their operators ----
+
+
+@attrs.frozen(eq=False)
+class Operators:
+    """The three operators of a format."""
+
+    linear: Operator
+    linear_dx: Operator
+    dequantize: Operator
+
+
+def _wide_dtype(parts: Sequence[Tensor], dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a weight is widened that is read in `dtype`."""
+    for part in parts:
+        if part.is_floating_point():
+            dtype = torch.promote_types(dtype, part.dtype)
+    return dtype
+
+
+def _cuts(size: int, other: int, itemsize: int, group: int) -> Iterator[tuple[int, int]]:
+    """Ranges of one dim whose part of a matrix is of `WIDENED_BYTES` at most, in whole groups."""
+    fitting = WIDENED_BYTES // max(1, other * itemsize)
+    step = max(group, fitting // group * group)
+    for first in range(0, size, step):
+        yield first, min(size, first + step)
+
+
+def _operators(form: Format) -> Operators:
+    """Defines `colofunc::<format>_linear` and its relatives."""
+    given = ", ".join(f"Tensor {part}" for part in form.parts)
+    count = len(form.parts)
+
+    def linear(x: Tensor, *rest: Any) -> Tensor:
+        parts, bias = rest[:count], rest[count]
+        rows, columns = parts[0].shape[0], form.columns(parts)
+        dtype = _wide_dtype(parts, x.dtype)
+        out = x.new_empty((*x.shape[:-1], rows))
+        for first, end in _cuts(rows, columns, dtype.itemsize, 1):
+            weight = form.widen(form.rows_of(parts, first, end), dtype).to(x.dtype)
+            out[..., first:end] = F.linear(x, weight, None if bias is None else bias[first:end])
+        return out
+
+    def linear_fake(x: Tensor, *rest: Any) -> Tensor:
+        columns = form.columns(rest[:count])
+        if x.shape[-1] != columns:
+            raise RuleError(
+                f"{form.name}_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and a weight with data {tuple(rest[0].shape)} has "
+                f"{columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
+            )
+        return x.new_empty((*x.shape[:-1], rest[0].shape[0]))
+
+    def linear_dx(g: Tensor, *parts: Tensor) -> Tensor:
+        rows, columns = parts[0].shape[0], form.columns(parts)
+        dtype = _wide_dtype(parts, g.dtype)
+        out = g.new_empty((*g.shape[:-1], columns))
+        for first, end in _cuts(columns, rows, dtype.itemsize, form.group):
+            weight = form.widen(form.columns_of(parts, first, end), dtype).to(g.dtype)
+            out[..., first:end] = torch.matmul(g, weight)
+        return out
+
+    def linear_dx_fake(g: Tensor, *parts: Tensor) -> Tensor:
+        return g.new_empty((*g.shape[:-1], form.columns(parts)))
+
+    def dequantize(*given: Any) -> Tensor:
+        parts, dtype = given[:count], given[count]
+        return form.widen(parts, _wide_dtype(parts, dtype)).to(dtype)
+
+    def dequantize_fake(*given: Any) -> Tensor:
+        return given[0].new_empty((given[0].shape[0], form.columns(given[:count])), dtype=given[count])
+
+    def save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1 : 1 + count])
+
+    def linear_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        need = ctx.needs_input_grad
+        dx = made.linear_dx.apply(g, *ctx.saved_tensors) if need[0] else None
+        leading = list(range(g.dim() - 1))
+        bias = None
+        if need[-1] and len(need) == count + 2:
+            bias = g.sum(leading) if leading else g
+        return (dx, *[None] * count, bias)
+
+    def save_dx(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    def dx_backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:
+        # dx = g @ w, so g gets h @ w.T, which is the product itself.
+        dg = made.linear.apply(h, *ctx.saved_tensors, None) if ctx.needs_input_grad[0] else None
+        return (dg, *[None] * count)
+
+    made = Operators(
+        define(f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor", linear, linear_fake, (save_linear, linear_backward)),
+        define(f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward)),
+        define(f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake),
+    )
+    return made
+
+
+OPERATORS: Mapping[str, Operators] = {name: _operators(form) for name, form in FORMATS.items()}
+PRODUCTS = frozenset(f"colofunc.{name}_linear" for name in FORMATS)
+PRODUCTS_DX = frozenset(f"colofunc.{name}_linear_dx" for name in FORMATS)
+DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in FORMATS}
+"""Operator that gives a weight -> its format."""
+
+
+# ---- a weight ----
+
+
+@attrs.frozen(eq=False, repr=False)
+class Quantized:
+    """A weight in the parts of a format. What a tree holds in a weight's place: one container, whose tensors are the parts.
+
+    Of a weight with more than two dims (a convolution's) the parts are those of the matrix of its rows.
+
+    `scheme`: how its numbers were chosen ("int8", "nf4", ...). `form`: the name of its format. `dtype`: that it had. `data` has the
+    weight's own name in a program, so that globs of plans and specs that are meant for the weight are about it; the others follow.
+    """
+
+    scheme: str
+    form: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    outer: Tensor | None = None
+
+    @property
+    def format(self) -> Format:
+        """How its parts stand for it."""
+        return FORMATS[self.form]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that it consists of, in the order of its format."""
+        every = {"data": self.data, "scale": self.scale, "zero": self.zero, "outer": self.outer}
+        found = [every[name] for name in self.format.parts]
+        return tuple(part for part in found if part is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum(part.numel() * part.itemsize for part in self.parts)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight that it stands for, in `dtype` (its own by default)."""
+        rows: Tensor = OPERATORS[self.form].dequantize(*self.parts, self.dtype if dtype is None else dtype)
+        return rows if len(self.shape) == 2 else rows.reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"Quantized({self.scheme!r}, {tuple(self.shape)}, {str(self.dtype).removeprefix('torch.')}, {self.nbytes:,} bytes)"

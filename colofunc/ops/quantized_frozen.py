@@ -1,0 +1,64 @@
+"""Frozen weights as a step under `cf.quantize` reads them.
+
+Problem: a model hands its frozen weights to a forward itself, so whoever quantizes them has to stand between. Idea: a transform says, for
+the time of a step, what is read in place of some tensors; `Model.apply` asks.
+
+    with reading(packed):                         # packed: name -> tensor, to name -> tensor or Quantized
+        for name, weight in as_packed(frozen).items():
+            opened(weight)                        # the tensor that a forward is given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from colofunc.ops.dtypes import DOUBLED
+from colofunc.ops.quantized import Quantized
+
+Weights = Mapping[str, Tensor | Quantized]
+_ACTIVE: ContextVar[Callable[[Mapping[str, Tensor]], Weights] | None] = ContextVar("colofunc_quantized_frozen", default=None)
+
+
+@contextmanager
+def reading(packed: Callable[[Mapping[str, Tensor]], Weights]) -> Iterator[None]:
+    """Inside, `as_packed` is `packed`."""
+    token = _ACTIVE.set(packed)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def as_packed(frozen: Mapping[str, Tensor]) -> Weights:
+    """The weights, those that the running step quantizes in their place."""
+    packed = _ACTIVE.get()
+    return frozen if packed is None else packed(frozen)
+
+
+def sources(weights: Weights) -> dict[str, Tensor]:
+    """The tensors that a program reads, by name: `data` of a quantized weight has the weight's own."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Quantized):
+            found |= named_parts(name, weight)
+        else:
+            found[name] = weight
+    return found
+
+
+def named_parts(name: str, weight: Quantized) -> dict[str, Tensor]:
+    """The parts of a quantized weight by name: "w", "w.scale", ..."""
+    _, *rest = weight.format.parts
+    return {name: weight.data, **{f"{name}.{part}": tensor for part, tensor in zip(rest, weight.parts[1:], strict=True)}}
+
+
+def opened(weight: Tensor | Quantized) -> Tensor:
+    """What a forward is given. Inside `cf.testing.float64()` a quantized float32 weight is widened to float64, as others are cast."""
+    if not isinstance(weight, Quantized):
+        return weight
+    return weight.dequantize(torch.float64 if DOUBLED.get() and weight.dtype is torch.float32 else None)

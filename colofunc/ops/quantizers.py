@@ -1,0 +1,121 @@
+"""Quantizers: how the numbers of a quantized weight are chosen. Those of this project, all of them round to nearest.
+
+    int8         a row's largest is 127                                       |w - w'| <= scale / 2
+    fp8          a row's largest is 448, the largest of e4m3fn
+    int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
+    nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
+
+    Quantizer("int8", form="int8", quantize=int8)        # a record; plugins give theirs with the hook `colofunc_quantizers`
+
+What a function does it does row by row, in torch operators whose result does not depend on an order (maximum, division, rounding): the
+numbers of a row are the same whichever rows are quantized with it, so a rank may quantize its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc.errors import InputError
+from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
+
+Numbers = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+@attrs.frozen
+class Quantizer:
+    """A scheme: which format its weights have, and how their numbers are chosen.
+
+    `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
+    this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`).
+    """
+
+    name: str
+    form: str = attrs.field(kw_only=True)
+    quantize: Numbers = attrs.field(kw_only=True, eq=False)
+
+    @form.validator
+    def _is_known(self, attribute: object, value: str) -> None:
+        if value not in FORMATS:
+            raise InputError(f"Quantizer {self.name!r}: there is no format {value!r}. Try: one of {', '.join(FORMATS)}")
+
+    @property
+    def format(self) -> Format:
+        """The format of its weights."""
+        return FORMATS[self.form]
+
+    def refuses(self, shape: tuple[int, ...]) -> str:
+        """Why a weight of this shape cannot be taken, "" where it can."""
+        if len(shape) < 2:
+            return f"{self.name} takes matrices, and convolutions as matrices of their rows"
+        group, columns = self.format.group, prod(shape[1:])
+        if columns % group:
+            return f"{self.name} takes groups of {group} columns, and {columns} is no multiple of it"
+        return "" if prod(shape) else f"{self.name} takes weights with elements"
+
+    def pack(self, weight: Tensor) -> Quantized:
+        """The weight in this scheme."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        parts = self.quantize(weight.detach().flatten(1).to(wide))
+        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts)
+
+
+def _steps(largest: Tensor, most: float) -> Tensor:
+    """The scale at which `largest` becomes `most`, as it is kept. A row of zeros has the scale 0."""
+    return (largest / most).to(torch.float32)
+
+
+def _divided(weight: Tensor, scale: Tensor) -> Tensor:
+    """The weight in units of its scales; zeros where a scale is 0."""
+    scale = scale.to(weight.dtype)
+    return weight / torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def int8(weight: Tensor) -> dict[str, Tensor]:
+    """Per row, symmetric: -127 to 127."""
+    scale = _steps(weight.abs().amax(1), 127.0)
+    numbers = _divided(weight, scale.unsqueeze(1)).round().clamp(-127, 127)
+    return {"data": numbers.to(torch.int8), "scale": scale}
+
+
+def fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Per row: float8_e4m3fn, of which 448 is the largest. The bits are kept as uint8, which every backend can send."""
+    scale = _steps(weight.abs().amax(1), 448.0)
+    return {"data": fp8_bits(_divided(weight, scale.unsqueeze(1))), "scale": scale}
+
+
+def int4(weight: Tensor) -> dict[str, Tensor]:
+    """Per group of columns, from its least to its largest number, 0 being among them."""
+    groups = weight.unflatten(1, (-1, FORMATS["int4"].group))
+    least, largest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scale = _steps(largest - least, 15.0)
+    zero = _divided(-least, scale).round().clamp(0, 15)
+    numbers = (_divided(groups, scale.unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, 15)
+    return {"data": packed(numbers.flatten(1)), "scale": scale, "zero": zero.to(torch.uint8)}
+
+
+def nf4(weight: Tensor) -> dict[str, Tensor]:
+    """Per block of columns, and the scales of a row's blocks in 8 bits against the largest of them."""
+    blocks = weight.unflatten(1, (-1, FORMATS["nf4"].group))
+    largest = blocks.abs().amax(2)
+    outer = largest.amax(1).to(torch.float32)
+    scale = (_divided(largest, outer.unsqueeze(1)) * 255.0).round().clamp(0, 255).to(torch.uint8)
+    relative = _divided(blocks, nf4_scales(scale, outer, weight.dtype).unsqueeze(2))
+    levels = torch.tensor(NF4_LEVELS, dtype=weight.dtype)
+    between = (levels[1:] + levels[:-1]) / 2
+    return {"data": packed(torch.bucketize(relative.contiguous(), between).flatten(1)), "scale": scale, "outer": outer}
+
+
+BUILT_IN: Mapping[str, Quantizer] = {
+    one.name: one
+    for one in (
+        Quantizer("int8", form="int8", quantize=int8),
+        Quantizer("int4-g128", form="int4", quantize=int4),
+        Quantizer("nf4", form="nf4", quantize=nf4),
+        Quantizer("fp8", form="fp8", quantize=fp8),
+    )
+}

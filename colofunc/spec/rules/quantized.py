@@ -1,0 +1,80 @@
+"""Products with quantized weights: as `linear`, with the parts of the weight split as its rows and columns are.
+
+    int8_linear      b* i, o i, o, o              -> b* o          i summed; the scale of a row goes with the row
+    int4_linear      b* (g [e]), o (g [h]), o g, o g, o -> b* o    g counts groups: columns are cut between groups only
+    int8_linear_dx   b* o, o i, o                 -> b* i          o summed
+    int8_dequantize  o i, o                       -> o i
+
+A bias is an addend, as in `linear`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import attrs
+
+from colofunc.ops.quantized import FORMATS, Format
+from colofunc.spec.rule import Call, Rule
+from colofunc.spec.rules.build import Texts, at, bind, names
+from colofunc.spec.rules.pattern import RuleFn, pattern
+
+
+def _texts(form: Format, first: int) -> Texts:
+    """The patterns of a weight's parts, which are operands from `first` on."""
+    if form.group == 1:
+        dims = {"data": "o i", "scale": "o"}
+    else:
+        dims = {"data": "o (g [h])", "scale": "o g", "zero": "o g", "outer": "o"}
+    return {first + k: dims[part] for k, part in enumerate(form.parts)}
+
+
+def _columns(form: Format) -> str:
+    return "i" if form.group == 1 else "(g [e])"
+
+
+def _bound(
+    form: Format, call: Call, texts: Texts, out: str, reduce: dict[str, str], linear: list[set[int | None]], bias: int | None = None
+) -> Rule:
+    sizes = None if form.group == 1 else {"e": form.group, "h": form.group // form.packed}
+    return bind(call, texts, [out], reduce=reduce, linear=linear, addends=[bias], sizes=sizes)
+
+
+def _with_flops(rule: Rule, call: Call, form: Format, data: int) -> Rule:
+    """Two operations for each row of x and each number of the weight."""
+    batch = prod(call.ins[0].shape[:-1])
+    return attrs.evolve(rule, flops=2 * batch * prod(call.ins[data].shape) * form.packed)
+
+
+def _linear(form: Format) -> RuleFn:
+    def rule(call: Call) -> Rule | None:
+        batch = " ".join(names("b", len(call.ins[0].shape) - 1))
+        bias = at(call, 1 + len(form.parts), "bias")
+        texts: Texts = {0: f"{batch} {_columns(form)}", **_texts(form, 1), bias: "o"}
+        summed = {"i": "sum", "g": "sum"}
+        return _with_flops(_bound(form, call, texts, f"{batch} o", summed, [{0, bias}], bias), call, form, 1)
+
+    return rule
+
+
+def _linear_dx(form: Format) -> RuleFn:
+    def rule(call: Call) -> Rule | None:
+        batch = " ".join(names("b", len(call.ins[0].shape) - 1))
+        texts: Texts = {0: f"{batch} o", **_texts(form, 1)}
+        return _with_flops(_bound(form, call, texts, f"{batch} {_columns(form)}", {"o": "sum"}, [{0}]), call, form, 1)
+
+    return rule
+
+
+def _dequantize(form: Format) -> RuleFn:
+    def rule(call: Call) -> Rule | None:
+        return _bound(form, call, _texts(form, 0), f"o {_columns(form)}", {}, [])
+
+    return rule
+
+
+RULES: dict[str, RuleFn] = {"colofunc.fp8_bits": pattern("b* -> b*")}
+for _form in FORMATS.values():
+    RULES[f"colofunc.{_form.name}_linear"] = _linear(_form)
+    RULES[f"colofunc.{_form.name}_linear_dx"] = _linear_dx(_form)
+    RULES[f"colofunc.{_form.name}_dequantize"] = _dequantize(_form)

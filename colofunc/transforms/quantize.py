@@ -1,0 +1,361 @@
+"""quantize: weights in 8 or 4 bits, wherever they lie.
+
+    step = cf.quantize(step_fn, "int8")
+    step = cf.quantize(cf.shard(step_fn, mesh, zero(3, "dp")), "nf4", where="*.q_proj.weight")       # in any order
+
+Problem: a quantized weight is a tensor of another kind in most libraries, so nothing that works on tensors works on it. Idea: it is two
+or three plain tensors (`colofunc/ops/quantized.py`), which a plan, a checkpoint or a copy treats like any other. The step's own code is
+given the widened weight; in the traced program a product that reads it reads the packed tensors instead, forward and backward, so that
+no widened weight is left. Another use (a table of embeddings, a convolution, a transposed product) has it widened in front.
+
+Which weights: those of argument 0 that `where` matches (`grow`; the state has a `Quantized` in their place from then on), and the frozen
+weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step
+changes is an error: what is trained are adapters beside it (`cf.lora`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial, wraps
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from colofunc import compat
+from colofunc.compiler.step_compiler import stage
+from colofunc.compiler.transform import Build, Transform
+from colofunc.dtensor.roles import give_role, role_of
+from colofunc.errors import InputError, near
+from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
+from colofunc.ops.quantized_frozen import opened, reading
+from colofunc.ops.quantizers import Quantizer
+from colofunc.planner.sharding.linked_rows import linked_rows
+from colofunc.plugins import build_registry
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Node, Program
+from colofunc.program.lazy import LazyTensor, lazy_tensor, make
+from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.tree import container, join, rebuild
+
+PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
+"""Products whose second operand may be a quantized weight -> the operator of its format in their place."""
+FORMAT_OF = {**DEQUANTIZE, **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()}}
+"""Operator that reads a quantized weight -> its format."""
+CAST = "aten._to_copy.default"
+
+
+def quantize(
+    step_fn: Callable[..., Any] | str | Quantizer | None = None,
+    scheme: str | Quantizer | None = None,
+    where: str | Iterable[str] = "*.weight",
+    plugins: Sequence[Any] = (),
+) -> Any:
+    """The step with quantized weights, which it reads and does not train.
+
+    scheme: "int8", "fp8", "int4-g128", "nf4", a name that a plugin brings, or a `cf.ext.Quantizer`. where: globs over the weights' own
+    dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
+    `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
+    """
+    if isinstance(step_fn, (str, Quantizer)):
+        return partial(quantize, scheme=step_fn, where=where, plugins=plugins)
+    globs = (where,) if isinstance(where, str) else tuple(where)
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+    weights = _Weights(_quantizer(scheme, plugins), globs)
+    options = {"scheme": weights.quantizer.name, "where": globs}
+    transform = Transform(
+        "quantize",
+        options,
+        wrap=partial(_wrapped, weights),
+        grow=partial(_grown, weights),
+        rewrite_global=_read_packed,
+        constrain=_linked,
+    )
+    return stage(step_fn, transform)
+
+
+def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Quantizer:
+    known = build_registry(tuple(plugins)).quantizers
+    if isinstance(scheme, Quantizer):
+        return scheme
+    if not isinstance(scheme, str):
+        raise InputError(f"cf.quantize(scheme={scheme!r}): give the name of a scheme ({', '.join(known)}), or a cf.ext.Quantizer")
+    if scheme not in known:
+        raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
+    return known[scheme]
+
+
+# ---- which weights, and what they are packed to ----
+
+
+@attrs.frozen(eq=False)
+class _Weights:
+    """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
+
+    quantizer: Quantizer
+    globs: tuple[str, ...]
+    known: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary)
+
+    def meant(self, name: str, weight: Tensor) -> bool:
+        """Whether a glob matches a tensor that can be a weight: neither a vector nor a buffer or state."""
+        if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
+            return False
+        return any(_matches(name, glob) for glob in self.globs)
+
+    def packed(self, name: str, weight: Tensor) -> Quantized:
+        """The weight in the scheme. Raises InputError where it cannot be taken."""
+        why = self.quantizer.refuses(tuple(weight.shape))
+        if why:
+            raise InputError(
+                f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
+            )
+        found = self.known.get(weight)
+        if found is None or found[0] != compat.version(weight):
+            found = self.known[weight] = compat.version(weight), packed(self.quantizer, weight)
+        result: Quantized = found[1]
+        return result
+
+    def checked(self, name: str, weight: Quantized) -> Quantized:
+        """A weight that comes quantized. Raises InputError where it is quantized otherwise."""
+        if any(_matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
+            raise InputError(
+                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {self.quantizer.name!r}. Try: "
+                "the scheme that it has, or the weight that it was quantized from"
+            )
+        return weight
+
+    def unmatched(self, names: Iterable[str]) -> str | None:
+        """A glob that matches none of these names."""
+        names = list(names)
+        return next((glob for glob in self.globs if not any(_matches(name, glob) for name in names)), None)
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Whether a dotted name, or its end from some dot on, matches a glob. As it is for plans."""
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def packed(quantizer: Quantizer, weight: Tensor) -> Quantized:
+    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for."""
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+        found = _lazily(quantizer, weight) if isinstance(weight, LazyTensor) else quantizer.pack(weight)
+    give_role("frozen", found.parts)
+    return found
+
+
+def _lazily(quantizer: Quantizer, weight: LazyTensor) -> Quantized:
+    like = quantizer.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    names = quantizer.format.parts
+
+    def lazy(number: int) -> Tensor:
+        def of_rows(rows: Tensor) -> Tensor:
+            return quantizer.pack(rows).parts[number]
+
+        def read(box: tuple[slice, ...]) -> Tensor | None:
+            every = tuple(slice(0, size) for size in weight.shape[1:])
+            rows = weight.source.read((box[0], *every))
+            return None if rows is None else of_rows(rows)[(slice(None), *box[1:])].clone()
+
+        part = like.parts[number]
+        return lazy_tensor(part.shape, part.dtype, lambda: of_rows(make(weight)), read)  # type: ignore[arg-type]
+
+    parts: dict[str, Any] = {name: lazy(number) for number, name in enumerate(names)}
+    return attrs.evolve(like, **parts)
+
+
+# ---- the state ----
+
+Walked = Callable[[str, Any], Any]
+
+
+def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
+    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing changes."""
+    if isinstance(obj, (Tensor, Quantized)):
+        return fn(name, obj)
+    parts = container(obj)
+    if parts is None:
+        return obj
+    kind, keys, items, context = parts
+    made = [mapped(fn, item, join(name, key)) for key, item in zip(keys, items, strict=True)]
+    if all(new is old for new, old in zip(made, items, strict=True)):
+        return obj
+    return rebuild(kind, type(obj), keys, made, context)
+
+
+def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(name, leaf) of every tensor and every quantized weight of a tree."""
+    found: list[tuple[str, Tensor | Quantized]] = []
+
+    def note(name: str, leaf: Any) -> Any:
+        found.append((name, leaf))
+        return leaf
+
+    mapped(note, obj)
+    yield from found
+
+
+def _grown(weights: _Weights, build: Build) -> Build:
+    """Argument 0 with the weights that are meant quantized."""
+    meant: dict[int, str] = {}
+    for name, leaf in found_in(build.state):
+        if isinstance(leaf, Tensor) and weights.meant(name, leaf):
+            meant[id(leaf)] = name
+    for name, leaf in found_in(build.state):
+        if id(leaf) in meant and isinstance(leaf, Tensor) and not weights.meant(name, leaf):
+            raise InputError(
+                f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two would differ. Try: "
+                "globs for both of them, or for neither"
+            )
+
+    def pack(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Quantized):
+            return weights.checked(name, leaf)
+        return weights.packed(name, leaf) if id(leaf) in meant else leaf
+
+    return build.evolve(state=mapped(pack, build.state))
+
+
+# ---- the step ----
+
+
+def _wrapped(weights: _Weights, build: Build) -> Build:
+    fn = build.fn
+
+    @wraps(fn)
+    def stepped(*args: Any) -> Any:
+        given = _Given(weights)
+        opened_args = [mapped(given.open, argument) for argument in args]
+        with given.reading():
+            out = fn(*opened_args)
+        given.check_globs()
+        out = mapped(given.close, out)
+        if args:
+            given.check_unchanged(args[0], out)
+        return out
+
+    return build.evolve(fn=stepped)
+
+
+class _Given:
+    """The weights of one run of a step: what its code was given in place of which."""
+
+    def __init__(self, weights: _Weights) -> None:
+        self.weights = weights
+        self.names: dict[str, None] = {}  # of all weights that the run has met
+        self.quantized: dict[str, None] = {}
+        self.originals: dict[int, tuple[Tensor, Quantized]] = {}  # id of a widened weight -> itself, what it was made of
+
+    def open(self, name: str, leaf: Any) -> Any:
+        """What the step's code is given for a leaf of its arguments."""
+        self.names[name] = None
+        if not isinstance(leaf, Quantized):
+            return leaf
+        self.quantized[name] = None
+        mark("frozen", leaf.parts)
+        wide = opened(leaf)
+        self.originals[id(wide)] = wide, leaf
+        return wide
+
+    def close(self, name: str, leaf: Any) -> Any:
+        """The quantized weight again, where a result is what the code was given."""
+        known = self.originals.get(id(leaf))
+        return leaf if known is None else known[1]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, models read the frozen weights that are meant as quantized ones."""
+        with reading(self._packed):
+            yield
+
+    def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
+        found: dict[str, Tensor | Quantized] = {}
+        for name, weight in frozen.items():
+            self.names[name] = None
+            if self.weights.meant(name, weight):
+                self.quantized[name] = None
+                found[name] = self.weights.packed(name, weight)
+            else:
+                found[name] = weight
+        return found
+
+    def check_globs(self) -> None:
+        """Raises InputError where a glob has matched nothing that can be quantized."""
+        glob = self.weights.unmatched(self.quantized)
+        if glob is not None:
+            raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
+
+    def check_unchanged(self, state: Any, out: Any) -> None:
+        """Raises InputError where the step returns another value for a quantized weight."""
+        new = dict(found_in(out[0] if isinstance(out, tuple) and out else out))
+        for name, leaf in found_in(state):
+            after = new.get(name)
+            if isinstance(leaf, Quantized) and isinstance(after, Tensor) and tuple(after.shape) == leaf.shape:
+                raise InputError(
+                    f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: globs in where= that "
+                    "leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen weights"
+                )
+
+
+# ---- the program ----
+
+
+def _read_packed(build: Build) -> Build:
+    return build.evolve(program=read_packed(build.program))
+
+
+def read_packed(program: Program) -> Program:
+    """Products that read the packed tensors in place of the weight that is made of them."""
+    widened: dict[int, Node] = {}  # a widened weight, cast or not -> what makes it
+    edit = Editor(program)
+    for index, node in enumerate(program.nodes):
+        if node.target in DEQUANTIZE:
+            widened[node.results[0]] = node
+        elif node.target == CAST and node.refs[0] in widened and program.values[node.results[0]].dtype.is_floating_point:
+            widened[node.results[0]] = widened[node.refs[0]]
+        elif node.target in PRODUCTS and node.refs[1] in widened and node.refs[0] not in widened:
+            edit.replace(index, _with_packed(node, widened[node.refs[1]]))
+    return _without_unread(edit.done(), widened)
+
+
+def _linked(build: Build) -> Build:
+    """The parts of a weight lie alike along its rows."""
+    groups: dict[tuple[int, ...], None] = {}
+    inputs = set(build.program.inputs)
+    for node in build.program.nodes:
+        form = FORMAT_OF.get(node.target)
+        if form is None:
+            continue
+        first = 0 if node.target in DEQUANTIZE else 1
+        parts = node.refs[first : first + len(FORMATS[form].parts)]
+        if inputs.issuperset(parts):
+            groups[parts] = None
+    return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))
+
+
+def _with_packed(product: Node, source: Node) -> Node:
+    """A product with the parts of a weight in the weight's place."""
+    form, kind = DEQUANTIZE[source.target], PRODUCTS[product.target]
+    parts = source.args[:-1]
+    rest: tuple[Any, ...] = ()
+    if kind == "linear":
+        rest = (product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("b"),)
+    return attrs.evolve(product, target=f"colofunc.{form}_{kind}", args=(product.args[0], *parts, *rest), kwargs=())
+
+
+def _without_unread(program: Program, widened: Mapping[int, Node]) -> Program:
+    """The program without widened weights that nobody reads any more."""
+    read = set(program.outputs)
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        if any(out in widened for out in node.results) and not any(out in read for out in node.results):
+            continue
+        read.update(node.refs)
+        kept.append(node)
+    if len(kept) == len(program.nodes):
+        return program
+    return Editor(program).written(reversed(kept))

@@ -1,0 +1,391 @@
+"""cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from colofunc_plugins import zero
+from quantize_matrix import WHERE, Net, step_of, tokens
+from torch import nn
+
+import colofunc as cf
+from colofunc.ops.quantized import FORMATS, NF4_LEVELS, OPERATORS, Quantized
+from colofunc.ops.quantizers import BUILT_IN
+from colofunc.plugins import build_registry
+from colofunc.program.lazy import lazy_tensor
+from colofunc.program.tracing.trace import trace
+from colofunc.transforms.quantize import packed
+
+SCHEMES = list(BUILT_IN)
+
+
+def weight(rows: int = 12, columns: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def forward() -> tuple[Any, Any]:
+    step_fn, params, _ = step_of("arguments")
+    return step_fn, params
+
+
+# ---- the schemes ----
+
+
+def test_a_row_of_int8_is_within_half_a_step() -> None:
+    w = weight()
+    found = BUILT_IN["int8"].pack(w)
+    assert found.data.dtype is torch.int8 and int(found.data.abs().max()) == 127
+    assert torch.equal(found.scale, w.abs().amax(1) / 127)
+    assert bool(((found.dequantize() - w).abs() <= found.scale.unsqueeze(1) * 0.5001).all())
+
+
+def test_fp8_is_what_torch_rounds_to() -> None:
+    w = weight()
+    found = BUILT_IN["fp8"].pack(w)
+    scale = (w.abs().amax(1) / 448).unsqueeze(1)
+    assert torch.equal(found.dequantize(), (w / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale)
+
+
+def test_a_group_of_int4_is_within_a_step_and_keeps_zero() -> None:
+    w = weight()
+    w[:, 3] = 0
+    found = BUILT_IN["int4-g128"].pack(w)
+    assert found.data.shape == (12, 128) and found.scale.shape == found.zero.shape == (12, 2)  # type: ignore[union-attr]
+    error = (found.dequantize() - w).abs().unflatten(1, (2, 128))
+    assert bool((error <= found.scale.unsqueeze(2) * 1.0001).all()) and not found.dequantize()[:, 3].any()
+
+
+def test_nf4_takes_the_nearest_level() -> None:
+    w = weight()
+    found = BUILT_IN["nf4"].pack(w)
+    assert found.nbytes == 12 * (128 + 4 + 4)  # numbers, scales of four blocks, the row's own
+    scale = (found.scale.float() * (found.outer / 255).unsqueeze(1)).unsqueeze(2)  # type: ignore[operator]
+    levels = torch.tensor(NF4_LEVELS)
+    nearest = levels[((w.unflatten(1, (4, 64)) / scale).unsqueeze(-1) - levels).abs().argmin(-1)] * scale
+    torch.testing.assert_close(found.dequantize(), nearest.flatten(1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zeros_and_tiny_rows_stay_finite(scheme: str) -> None:
+    w = weight()
+    w[0], w[1] = 0, 1e-40
+    wide = BUILT_IN[scheme].pack(w).dequantize()
+    assert bool(wide.isfinite().all()) and not wide[0].any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("spec", ["(a o) i", "o (a i)", "o i"])
+def test_rows_and_columns_on_ranks_are_packed_as_on_one_device(scheme: str, spec: str) -> None:
+    """From a tensor that lies in shards already: each rank packs what it has, columns meet where a scale needs all of them."""
+    w = weight()
+    mesh = cf.Mesh(a=4)
+    found = packed(BUILT_IN[scheme], cf.distribute(w, spec, mesh))
+    for mine, whole in zip(found.parts, BUILT_IN[scheme].pack(w).parts, strict=True):
+        assert isinstance(mine, cf.DTensor) and torch.equal(mine.full(), whole)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_lazy_weight_is_packed_row_by_row(scheme: str) -> None:
+    w, read = weight(), []
+
+    def rows(box: tuple[slice, ...]) -> torch.Tensor:
+        read.append(box[0])
+        return w[box]
+
+    lazy = lazy_tensor(w.shape, w.dtype, lambda: pytest.fail("the whole was made"), rows)
+    found = packed(BUILT_IN[scheme], lazy)
+    assert not read
+    mesh = cf.Mesh(a=4)
+    for mine, whole in zip(found.parts, BUILT_IN[scheme].pack(w).parts, strict=True):
+        spec = "(a o) ..." if whole.dim() > 1 else "(a o)"
+        assert torch.equal(cf.distribute(mine, spec, mesh).full(), whole)
+    assert {(cut.start, cut.stop) for cut in read} == {(0, 3), (3, 6), (6, 9), (9, 12)}
+
+
+# ---- the operators ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_is_that_of_the_widened_weight(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colofunc.ops.quantized.WIDENED_BYTES", 1 << 12)  # several cuts
+    scheme = next(one for one in BUILT_IN.values() if one.form == name)
+    found = scheme.pack(weight())
+    x = torch.randn(2, 3, 256, dtype=torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(12).to(dtype).requires_grad_()
+    wide = found.dequantize(torch.promote_types(dtype, torch.float32)).to(dtype)
+    want = torch.nn.functional.linear(x, wide, bias)
+    got = OPERATORS[name].linear(x, *found.parts, bias)
+    exact = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got, want, rtol=exact, atol=exact)
+    g = torch.randn_like(want)
+    for mine, one in zip(torch.autograd.grad(got, (x, bias), g), torch.autograd.grad(want, (x, bias), g), strict=True):
+        torch.testing.assert_close(mine, one, rtol=exact, atol=10 * exact)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_operators_are_registered_right(name: str) -> None:
+    """Schema, shapes without data, and the gradient of the gradient."""
+    scheme = next(one for one in BUILT_IN.values() if one.form == name)
+    parts = scheme.pack(weight()).parts
+    x = torch.randn(4, 256, dtype=torch.float64, requires_grad=True)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(OPERATORS[name].linear.op, (x, *parts, None), test_utils=checks)
+    torch.library.opcheck(OPERATORS[name].linear_dx.op, (torch.randn(4, 12, dtype=torch.float64), *parts), test_utils=checks)
+    torch.library.opcheck(OPERATORS[name].dequantize.op, (*parts, torch.float32), test_utils=checks[:2])
+    assert torch.autograd.gradgradcheck(lambda x: OPERATORS[name].linear(x, *parts, None).square(), (x[:1].detach().requires_grad_(),))
+
+
+def test_the_int8_product_has_the_signature_that_kernels_are_written_for() -> None:
+    assert str(OPERATORS["int8"].linear.op._schema) == "colofunc::int8_linear(Tensor x, Tensor data, Tensor scale, Tensor? bias) -> Tensor"
+
+
+def test_a_product_names_what_does_not_fit() -> None:
+    found = BUILT_IN["int8"].pack(weight())
+    said = r"int8_linear: x \(2, 100\) ends in 100, and a weight with data \(12, 256\) has 256 columns\. Try: x of shape \(2, 256\)"
+    with pytest.raises(cf.RuleError, match=said):
+        trace(lambda x, d, s: OPERATORS["int8"].linear(x, d, s, None), (torch.ones(2, 100), *found.parts))
+
+
+# ---- as values of a state ----
+
+
+def test_a_state_has_one_leaf_in_the_weights_place() -> None:
+    step_fn, params = forward()
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp")), "int8", where=WHERE)
+    placed = step.init(params, tokens())
+    assert placed.keys() == params.keys() and isinstance(placed["up.weight"], Quantized)
+    assert repr(placed["up.weight"]) == "Quantized('int8', (256, 128), float32, 33,792 bytes)"
+    assert [str(part.spec) for part in placed["up.weight"].parts] == ["(dp a) b", "(dp a)"]
+    assert isinstance(placed["up.bias"], cf.DTensor)  # what no glob matches stays
+    again = step(placed, tokens())
+    torch.testing.assert_close(again.full(), step.eager(params, tokens()))
+    assert step.lower(placed, tokens()).text() == step.lower(params, tokens()).text()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_is_saved_and_loaded_onto_another_mesh(scheme: str, tmp_path: Path) -> None:
+    step_fn, params = forward()
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp")), scheme, where=WHERE)
+    placed = step.init(params, tokens())
+    cf.save(tmp_path / "state", placed)
+    other = cf.quantize(cf.shard(step_fn, cf.Mesh(tp=4)), scheme, where=WHERE)
+    plain = cf.load(tmp_path / "state")
+    assert isinstance(plain["up.weight"], Quantized) and plain["up.weight"].dtype is torch.float32
+    assert all(torch.equal(a, b.full()) for a, b in zip(plain["up.weight"].parts, placed["up.weight"].parts, strict=True))
+    like = other.init(params, tokens())
+    loaded = cf.load(tmp_path / "state", like=like)
+    assert loaded["up.weight"].data.sharding is like["up.weight"].data.sharding
+    torch.testing.assert_close(other(loaded, tokens()).full(), step(placed, tokens()).full())
+
+
+def test_a_state_that_comes_back_is_quantized_as_it_was() -> None:
+    step_fn, params = forward()
+
+    def counted(state: Any, batch: torch.Tensor) -> Any:
+        return {"w": state["w"], "calls": state["calls"] + 1}, step_fn(state["w"], batch)
+
+    step = cf.quantize(cf.shard(counted, cf.Mesh(dp=2)), "int8", where=WHERE)
+    state = step.init({"w": params, "calls": torch.zeros(())}, tokens())
+    for _ in range(2):
+        state, out = step(state, tokens())
+    assert isinstance(state["w"]["up.weight"], Quantized) and float(state["calls"]) == 2
+    torch.testing.assert_close(out.full(), step.eager({"w": params, "calls": torch.zeros(())}, tokens())[1])
+
+
+def test_specs_and_globs_that_mean_the_weight_mean_its_numbers() -> None:
+    step_fn, params = forward()
+    by_glob = cf.shard(step_fn, cf.Mesh(tp=2), {"up.weight": "(tp o) i"}, auto=False)
+    tree = {name: "(tp o) i" if name == "up.weight" else None for name in params}
+    by_tree = cf.shard(step_fn, cf.Mesh(tp=2), in_specs=(tree, None), auto=False)
+    for sharded in (by_glob, by_tree):
+        up = cf.quantize(sharded, "int4-g128", where=WHERE).init(params, tokens())["up.weight"]
+        assert [str(part.spec) for part in up.parts] == ["(tp a) b", "(tp a) 1", "(tp a) 1"]
+
+
+def test_what_is_no_product_reads_the_widened_weight() -> None:
+    """A table, a convolution, a transposed product: packed in memory, widened in front of the operator."""
+    torch.manual_seed(0)
+
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 128)
+            self.conv = nn.Conv1d(128, 64, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.table(x)
+            return self.conv(rows.transpose(1, 2)).sum() + (rows @ self.table.weight.T).square().sum()
+
+    model = cf.functional(Others())
+
+    def step_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, x)[0]
+
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8")
+    targets = [node.target for node in step.lower(model.params, tokens()).program.nodes]
+    assert targets.count("colofunc.int8_dequantize") == 2
+    with cf.testing.float64():
+        assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
+
+
+def test_a_tied_table_is_looked_up_widened_and_multiplied_packed() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 128)
+            self.head = nn.Linear(128, 16, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(x))
+
+    model = cf.functional(Tied())
+    step = cf.quantize(lambda params, x: model.apply(params, {}, x)[0], "int8")
+    low = step.lower(model.params, tokens())
+    assert {"colofunc.int8_dequantize", "colofunc.int8_linear"} <= {node.target for node in low.program.nodes}
+    torch.testing.assert_close(step(model.params, tokens()).full(), step.eager(model.params, tokens()))
+
+
+def test_frozen_weights_take_a_quarter_of_the_memory() -> None:
+    step_fn, state, model = step_of("adapters")
+    plain = cf.shard(step_fn, cf.Mesh()).lower(state, tokens())
+    small = cf.quantize(step_fn, "int8", where=WHERE).lower(state, tokens())
+    frozen = [sum(v.nbytes for i in low.program.inputs if (v := low.program.values[i]).role == "frozen") for low in (plain, small)]
+    saved = sum(model.frozen[name].numel() * 3 - model.frozen[name].shape[0] * 4 for name in WHERE)
+    assert frozen[0] - frozen[1] == saved
+
+
+def test_two_steps_share_what_they_have_packed() -> None:
+    step_fn, state, model = step_of("adapters")
+    step = cf.quantize(step_fn, "int8", where=WHERE)
+    hidden = [{id(x) for x in step.lower(state, batch).hidden} for batch in (tokens(), tokens()[:4])]
+    assert hidden[0] == hidden[1] and not hidden[0] & {id(model.frozen[name]) for name in WHERE}
+
+
+def test_as_a_decorator() -> None:
+    step_fn, params = forward()
+    step = cf.quantize("int8", where=WHERE)(step_fn)
+    assert isinstance(step.init(params, tokens())["up.weight"], Quantized)
+
+
+# ---- plugins ----
+
+
+class Coarse:
+    """A plugin with a scheme: int8 of few levels."""
+
+    __name__ = "coarse"
+
+    @cf.hookimpl
+    def colofunc_quantizers(self) -> Any:
+        def quantize(w: torch.Tensor) -> dict[str, torch.Tensor]:
+            scale = w.abs().amax(1).to(torch.float32) / 3
+            return {"data": (w / scale.unsqueeze(1)).round().to(torch.int8), "scale": scale}
+
+        return {"coarse": cf.ext.Quantizer("coarse", form="int8", quantize=quantize)}
+
+
+def test_a_plugin_brings_a_scheme() -> None:
+    step_fn, params = forward()
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "coarse", where=WHERE, plugins=[Coarse()])
+    placed = step.init(params, tokens())
+    assert int(placed["up.weight"].data.full().abs().max()) == 3
+    torch.testing.assert_close(step(placed, tokens()).full(), step.eager(params, tokens()))
+
+
+def test_what_a_plugin_gives_is_looked_at() -> None:
+    class Wrong:
+        __name__ = "wrong"
+
+        @cf.hookimpl
+        def colofunc_quantizers(self) -> Any:
+            return {"wrong": 3}
+
+    said = r"colofunc_quantizers of plugin 'wrong': the value of 'wrong' is 3; give a cf\.ext\.Quantizer"
+    with pytest.raises(cf.PluginError, match=said):
+        build_registry((Wrong(),))
+    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, int4, nf4"):
+        cf.ext.Quantizer("mine", form="int3", quantize=dict)
+
+
+# ---- what it says to mistakes ----
+
+
+@attrs.frozen
+class Mistake:
+    says: str
+    options: dict[str, Any] = attrs.field(factory=dict)
+    scheme: Any = "int8"
+
+
+MISTAKES = {
+    "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
+    "no scheme": Mistake(
+        "cf.quantize(scheme=None): give the name of a scheme (int8, int4-g128, nf4, fp8), or a cf.ext.Quantizer", scheme=None
+    ),
+    "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),
+    "glob": Mistake(
+        "cf.quantize: where='upp.weight' matches no weight of the step; did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
+        {"where": "upp.weight"},
+    ),
+    "vectors": Mistake("cf.quantize: where='norm.weight' matches no weight of the step", {"where": "norm.weight"}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named(mistake: Mistake) -> None:
+    step_fn, params = forward()
+    with pytest.raises(cf.InputError) as caught:
+        cf.quantize(step_fn, mistake.scheme, **mistake.options).lower(params, tokens())
+    assert mistake.says in str(caught.value)
+
+
+def test_a_shape_that_a_scheme_cannot_take_is_named() -> None:
+    model = cf.functional(nn.Linear(100, 8))
+    step = cf.quantize(lambda params, x: model.apply(params, {}, x)[0], "int4-g128", where="weight")
+    said = (
+        "cf.quantize: 'weight' has shape (8, 100): int4-g128 takes groups of 128 columns, and 100 is no multiple of it. Try: globs in "
+        "where= that leave it out, or scheme 'int8'"
+    )
+    with pytest.raises(cf.InputError) as caught:
+        step.lower(model.params, torch.ones(2, 100))
+    assert str(caught.value) == said
+
+
+def test_a_weight_that_is_quantized_already_is_named() -> None:
+    step_fn, params = forward()
+    placed = cf.quantize(step_fn, "int8", where=WHERE).init(params, tokens())
+    said = r"cf\.quantize: 'up\.weight' is quantized already, as 'int8', and the step asks for 'nf4'\. Try: the scheme that it has, or"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
+
+
+def test_a_trained_weight_is_named() -> None:
+    model = cf.functional(Net())
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    said = r"cf\.quantize: the step returns 'params\.up\.weight' changed, and a quantized weight is not trained\. Try: globs in where="
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(step_fn, "int8", where=WHERE).lower(state, tokens())
+
+
+def test_a_tied_weight_of_which_one_name_is_left_out_is_named() -> None:
+    w = torch.ones(8, 128)
+    said = r"cf\.quantize: 'a\.weight' is tied to 'b', which where= leaves as it is, so that the two would differ\. Try: globs for both"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(lambda p, x: x @ p["a.weight"].T + x @ p["b"].T, "int8").lower({"a.weight": w, "b": w}, torch.ones(2, 128))
+
+
+def test_quantized_twice_is_a_mistake() -> None:
+    with pytest.raises(cf.PlanError, match="quantize is applied twice"):
+        cf.quantize(cf.quantize(len, "int8"), "nf4")
+
+
+def test_an_index_with_parts_that_do_not_fit_is_refused(tmp_path: Path) -> None:
+    found = BUILT_IN["int8"].pack(weight())
+    cf.save(tmp_path / "w", {"w": attrs.evolve(found, form="nf4", scheme="nf4")})
+    said = r"the index holds a quantized weight of the format 'nf4' with data, scale, which this version does not know"
+    with pytest.raises(cf.CheckpointError, match=said):
+        cf.load(tmp_path / "w")
