@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from bench import Row, Section, mesh_of_one, pairs, ratio, seconds
+from colofunc.ops import native
 from colofunc.ops import random as ours
 
 SHAPE = (4, 256, 3072)
@@ -61,6 +62,8 @@ def operators() -> list[Row]:
 
 
 def bench() -> Section:
+    os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
+    native.ready()
     rows = operators()
     for p in (0.0, P):
         torch.manual_seed(0)

@@ -41,6 +41,7 @@ from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
+from colofunc.ops.native import prebuild
 from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import TRACE_MARK, chrome_trace
@@ -110,6 +111,16 @@ def devices() -> None:
     for name, known in PRESETS.items():
         held = ", ".join(f"{t.name} {size_text(t.capacity_bytes)}" for t in known.tiers if t.capacity_bytes is not None)
         console.print(f"{name:<14} {held or 'no limits'}", highlight=False)
+
+
+@app.command()
+def native() -> None:
+    """Compile the kernels of the CPU into the cache folder, as the first use of one would: for images and clusters."""
+    try:
+        typer.echo(prebuild())
+    except ColofuncError as error:
+        _complain(f"colofunc: {error}")
+        raise typer.Exit(1) from error
 
 
 # ---- what is planned ----

@@ -134,6 +134,14 @@ class DiskError(ColofuncError, OSError):
     """
 
 
+class NativeError(ColofuncError, RuntimeError):
+    """Kernels in C++ that COLOFUNC_NATIVE=require or `python -m colofunc native` asked for and that are not there.
+
+    The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be written.
+    Otherwise the same is a warning, once, and operators run in Python.
+    """
+
+
 class CheckError(ColofuncError, AssertionError):
     """A check of `colofunc.testing` that found a difference: which leaf or strategy, and by how much."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from colofunc.ops import random as R
-from colofunc.ops import random_kernels
+from colofunc.ops import random_kernels, random_triton
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PROBABILITIES = (0.0, 0.9, 0.5, 1 / 3, 0.004, 1.0 - 2.0**-41, 1.0)
@@ -98,6 +98,7 @@ def check_tables(draw: random.Random) -> None:
 
 def main(cases: int = 8, first: int = 0) -> None:
     interpreter._convert_float = convert_as_cards_do
+    random_kernels.launch = random_triton.fill
     for number in range(first, first + cases):
         draw = random.Random(number)
         # A seed of the host, and one that a kernel reads.

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy so that nothing is left in the tree; no build isolation, so no network."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
-    for name in ("colofunc", "plugins"):
+    for name in ("colofunc", "plugins", "ext"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tree)
@@ -53,6 +53,8 @@ def test_wheel_holds_both_packages(wheel: Path) -> None:
     packages = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob(INIT)]
     wanted = {Path(folders[path.parts[0]], *path.parts[1:]).as_posix() for path in packages}
     assert wanted | {"colofunc/py.typed"} <= names
+    sources = [path.relative_to(ROOT / "ext" / "cuda") for path in (ROOT / "ext").rglob("*") if path.suffix in (".h", ".cpp")]
+    assert sources and {f"colofunc/native_sources/{path.as_posix()}" for path in sources} <= names
     assert not [name for name in names if name.startswith(("plugins/", "tests/", "tools/"))]
     assert wheel.name.split("-")[1] == cf.__version__
 

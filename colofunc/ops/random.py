@@ -9,8 +9,8 @@ position in the *global* tensor, so any part of it can be made anywhere, in any 
 
 `sizes`, `strides` and `offset` (0-dim int64) say which part of the global tensor this is: see `colofunc.ops.indices`.
 
-On a GPU each operator is one launch (`colofunc.ops.random_kernels`), on the CPU tiles of words, elsewhere the plain expressions of
-`colofunc.ops.draws`: the same bits.
+On a GPU, and on a CPU where a C++ compiler was found (`colofunc.ops.native`), each operator is one launch
+(`colofunc.ops.random_kernels`); else on the CPU tiles of words, elsewhere the plain expressions of `colofunc.ops.draws`: the same bits.
 
 Bits are the index-th output of SplitMix64 whose state and site are mixed from the seed: `mix(key + index * GAMMA)`.
 It takes eleven integer operations, equal on every device; it passes BigCrush, and two streams of one program overlap
@@ -35,7 +35,7 @@ from colofunc.ops.define import define
 from colofunc.ops.indices import Index, index_of, index_tensor
 from colofunc.ops.masks import Words, keep_tiles, mix_words
 from colofunc.ops.random_kernels import Place
-from colofunc.ops.seeds import GAMMA, MASK64, mix_int, signed
+from colofunc.ops.seeds import GAMMA, MASK64, key_int, signed
 
 # Elements mixed at a time on the CPU: two buffers of words that stay in the second-level cache.
 TILE = 1 << 15
@@ -48,7 +48,7 @@ Plain = Callable[[Tensor, Tensor], Tensor]
 def _key(seed: Tensor, site: int) -> Tensor | int:
     """The stream of a call site, without a look at a seed that another device holds."""
     if seed.device.type == "cpu":
-        return signed(mix_int(mix_int(int(seed) & MASK64) + (site + 1) * GAMMA & MASK64))
+        return key_int(int(seed), site)
     return draws.key_of(seed, site)
 
 
@@ -116,7 +116,7 @@ def _columns(index: Index) -> tuple[Tensor, Tensor | int]:
 
 def _keep(index: Index, q: float, seed: Tensor, site: int, dtype: torch.dtype = torch.bool) -> Tensor:
     """(rows, columns) with ones where a draw of probability q says yes."""
-    if kernels.able(seed):
+    if kernels.able(seed, dtype):
         return kernels.keep_table(seed, site, index, q, dtype)
     out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
     for r, c, keep in keep_tiles(*_columns(index), q, _key(seed, site), dtype):
@@ -143,7 +143,7 @@ def _random_bits(
     offset: Tensor | None = None,
 ) -> Tensor:
     place = (sizes, strides, offset)
-    if kernels.able(seed):
+    if kernels.able(seed, torch.int64):
         return kernels.numbers("bits", seed, site, shape, torch.int64, place)
 
     def write(words: Words, part: Any) -> None:
@@ -158,7 +158,7 @@ def _random_uniform(
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     place = (sizes, strides, offset)
-    if kernels.able(seed):
+    if kernels.able(seed, dtype):
         return kernels.numbers("uniform", seed, site, shape, dtype, place)
     count = draws.UNIFORM_BITS[dtype]
     shift = np.uint64(64 - count)
@@ -180,7 +180,7 @@ def _random_normal(
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     place = (sizes, strides, offset)
-    if kernels.able(seed):
+    if kernels.able(seed, dtype):
         return kernels.numbers("normal", seed, site, shape, dtype, place)
     # In float64, so that float32 results agree to an ulp between devices.
     shift = np.uint64(64 - draws.NORMAL_BITS)
@@ -203,7 +203,7 @@ def _random_bernoulli(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if kernels.able(seed):
+    if kernels.able(seed, dtype):
         return kernels.bernoulli(seed, site, shape, dtype, p, (sizes, strides, offset))
     index = index_of(shape, sizes, strides, offset, seed.device)
     return _keep(index, p, seed, site, dtype).view(tuple(shape))
@@ -220,7 +220,7 @@ def _dropout(
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
-    if kernels.able(x) and x.dtype in draws.UNIFORM_BITS:
+    if x.dtype in draws.UNIFORM_BITS and kernels.able(x, x.dtype):
         return kernels.dropout(x, seed, site, p, (sizes, strides, offset))
     index = index_of(x.shape, sizes, strides, offset, seed.device)
     out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""What a GPU is told about a call of a random operator: one launch, and no number that the host would have to wait for.
+"""What a kernel is told about a call of a random operator: one launch, and no number that the host would have to wait for.
 
 Problem: elements of a result lie in memory in one order, have global indices in another, and come from operands in a third.
 Idea: a short list of atoms, major first in the order of the result's memory, each with three numbers: how many, how far in the
@@ -6,7 +6,7 @@ global index, how far in the operand. Neighbours that both go on evenly are one 
 
     atoms of dropout for the right half of (4, 6), held as (4, 3):     ((4, 6, 3), (3, 1, 1))
 
-`random_triton` makes the numbers; it is imported at the first launch.
+`random_triton` makes the numbers on a GPU; it is imported at the first launch. `random_native` makes them on the CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc.ops import random_native
 from colofunc.ops.draws import UNIFORM_BITS, Threshold
 from colofunc.ops.indices import Index, atoms, atoms_of_dims
 from colofunc.ops.kernels import Kernel, KernelCall, Rates
@@ -78,8 +79,10 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def able(like: Tensor) -> bool:
-    """Whether a kernel makes what comes to lie beside `like`."""
+def able(like: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel makes numbers of `dtype` that come to lie beside `like`."""
+    if like.device.type == "cpu":
+        return random_native.able(dtype)
     return like.device.type == "cuda" and has_triton()
 
 
@@ -156,6 +159,9 @@ def _seconds(call: KernelCall, rates: Rates) -> float:
 
 def launch(out: Tensor, x: Tensor | None, seed: Tensor | int, offset: Tensor | int, draw: Draw) -> None:
     """The only place where a kernel is started."""
+    if out.device.type == "cpu" and isinstance(seed, int) and isinstance(offset, int):
+        random_native.fill(out, x, seed, offset, draw)
+        return
     from colofunc.ops.random_triton import fill  # Triton is not there everywhere
 
     fill(out, x, seed, offset, draw)

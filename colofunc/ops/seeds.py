@@ -51,6 +51,11 @@ def mix_int(z: int) -> int:
     return z
 
 
+def key_int(seed: int, site: int) -> int:
+    """The stream of a call site, as an int64: mixed twice, so that neighbouring seeds and sites share nothing."""
+    return signed(mix_int(mix_int(seed & MASK64) + (site + 1) * GAMMA & MASK64))
+
+
 @attrs.define(eq=False)
 class Stream:
     """The seeds of one `with random(key)`: number `drawn` is next."""

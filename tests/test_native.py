@@ -1,0 +1,229 @@
+"""Kernels in C++: the bits of the reference at every instruction set, and what happens where they cannot be compiled."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from colofunc import env
+from colofunc.errors import NativeError
+from colofunc.ops import native, native_build
+from colofunc.ops import random as R
+from colofunc.ops.random_native import random_fill_
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, env.compilers())), reason="there is no C++ compiler")
+SEED = torch.tensor(5)
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+PLACES = {
+    "whole": ((3, 341), ()), "empty": ((0, 7), ()), "no dims": ((), ()), "several blocks": ((5, 2001), ()),
+    "part": ((4, 13), ((4, 13), (26, 1), torch.tensor(13))), "striped": ((4, 12), ((4, 12), (24, 2), torch.tensor(1))),
+    "far": ((2, 40), ((2, 40), (80, 1), torch.tensor(2**33 + 5))),
+}  # fmt: skip
+Draw = Callable[[], Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the library."""
+    folder = tmp_path_factory.mktemp("cache")
+    native_build.build(folder / "native")
+    return folder
+
+
+@pytest.fixture
+def required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("COLOFUNC_CACHE", str(folder))
+    monkeypatch.setenv("COLOFUNC_NATIVE", "require")
+    assert native.ready()
+    yield monkeypatch
+    native.limit_level(9)
+
+
+def both(draw: Draw, required: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """What the kernel and what the reference gives."""
+    made = draw()
+    with required.context() as without:
+        without.setenv("COLOFUNC_NATIVE", "off")
+        return made, draw()
+
+
+def assert_same_bits(draw: Draw, required: pytest.MonkeyPatch) -> None:
+    made, want = both(draw, required)
+    assert made.dtype == want.dtype and made.stride() == want.stride()
+    if made.is_floating_point():  # which NaN it is says nothing
+        made, want = made.nan_to_num(7.0), want.nan_to_num(7.0)
+    assert torch.equal(made.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("where", PLACES)
+def test_draws_have_the_bits_of_the_reference(where: str, level: int, required: pytest.MonkeyPatch) -> None:
+    native.limit_level(level)
+    shape, place = PLACES[where]
+    if shape == ():
+        assert both(lambda: R.random_bits.kernel(SEED, 3, shape), required)[0] == R.random_bits.kernel(SEED, 3, shape)
+        return
+    assert_same_bits(lambda: R.random_bits.kernel(SEED, 3, shape, *place), required)
+    for dtype in FLOATS:
+        assert_same_bits(lambda dtype=dtype: R.random_uniform.kernel(SEED, 3, shape, dtype, *place), required)
+    for q in (0.0, 0.004, 1 / 3, 0.5, 1.0 - 2.0**-41, 1.0):
+        for dtype in (torch.bool, torch.float32, torch.int64, torch.bfloat16):
+            assert_same_bits(lambda q=q, dtype=dtype: R.random_bernoulli.kernel(SEED, 3, shape, dtype, q, *place), required)
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_normal_numbers_are_within_two_ulp(dtype: torch.dtype, level: int, required: pytest.MonkeyPatch) -> None:
+    """In float64 between the two algorithms' own errors: the reference's `erfinv` has some 1e-15 in the tails."""
+    native.limit_level(level)
+    made, want = both(lambda: R.random_normal.kernel(SEED, 3, (7, 3001), dtype), required)
+    if dtype == torch.float64:
+        torch.testing.assert_close(made, want, rtol=1e-14, atol=0.0)
+        return
+    whole = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    assert int((made.view(whole).to(torch.int64) - want.view(whole).to(torch.int64)).abs().max()) <= 2
+
+
+def index_of_word(word: int) -> int:
+    """The index whose word this is, for seed 5 and site 3: SplitMix64 undone, step by step."""
+    mask = (1 << 64) - 1
+    z = word ^ (word >> 31) ^ (word >> 62)
+    z = z * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
+    z = z ^ (z >> 27) ^ (z >> 54)
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
+    z = z ^ (z >> 30) ^ (z >> 60)
+    key = R._key(SEED, 3)
+    assert isinstance(key, int)
+    index = (z - key) * pow(0x9E3779B97F4A7C15, -1, 1 << 64) & mask
+    return index - (1 << 64) if index >> 63 else index
+
+
+@needs_compiler
+@pytest.mark.parametrize("top", [0, 1, 1 << 10, 1 << 30, 3 << 48, 1 << 51, (1 << 52) - 1])
+def test_the_farthest_normal_numbers(top: int, required: pytest.MonkeyPatch) -> None:
+    """Words at the ends and in the middle, which nobody draws by chance, against the quantile of SciPy in float64."""
+    special = pytest.importorskip("scipy.special")
+    offset = torch.tensor(index_of_word(top << 12))
+    made = R.random_normal.kernel(SEED, 3, (1,), torch.float64, (1,), (1,), offset)
+    want = special.ndtri((2 * top + 1) / 2**53) if top < 1 << 51 else -special.ndtri((2**53 - 2 * top - 1) / 2**53)
+    assert float(made) == pytest.approx(float(want), rel=1e-13, abs=1e-18)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", ["contiguous", "transposed", "sliced", "expanded", "empty"])
+def test_dropout_has_the_bits_of_the_reference(order: str, dtype: torch.dtype, required: pytest.MonkeyPatch) -> None:
+    make = {
+        "contiguous": lambda x: x, "transposed": lambda x: x.t(), "sliced": lambda x: x[1:, 2:], "expanded": lambda x: x[:1].expand(5, 257),
+        "empty": lambda x: x[:0],
+    }[order]  # fmt: skip
+    x = torch.randn(5, 257).to(dtype)
+    x[0, :4] = torch.tensor([float("inf"), -0.0, 0.0, 1e-7])
+    for p in (0.0, 0.1, 0.5, 1.0):
+        assert_same_bits(lambda p=p: R.dropout.kernel(make(x), SEED, 3, p), required)
+
+
+@needs_compiler
+def test_a_mask_of_a_block_and_threads_change_nothing(required: pytest.MonkeyPatch) -> None:
+    dims = [torch.arange(3) * 1000 + 5, torch.tensor([0, 7, 2, 40])]
+    assert_same_bits(lambda: R.keep_mask(SEED, 3, 0.3, dims), required)
+    one = R.random_normal.kernel(SEED, 3, (200_000,), torch.float32)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(R.random_normal.kernel(SEED, 3, (200_000,), torch.float32), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def arguments(kind: int) -> tuple[object, ...]:
+    return torch.empty(40), None, None, None, kind, 12345, 3, [5, 8], [16, 1], [0, 0], 128, 77, True, 1.0
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [1, 3])
+def test_the_operator_and_its_reference_agree(kind: int, required: pytest.MonkeyPatch) -> None:
+    given = arguments(kind)
+    random_fill_(*given)
+    want = torch.empty(40)
+    random_fill_.kernel(want, *given[1:])
+    assert torch.equal(given[0], want)
+    torch.library.opcheck(random_fill_.op, arguments(kind))
+
+
+def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
+    """A small dropout in a process of its own, with warnings on its standard error."""
+    code = (
+        "import torch; from colofunc.ops import native, random as R\n"
+        "x = [float(R.dropout.kernel(torch.ones(64), torch.tensor(5), 3, 0.5).sum()) for _ in range(2)]\n"
+        "print(native.ready(), *x)"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables})
+
+
+def kept_sum() -> float:
+    return float(R.dropout.kernel(torch.ones(64), SEED, 3, 0.5).sum())
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "/bin/false"])
+def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(compiler: str, tmp_path: Path) -> None:
+    done = tried(CXX=compiler, COLOFUNC_CACHE=str(tmp_path), COLOFUNC_QUIET="1")
+    assert done.stdout.split() == ["False", str(kept_sum()), str(kept_sum())]
+    assert done.stderr.count("RuntimeWarning") == 1 and "COLOFUNC_NATIVE=off says that this is meant" in done.stderr
+    said = {"/nowhere/c++": "there is no C++ compiler (/nowhere/c++)", "/bin/false": "/bin/false could not compile the kernels"}
+    assert said[compiler] in done.stderr
+    assert not list(tmp_path.glob("native/build-*"))
+
+
+def test_require_is_an_error_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(NativeError, match=r"there is no C\+\+ compiler \(/nowhere/c\+\+\). Try: apt-get install g\+\+, or name one in CXX"):
+        native_build.build(tmp_path)
+    done = tried(CXX="/nowhere/c++", COLOFUNC_CACHE=str(tmp_path), COLOFUNC_NATIVE="require")
+    assert done.returncode == 1 and "COLOFUNC_NATIVE=require, and there is no C++ compiler" in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NativeError, match=r"kernels cannot be kept in .*Try: name another folder in COLOFUNC_CACHE"):
+        native_build.build(tmp_path / "file" / "native")
+
+
+def test_without_a_cache_nothing_is_compiled(tmp_path: Path) -> None:
+    done = tried(COLOFUNC_CACHE="off", CXX="/bin/false")
+    assert done.stdout.split()[0] == "False" and not done.stderr
+
+
+def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOFUNC_NATIVE", "on")
+    with pytest.raises(env.SwitchError, match="COLOFUNC_NATIVE='on' is none of auto, off, require; write COLOFUNC_NATIVE=auto"):
+        native.ready()
+
+
+@needs_compiler
+def test_a_killed_build_and_a_library_of_others_are_built_over(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is a script that copies the library which is there, as fast as none."""
+    name = native_build.library_name()
+    script = tmp_path / "c++"
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{folder / "native" / name}" "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    cache = tmp_path / "cache" / "native"
+    (cache / "build-killed").mkdir(parents=True)
+    (cache / name).write_text("of others")
+    (cache / name).chmod(0o777)
+    assert native_build.build(cache).read_bytes() == (folder / "native" / name).read_bytes()
+    assert not (cache / "build-killed").exists()
+    (cache / name).write_text("half a file")
+    children = [subprocess.Popen(
+        [sys.executable, "-c", "from colofunc.ops import native; print(native.ready())"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "COLOFUNC_CACHE": str(cache.parent), "COLOFUNC_NATIVE": "require"},
+    ) for _ in range(2)]  # fmt: skip
+    assert [child.communicate()[0].strip() for child in children] == ["True", "True"]
