@@ -25,14 +25,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
-from colofunc.dtensor import plain
 from colofunc.executors import pages
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.in_use import IN_USE
 from colofunc.executors.pages import give_back, let_go
 from colofunc.mesh import profile
-from colofunc.ops import attention_flex, random_kernels
+from colofunc.ops import attention_flex, plain, random_kernels
 from pretended import flex, random_numbers
 from pretended.memory import SPOILED, Allocator
 from pretended.streams import Engine, Event, Stream
