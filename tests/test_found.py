@@ -14,8 +14,9 @@ from colofunc import env
 from colofunc.compiler import machine
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
-from colofunc.mesh.attainable import ATTAINED, attainable
+from colofunc.mesh.attainable import attainable
 from colofunc.mesh.cost import rate
+from colofunc.mesh.curves import curves_of
 from colofunc.mesh.found import auto_bytes, found_topology, margin_bytes, preset_of
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
@@ -45,7 +46,7 @@ def test_devices_are_known_by_what_they_call_themselves(name: str, preset: str |
 def test_what_is_attained_is_less_than_the_sheet(name: str) -> None:
     sheet, found = PRESETS[name], attainable(PRESETS[name])
     for before, after in zip(sheet.device.rates, found.device.rates, strict=True):
-        assert 0.6 < after.flops_per_s / before.flops_per_s < 0.9
+        assert 0.4 < after.flops_per_s / before.flops_per_s < 0.9  # of products in whole steps; least where 500 W is all there is
     for was, now in ((sheet.levels, found.levels), (sheet.links[:2], found.links[:2])):
         assert all(0.7 < b.bandwidth_bytes_per_s / a.bandwidth_bytes_per_s < 1 for a, b in zip(was, now, strict=True))
     assert found.device.memory_bytes_per_s < sheet.device.memory_bytes_per_s and found.tiers == sheet.tiers
@@ -58,8 +59,10 @@ def test_what_is_attained_is_less_than_the_sheet(name: str) -> None:
         ("8xh100", "float8_e4m3fn", 1403e12), ("8xh200", "float8_e4m3fn", 1453e12), ("8xb200", "float8_e4m3fn", 3433e12),
     ],
 )  # fmt: skip
-def test_products_attain_what_was_published(name: str, dtype: str, published: float) -> None:
-    assert rate(attainable(PRESETS[name]), dtype) == pytest.approx(published, rel=0.02)
+def test_products_attain_what_was_published_and_steps_their_share(name: str, dtype: str, published: float) -> None:
+    curves = curves_of(PRESETS[name].device.name)
+    assert curves is not None
+    assert rate(attainable(PRESETS[name]), dtype) == pytest.approx(published * curves.sustained.share, rel=0.02)
 
 
 def test_collectives_and_copies_attain_what_was_published() -> None:
@@ -137,7 +140,7 @@ def test_a_mesh_without_topology_is_planned_for_the_card_that_it_runs_on() -> No
         assert topology.tier("device").capacity_bytes == 81559 * MIB and topology.reserved_bytes == GIB
         host_bytes = env.memory_limit_bytes()
         assert host_bytes is None or topology.tier("host").capacity_bytes == int(0.8 * host_bytes)
-        assert rate(topology, "bfloat16") == 989.5e12 * ATTAINED["h100"].half
+        assert topology.device == attainable(PRESETS["h100"]).device
         assert any("1 GiB are left to" in note for note in low.plan.notes) and low.priced.capacity_bytes("device") == 80535 * MIB
         for mesh, name in (
             (Mesh(device="cpu"), "gloo-cpu"), (Mesh(dp=2), "gloo-cpu"), (Mesh(dp=2, device="cuda"), "2xh100 (found)"),

@@ -22,6 +22,7 @@ from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
 from colofunc.executors.distributed import program_hash
+from colofunc.executors.fused import fused
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.plugins import Registry
@@ -126,8 +127,8 @@ class Lowered:
     def cost(self, rank: int | None = None) -> CostReport:
         """Seconds, flops, bytes and calls per collective and axis, of a rank, by default the busiest where they differ."""
         some = distinct_ranks(self.program, self.mesh) if rank is None else (rank,)
-        costs = [program_cost(on_rank(self.program, self.mesh, one).program, self.priced, self.registry.rule) for one in some]
-        return max(costs, key=lambda cost: cost.seconds)
+        parts = [self._clocked(on_rank(self.program, self.mesh, one).program) for one in some]
+        return max((program_cost(part, self.priced, self.registry.rule) for part in parts), key=lambda cost: cost.seconds)
 
     def memory(self, rank: int | None = None) -> MemoryReport:
         """Live bytes per tier at every position of what a rank runs, by default the one that holds most.
@@ -148,7 +149,11 @@ class Lowered:
         By default of the rank whose memory that is. Where ranks do different things they are played together, as the plan has them.
         """
         chosen = fullest(self.program, self.mesh, self.executor) if rank is None else rank
-        return lanes(self.ordered(), self.priced, self.registry.rule, chosen)
+        return lanes(self._clocked(self.ordered()), self.priced, self.registry.rule, chosen)
+
+    def _clocked(self, program: Program) -> Program:
+        """A program with the seconds of fused operators, where the executor fuses them."""
+        return fused(program, self.priced, self.registry.rule) if self.executor == "compiled" else program
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""

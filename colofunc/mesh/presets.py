@@ -93,6 +93,8 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     "a100-40g": (_device("a100-40g", 1555e9, **_A100), 40 * GB),
     "a100-80g": (_device("a100-80g", 2039e9, **_A100), 80 * GB),
     "h100": (_device("h100", 3350e9, **_H100), 80 * GB),
+    # The variant of 500 W with HBM2e that pytorch/torchtitan describes (benchmarks/llama3_h100_202412): 2.4 TB/s, 96 GB.
+    "h100-96g": (_device("h100-96g", 2400e9, **_H100), 96 * GB),
     "h200": (_device("h200", 4800e9, **_H100), 141 * GB),
     "h100-pcie": (_device("h100-pcie", 2000e9, **_H100_PCIE), 80 * GB),
     "h100-nvl": (_device("h100-nvl", 3900e9, **_H100_NVL), 94 * GB),
@@ -278,6 +280,7 @@ _BOXES: dict[str, Box] = {
                              disk_write_bytes_per_s=15.2e9),
     "a100-80g": _DGX_A100,
     "h100": _DGX_H100,
+    "h100-96g": _DGX_H100,
     "h200": _DGX_H100,
     "h800": attrs.evolve(_DGX_H100, inner=_level("nvlink", 200e9, 3)),  # NVLink 400 GB/s both ways
     "h20": _DGX_H100,

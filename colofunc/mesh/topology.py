@@ -21,6 +21,7 @@ import attrs
 
 from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
+from colofunc.mesh.curves import AttentionRate
 
 FORMAT_VERSION = 1
 MARK = "colofunc_topology"
@@ -66,12 +67,13 @@ class Rate:
 
 @attrs.frozen
 class Device:
-    """One device: how fast it computes and how fast it reads its own memory."""
+    """One device: how fast it computes and how fast it reads its own memory. `attention`: rates of kernels, where they are known."""
 
     name: str
     rates: tuple[Rate, ...]
     memory_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     launch_s: float = attrs.field(validator=_not_negative, converter=float)
+    attention: tuple[AttentionRate, ...] = ()
 
 
 @attrs.frozen
@@ -181,6 +183,8 @@ class Topology:
         data = {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
         if not self.reserved_bytes:  # a field that files of older versions do not have
             del data["reserved_bytes"]
+        if not self.device.attention:  # neither this one
+            del data["device"]["attention"]
         return data
 
     @staticmethod

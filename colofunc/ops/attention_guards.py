@@ -167,7 +167,19 @@ def _seconds(call: KernelCall, rates: Rates, share: str, pairs: int | None = Non
     pairs = sum(visible_pairs(comb.cut) for comb in found) if pairs is None else pairs
     flops = _flops(call, pairs)
     moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * s * f * q.dtype.itemsize
-    return max(flops / (SHARES[share] * rates.flops_per_s(q.dtype)), moved / rates.bytes_per_s) + max(1, len(found)) * rates.launch_s
+    launches_s = max(1, len(found)) * rates.launch_s
+    return max(flops / _rate(call, rates, share, pairs / max(1, s)), moved / rates.bytes_per_s) + launches_s
+
+
+def _rate(call: KernelCall, rates: Rates, share: str, keys: float) -> float:
+    """Operations a second: by the table of a kernel, or of flash, to which the others then stand as their shares do."""
+    dtype, head, backward = call["q"].dtype, max(call["q"].shape[3], call["v"].shape[3]), call.target == BACKWARD
+    if dtype in HALVES and share != "blockwise":
+        for known, part in ((share, 1.0), ("flash", SHARES[share] / SHARES["flash"])):
+            attained = rates.attention_flops_per_s(known, head, keys, backward)
+            if attained is not None:
+                return part * attained
+    return SHARES[share] * rates.flops_per_s(dtype)
 
 
 def _biased_seconds(call: KernelCall, rates: Rates) -> float:

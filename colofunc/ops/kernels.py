@@ -65,11 +65,15 @@ class KernelCall:
 
 @attrs.frozen
 class Rates:
-    """What a device can do, for `cost_s`: operations a second of a dtype, bytes a second, seconds of a launch."""
+    """What a device can do, for `cost_s`: operations a second of a dtype, bytes a second, seconds of a launch.
+
+    attention_flops_per_s(kernel, elements of a head, mean number of keys of a row, backward); None where nothing is known of it.
+    """
 
     flops_per_s: Callable[[torch.dtype], float]
     bytes_per_s: float
     launch_s: float
+    attention_flops_per_s: Callable[[str, int, float, bool], float | None] = lambda kernel, head, keys, backward: None
 
 
 @attrs.frozen(eq=False)

@@ -12,13 +12,14 @@ The executor chooses anew for the device that it really runs on, from the same t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import attrs
 
 from colofunc.mesh import Mesh, Topology
 from colofunc.mesh.cost import rate
+from colofunc.mesh.curves import attention_flops_per_s
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Planned, Rates, Table, bound, choose, signature
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.positions import Positions
@@ -44,7 +45,8 @@ def capability_on(topology: Topology) -> tuple[int, int] | None:
 def rates_of(topology: Topology) -> Rates:
     """What kernels are compared by on a machine."""
     device = topology.device
-    return Rates(lambda dtype: rate(topology, str(dtype)), device.memory_bytes_per_s, device.launch_s)
+    attention = partial(attention_flops_per_s, device.attention)
+    return Rates(lambda dtype: rate(topology, str(dtype)), device.memory_bytes_per_s, device.launch_s, attention)
 
 
 def with_kernels(program: Program, mesh: Mesh, table: Table) -> Program:

@@ -1,0 +1,145 @@
+"""Published runs that today's modes can express, as facts: model, layout, what is made again, compiled or not, and what was measured.
+
+The split was fixed before the first fit: rows with an even number calibrate, the others test (`Run.calibrates`). Names of runs and sources:
+
+T torchtitan, benchmarks/llama3_h100_202412 and asyncTP_llama3_h100_2025-06, docs/performance.md; T42: pytorch/ao torchao/float8/README
+K KempnerInstitute/KempnerForge benchmarks/mfu_scaling · U meta-pytorch/torchtune · P mosaicml/llm-foundry scripts/train/benchmarking
+D NVIDIA/dgxc-benchmarking v25.02 · M NVIDIA/Megatron-LM images/model_table
+E Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import attrs
+
+Again = Literal["none", "full", "operators", "layers"]
+"""What forward makes again for backward: nothing · all but the inputs of layers · every second product · all of every second layer."""
+
+Attention = Literal["flash", "triton", "hopper"]
+"""flash: FlashAttention-2, which torch has · triton: FlashAttention as llm-foundry's `attn_impl: triton` · hopper: cuDNN's for sm_90."""
+TIMES_FLASH: Mapping[Attention, tuple[float, float]] = {"triton": (0.5, 0.5), "hopper": (1.88, 1.6)}
+"""How many times FlashAttention-2's rate kernels reach, forward and backward. triton: arXiv 2307.08691, abstract (twice as fast as its
+predecessor). hopper: forward the ratio of FlashAttention-3's published curve to FlashAttention-2's for 8k tokens and heads of 128 (602 and
+308 T and the like, all lengths alike within 10 %); backward 1.5 to 1.75 times, arXiv 2407.08608."""
+
+
+@attrs.frozen
+class Model:
+    """A decoder. `gated`: LLaMA's perceptron of three products and RMS norms, else OPT's of two and layer norms."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+
+
+@attrs.frozen
+class Run:
+    """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
+
+    `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
+    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `unknown`: what of the configuration had to be assumed.
+    """
+
+    id: str
+    group: str
+    model: Model
+    topology: str
+    axes: Mapping[str, int]
+    tokens: int
+    sequences: int
+    measured_s: float
+    microbatches: int = 1
+    zero: int = 3
+    again: Again = "none"
+    fused: bool = True
+    masters: bool = True
+    attention: Attention = "flash"
+    peak_gib: float | None = None
+    unknown: str = ""
+
+    @property
+    def calibrates(self) -> bool:
+        return int(self.id[1:]) % 2 == 0
+
+
+L8 = Model(32, 4096, 32, 8, 14336, 128256)
+L70 = Model(80, 8192, 64, 8, 28672, 128256)
+L3 = Model(28, 3072, 24, 8, 8192, 128256, tied=True)
+K15 = Model(40, 5120, 40, 8, 17920, 128256)
+E13 = Model(40, 5120, 40, 40, 13824, 128000)
+
+
+def _opt(layers: int, hidden: int, heads: int, vocabulary: int) -> Model:
+    return Model(layers, hidden, heads, heads, 4 * hidden, vocabulary, gated=False, tied=True)
+
+
+def _tokens_s(per_gpu: float, gpus: int, tokens: int, sequences: int) -> float:
+    """Seconds of a step by its tokens a second and device."""
+    return tokens * sequences / (per_gpu * gpus)
+
+
+def _titan(id: str, model: Model, topology: str, axes: dict[str, int], sequences: int, tokens_s: float, gpus: int, **more: object) -> Run:
+    seconds = _tokens_s(tokens_s, gpus, 8192, sequences)
+    return Run(id, f"T{model.hidden}", model, topology, axes, 8192, sequences, seconds, **more)  # type: ignore[arg-type]
+
+
+def _mosaic(id: str, model: Model, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none") -> Run:
+    rows = 8 * each * times
+    seconds = _tokens_s(tokens_s, 8, tokens, rows)
+    return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, again=again, fused=False, attention="triton")
+
+
+def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences: int, tflops: float) -> Run:
+    model, tokens = _opt(layers, hidden, heads, 131072), 4096
+    each = 72 * layers * hidden**2 * (1 + tokens / (6 * hidden) + model.vocabulary / (12 * layers * hidden))  # Megatron's own formula
+    seconds = each * tokens * sequences / (tflops * 1e12 * 48 * tp)
+    axes = {"dpo": 3, "dp": 16, "tp": tp}  # 48 ranks divide no vocabulary
+    more = dict(zero=1, attention="hopper", unknown="rows of a microbatch: all 4 of a rank")
+    return Run(id, "M", model, "8xh100", axes, tokens, sequences, seconds, **more)  # type: ignore[arg-type]
+
+
+_D_S = {8: 12.78, 16: 12.99, 32: 13.00, 64: 13.00, 128: 13.16}
+_TITAN_CARD = "8xh100-96g"
+
+RUNS: tuple[Run, ...] = (
+    _titan("T1", L8, _TITAN_CARD, {"dp": 8}, 16, 5762, 8, again="operators", fused=False, peak_gib=82.4),
+    _titan("T2", L8, _TITAN_CARD, {"dp": 8}, 16, 6667, 8, again="operators", peak_gib=77.0),
+    _titan("T25", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4378, 64, again="operators"),
+    _titan("T33", L8, "8xa100-80g", {"dp": 64}, 64, 2904, 64, again="layers", fused=False),
+    _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=False),
+    _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=False),
+    _titan("T42", L8, _TITAN_CARD, {"dp": 8}, 8, 6150, 8, again="operators", peak_gib=47.7, unknown="which H100: as the other rows"),
+    Run("K1", "K8", L8, "4xh200", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
+    Run("K2", "K8", L8, "4xh200", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
+    Run("K3", "K8", L8, "4xh200", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
+    Run("K10", "K15", K15, "4xh200", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused=False, masters=False, peak_gib=88.5),
+    Run("K11", "K15", K15, "4xh200", {"dp": 2, "tp": 4}, 4096, 32, 4.79, 4, again="full", masters=False, peak_gib=45.1),
+    Run("K12", "K15", K15, "4xh200", {"dp": 4, "tp": 4}, 4096, 64, 4.87, 4, again="full", masters=False, peak_gib=39.2),
+    Run("K13", "K15", K15, "4xh200", {"dp": 8, "tp": 4}, 4096, 128, 5.03, 4, again="full", masters=False, peak_gib=36.3),
+    Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused=False, masters=False),
+    Run("U2", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 8998, masters=False),
+    _mosaic("P1", _opt(32, 4096, 32, 50368), 2048, 6, 2, 4641),
+    _mosaic("P2", _opt(32, 4096, 32, 50368), 16384, 4, 2, 2453, "full"),
+    _mosaic("P3", _opt(40, 5120, 40, 50368), 2048, 2, 3, 2262),
+    _mosaic("P4", _opt(48, 7168, 56, 50368), 2048, 3, 21, 916, "full"),
+    _mosaic("P5", _opt(48, 7168, 56, 50368), 8192, 1, 21, 574, "full"),
+    *(
+        Run(f"D{k}", "D", L8, "8xh100", {"dp": n // 2, "cp": 2}, 8192, 16 * n, seconds, 32, 1, attention="hopper")
+        for k, (n, seconds) in enumerate(_D_S.items(), 1)
+    ),
+    _megatron("M1", 16, 2048, 24, 1, 192, 409),
+    _megatron("M2", 32, 4096, 30, 2, 192, 466),
+    _megatron("M3", 48, 6144, 32, 4, 192, 489),
+    _megatron("M4", 56, 7168, 48, 8, 192, 460),
+    Run("E1", "E", E13, "8xa100-80g", {"dp": 64}, 2048, 2048, 26.5, 32, 1),
+    Run("E2", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 29.7, 32, 1),
+    Run("E4", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 31.3, 64, 1),
+)

@@ -1,0 +1,135 @@
+"""The steps of published runs as this project plans them: full width, few layers, and the clock's seconds of all layers.
+
+Layers of a decoder are alike, so a step of all layers takes what one of `FEW[0]` takes and a layer's seconds for each that is missing; the
+difference to a step of `FEW[1]` layers says what a layer takes. `python -m bench published` checks that on a run that is planned whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import colofunc_plugins
+import torch
+from colofunc_plugins import tensor, zero
+from colofunc_plugins.sequence import ring
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+import colofunc as cf
+from bench._published_rows import TIMES_FLASH, Attention, Model, Run
+from colofunc.compiler.lowered import Lowered
+from colofunc.executors.backend import ordered
+from colofunc.executors.fused import fused
+from colofunc.mesh import Topology
+from colofunc.planner.recompute.policies import PRODUCTS, Policy
+from colofunc.program.ir import Node, Program
+from colofunc.program.lanes import lanes
+from colofunc.program.passes.kernels import with_kernels
+
+FEW = (2, 4)
+SAVED = ("q_proj", "v_proj", "gate_proj", "fc1", "down_proj", "fc2")
+"""What torchtitan's selective recomputation keeps: every second product of a layer in the order of their calls, and attention."""
+
+
+def module_of(model: Model, layers: int, tokens: int) -> torch.nn.Module:
+    with torch.device("meta"):
+        if model.gated:
+            sizes = dict(hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=layers, vocab_size=model.vocabulary)
+            heads = dict(num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, max_position_embeddings=tokens)
+            return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=model.tied, use_cache=False))
+        sizes = dict(hidden_size=model.hidden, ffn_dim=model.ffn, num_hidden_layers=layers, vocab_size=model.vocabulary)
+        more = dict(num_attention_heads=model.heads, max_position_embeddings=tokens, word_embed_proj_dim=model.hidden, dropout=0.0)
+        return OPTForCausalLM(OPTConfig(**sizes, **more, use_cache=False))
+
+
+def lowered(run: Run, layers: int) -> Lowered:
+    """A run's step with its plan pinned: who is where, what is made again."""
+    module = module_of(run.model, layers, run.tokens)
+    model, opt = cf.functional(module if run.masters else module.to(torch.bfloat16)), cf.adapt(torch.optim.AdamW, lr=1e-4)
+    step_fn, _ = cf.train_step(model, opt)
+    state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
+    step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=f"{run.topology}:attainable"), *_plans(run), plugins=[colofunc_plugins])
+    step = cf.precision(step, "bf16") if run.masters else step
+    step = cf.accumulate(step, microbatches=run.microbatches)
+    policy = _policy(run)
+    step = step if policy is None else cf.checkpoint(step, policy=policy, budget="10TiB")
+    ids = cf.abstract((run.sequences, run.tokens), torch.int64)
+    return step.lower(state, {"input_ids": ids, "labels": ids})
+
+
+def _plans(run: Run) -> list[Any]:
+    plans: list[Any] = []
+    if run.zero and run.axes.get("dp", 1) > 1:
+        copies = "dpo" if "dpo" in run.axes else ()
+        plans.append(zero(3, "dp", regather=True) if run.zero == 3 else zero(run.zero, "dp", replicate=copies))
+    if run.axes.get("tp", 1) > 1:
+        plans.append(tensor("1d", "tp", sequence=True))
+    if run.axes.get("cp", 1) > 1:
+        plans.append(ring("cp", balance="stripes"))
+    return plans
+
+
+def _policy(run: Run) -> Policy | str | None:
+    if run.again == "operators":
+        return Policy("every second product", _keeps_operators)
+    if run.again == "layers":
+        return Policy("every second layer", _keeps_layers)
+    return "nothing" if run.again == "full" else None
+
+
+def _keeps_operators(node: Node, readers: Sequence[Node]) -> bool:
+    if "attention" in node.target:
+        return True
+    return any(word in node.target for word in PRODUCTS) and node.path.endswith(SAVED)
+
+
+def _keeps_layers(node: Node, readers: Sequence[Node]) -> bool:
+    numbers = [int(word) for word in node.path.split(".") if word.isdigit()]
+    return not numbers or numbers[0] % 2 == 0
+
+
+def with_attention(topology: Topology, kernel: Attention) -> Topology:
+    """A machine whose flash attention is another kernel."""
+    if kernel not in TIMES_FLASH:
+        return topology
+    ahead, back = TIMES_FLASH[kernel]
+    rates = [
+        attrs.evolve(one, points=tuple((keys, forward * ahead, backward * back) for keys, forward, backward in one.points))
+        for one in topology.device.attention
+    ]
+    return attrs.evolve(topology, device=attrs.evolve(topology.device, attention=tuple(rates)))
+
+
+@attrs.frozen(eq=False)
+class Planned:
+    """Two steps of few layers, as the executor orders them."""
+
+    run: Run
+    programs: tuple[Program, ...]
+    lows: tuple[Lowered, ...]
+
+    def played(self, low: Lowered, program: Program, topology: Topology, is_fused: bool) -> float:
+        """Seconds of one of the steps on a machine."""
+        mesh, rule = low.mesh.with_topology(with_attention(topology, self.run.attention)), low.registry.rule
+        on_it = with_kernels(program, mesh, low.registry.kernels)
+        return lanes(fused(on_it, mesh, rule) if is_fused else on_it, mesh, rule).end_s
+
+    def seconds(self, topology: Topology, is_fused: bool | None = None) -> float:
+        """Of a step with all layers."""
+        fuses = self.run.fused if is_fused is None else is_fused
+        few, more = (self.played(low, program, topology, fuses) for low, program in zip(self.lows, self.programs, strict=True))
+        return few + (more - few) / (FEW[1] - FEW[0]) * (self.run.model.layers - FEW[0])
+
+
+def whole_s(run: Run, topology: Topology) -> float:
+    """Of a step that is planned with all layers."""
+    low = lowered(run, run.model.layers)
+    program = ordered(low.program, low.mesh, "distributed", grouped=True)
+    return Planned(run, (program,), (low,)).played(low, program, topology, run.fused)
+
+
+def planned(run: Run) -> Planned:
+    lows = tuple(lowered(run, layers) for layers in FEW)
+    programs = tuple(ordered(low.program, low.mesh, "distributed", grouped=True) for low in lows)
+    return Planned(run, programs, lows)

@@ -1,0 +1,153 @@
+"""Published training runs, as the clock predicts them: step seconds of plans that are pinned to the published configuration.
+
+Each run is traced at full width with 2 and with 4 layers, planned, and played on the curves of its device
+(`colofunc/mesh/devices/`); each layer more takes as much again, which one run is planned whole to check. Rows with an even number gave
+the devices' `sustained` shares, the others only test them. The split, the configurations and what had to be assumed stand in
+`bench/_published_rows.py`. Runs with pipelines, float8, asynchronous tensor parallelism, chunked losses or batches that nobody wrote
+down are not among them.
+
+Note [Missed]. What was found out about the runs that are missed, and one that nearly is (M1):
+- D3 to D5: from 32 ranks on, the blocks of our ring are planned with FlexAttention, which takes 2.4 times as long as flash on the same
+  blocks; at 8 and 16 ranks the same plan has flash, and is within 8 %. It is the plan that differs from the published one, not only its
+  clock; why it does is not known yet.
+- M4: collectives are not hidden behind backward in our plan. Measured with unsustained rates, a network of 0.7 times the bandwidth makes
+  the prediction 1.50 times the published seconds, in place of 1.30. The published run overlaps gradients and parameters. M3 in part.
+- P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB, of which 78 GiB are alive by our count. An allocator that has to give
+  memory back in every step would be slow so; whether it had to is not published.
+- M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
+  its microbatches are known.
+Of peaks only what is alive is counted here; published ones are what an allocator has reserved.
+
+    python -m bench published
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import combinations
+
+import attrs
+
+from bench import Row, Section
+from bench._published_rows import RUNS, Run
+from bench._published_steps import FEW, Planned, planned, whole_s
+from colofunc.mesh import Rate, Topology, resolve_topology
+from colofunc.mesh.curves import curves_of
+
+CHECKED = "K1"
+"""The run that is planned with all of its layers too."""
+
+
+@attrs.frozen
+class Result:
+    """Predicted seconds of a run, and what they would be without a term of the clock."""
+
+    run: Run
+    seconds: float
+    peak_gib: float
+    without: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.run.measured_s - 1
+
+
+def variants(topology: Topology) -> dict[str, Topology]:
+    """Term -> the machine without it."""
+    curves = curves_of(topology.device.name)
+    assert curves is not None, "runs are planned on devices with curves"
+    device = topology.device
+    rates = tuple(Rate(r.dtype, r.flops_per_s / curves.sustained.share) for r in device.rates)
+    sheet = resolve_topology(topology.name.removesuffix(":attainable"))
+    return {
+        "sustained": attrs.evolve(topology, device=attrs.evolve(device, rates=rates)),
+        "attention": attrs.evolve(topology, device=attrs.evolve(device, attention=())),
+        "memory": attrs.evolve(topology, device=attrs.evolve(device, memory_bytes_per_s=sheet.device.memory_bytes_per_s)),
+        "links": attrs.evolve(topology, levels=sheet.levels),
+        "all of them": sheet,
+    }
+
+
+def result(run: Run) -> tuple[Result, Planned]:
+    steps = planned(run)
+    topology = steps.lows[0].mesh.topology
+    without = {term: steps.seconds(machine) for term, machine in variants(topology).items()}
+    without["fusion"] = steps.seconds(topology, False)
+    few, more = (low.memory().peak_bytes["device"] for low in steps.lows)
+    peak = few + (more - few) / (FEW[1] - FEW[0]) * (run.model.layers - FEW[0])
+    return Result(run, steps.seconds(topology), peak / 2**30, without), steps
+
+
+def kendall(results: Sequence[Result]) -> tuple[int, int]:
+    """(pairs of runs of one model that are in the published order by tokens a second and device, all such pairs)."""
+    agreeing = total = 0
+    for one, other in combinations(results, 2):
+        if one.run.group != other.run.group:
+            continue
+        published = speed(one.run, one.run.measured_s) - speed(other.run, other.run.measured_s)
+        predicted = speed(one.run, one.seconds) - speed(other.run, other.seconds)
+        total += 1
+        agreeing += published * predicted > 0
+    return agreeing, total
+
+
+def speed(run: Run, seconds: float) -> float:
+    """Tokens a second and device."""
+    ranks = 1
+    for size in run.axes.values():
+        ranks *= size
+    return run.sequences * run.tokens / seconds / ranks
+
+
+def errors(results: Sequence[Result], term: str = "") -> tuple[float, float]:
+    """Median and worst of absolute errors, of the whole clock or of it without a term."""
+    found = [abs((one.without[term] if term else one.seconds) / one.run.measured_s - 1) for one in results]
+    return statistics.median(found), max(found)
+
+
+def bench() -> Section:
+    results, rows = [], []
+    for run in RUNS:
+        one, steps = result(run)
+        results.append(one)
+        half = "calibrates" if run.calibrates else "tests"
+        figure = f"{one.seconds:.3f} s, published {run.measured_s:.3f} s: {one.error:+.0%}"
+        if run.peak_gib is not None:
+            figure += f"; alive {one.peak_gib:.0f} GiB, published peak {run.peak_gib:.0f}"
+        about = f" ({run.unknown})" if run.unknown else ""
+        rows.append(Row(f"{run.id} {half}{about}", figure, "within 25 %", abs(one.error) <= 0.25))
+        if run.id == CHECKED:
+            topology = steps.lows[0].mesh.topology
+            off = one.seconds / whole_s(run, topology) - 1
+            what = f"{run.id} from few layers / planned with all {run.model.layers}"
+            rows.append(Row(what, f"{1 + off:.4f}", "within 1 %", abs(off) <= 0.01))
+    return Section("Published runs", SETTING, [*summary(results), *ablation(results), *rows])
+
+
+def summary(results: Sequence[Result]) -> list[Row]:
+    rows = []
+    for half, chosen in (("calibrating rows", True), ("testing rows", False)):
+        some = [one for one in results if one.run.calibrates == chosen]
+        middle, worst = errors(some)
+        rows.append(Row(f"{len(some)} {half}: median error", f"{middle:.1%}", "at most 10 %", middle <= 0.10))
+        rows.append(Row(f"{half}: worst error", f"{worst:.0%}", "at most 25 %", worst <= 0.25))
+    agreeing, total = kendall(results)
+    tau = 2 * agreeing / total - 1
+    rows.append(Row("configurations of one model in the published order", f"{agreeing} of {total}, tau {tau:.2f}", "tau 0.9", tau >= 0.9))
+    return rows
+
+
+def ablation(results: Sequence[Result]) -> list[Row]:
+    tests = [one for one in results if not one.run.calibrates]
+    rows = []
+    for term in tests[0].without:
+        middle, worst = errors(tests, term)
+        rows.append(Row(f"testing rows without {term}: median and worst error", f"{middle:.1%}, {worst:.0%}"))
+    return rows
+
+
+SETTING = (
+    "Seconds of a step by the clock, plans pinned to the published configuration, 2 and 4 layers of full width extrapolated; a term that "
+    "is left out takes the data sheet's figure, attention 0.6 of the products' rate, fusion none"
+)

@@ -1,0 +1,85 @@
+"""What compiled segments cost: the clock of a program whose elementwise operators are fused.
+
+Problem: the clock counts every operator of a program by the bytes that it reads and writes, and a compiler leaves out what only its own
+kernels would read. Idea: within a piece that is compiled as a whole (`segments.pieces`) operators that can be fused are grouped by the
+products between them: what is made and read between the same two products stays on the chip, everything else is written once and read once
+by each group. A group is one launch. Products are as they were: the compiler calls the library for them.
+
+    norm linear silu mul linear add  ->  [norm] linear [silu mul] linear [add]
+
+The program that comes back has the seconds on its nodes, where the clock looks first (`Node.kernel`): those of a group on its first node.
+A norm is one group although it reads its rows twice, because they fit on the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from colofunc.executors.segments import PRODUCTS, pieces
+from colofunc.mesh import Mesh
+from colofunc.ops.kernels import Planned
+from colofunc.program.cost import RuleOf, node_work
+from colofunc.program.facts import written
+from colofunc.program.ir import Node, Program, Value
+
+NAME = "compiled"
+FREE = Planned(NAME, 0.0, 0)
+
+
+def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
+    """A local program with what its operators take once it is compiled. Bodies of loops too."""
+    nodes = list(program.nodes)
+    for index, node in enumerate(nodes):
+        if node.loop is not None:
+            nodes[index] = attrs.evolve(node, loop=attrs.evolve(node.loop, body=fused(node.loop.body, mesh, rule_of)))
+    for piece in pieces(program):
+        where = {id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)}
+        for group in _groups(piece.nodes):
+            seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
+            for place, node in enumerate(group):
+                kernel = FREE if place or seconds == 0.0 else Planned(NAME, seconds, 0)
+                at = where[id(node)]
+                nodes[at] = attrs.evolve(nodes[at], kernel=kernel)
+    return program.with_nodes(nodes)
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in PRODUCTS or node.target.rsplit(".", 1)[0] in PRODUCTS
+
+
+def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The operators of a piece that are no products, by how many products stand before them on the longest way to them."""
+    depth: dict[int, int] = {}  # of a value: products up to it
+    found: dict[int, list[Node]] = {}
+    for node in nodes:
+        here = max((depth.get(i, 0) for i in node.refs), default=0)
+        if _is_product(node):
+            here += 1
+        else:
+            found.setdefault(here, []).append(node)
+        for i in (*node.results, *written(node)):
+            depth[i] = here
+    return list(found.values())
+
+
+def _group_s(
+    group: Sequence[Node], outs: Sequence[int], nodes: Sequence[Node], values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf
+) -> float:
+    """Seconds of one kernel that reads what comes from outside of a group and writes what is read there."""
+    inside = {id(node) for node in group}
+    made = {i for node in group for i in node.results}
+    read_elsewhere = {i for node in nodes if id(node) not in inside for i in node.refs} | set(outs)
+    moved = flops = 0.0
+    dtype, read = "float32", set[int]()
+    for node in group:
+        work, own_bytes, dtype_here = node_work(node, values, rule_of)
+        if not own_bytes:  # a view
+            continue
+        flops, dtype = flops + work, dtype_here
+        read |= {i for i in node.refs if i not in made}
+        moved += sum(values[i].nbytes for i in node.results if i in read_elsewhere)
+        moved += sum(values[i].nbytes for i in written(node) if i not in made)
+    moved += sum(values[i].nbytes for i in read)
+    return mesh.compute_s(flops, moved, dtype) if moved else 0.0

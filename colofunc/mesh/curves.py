@@ -1,0 +1,144 @@
+"""Curves: what a device reaches of its data sheet, by kind of work and by size, read from a file of its own.
+
+Problem: no product reaches the rate of a data sheet, no short attention that of a long one, no collective that of its links, and a plan
+that believes the sheet is too fast everywhere, and not by the same factor. Idea: a file per device in `colofunc/mesh/devices/` holds what
+was measured of it, each figure with its source, and the clock reads nothing else where there is one.
+
+    attention_flops_per_s(curves_of("h100").attention, "flash", 128, 4096.0, backward=True)     # 308 T: 8,192 causal rows
+
+Note [Products]. A product of (m, k) and (k, n) takes a launch and the longer of 2mnk operations at the rate of `products` and of the bytes
+of its three matrices at that of memory: sizes count through both. On the 11 products that XLA's table has for sm_90 that is within 8 %
+(root mean square of logarithms); numbers of waves and of steps along k, tried as further terms, make it no better than 7 %.
+
+Note [Attention]. The rate of a kernel grows with the number of keys that a row has, because each block of rows begins and ends once. Tables
+are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is looked up by its keys, causal or not.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colofunc import untrusted
+from colofunc.errors import TopologyError
+
+FORMAT = 1
+FOLDER = Path(__file__).parent / "devices"
+MOST_BYTES = 1 << 20
+
+
+def _above_zero(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not 0 < value < math.inf:
+        raise TopologyError(f"{type(instance).__name__}.{attribute.name} is {value!r}; give a finite number above 0")
+
+
+@attrs.frozen
+class ProductRate:
+    """Operations a second of large products of one dtype, at best."""
+
+    dtype: str
+    flops_per_s: float = attrs.field(validator=_above_zero, converter=float)
+    source: str
+
+
+@attrs.frozen
+class AttentionRate:
+    """Operations a second of a kernel for heads of `head` elements: (keys of a row, forward, backward), fewest keys first."""
+
+    kernel: str
+    head: int = attrs.field(validator=_above_zero)
+    points: tuple[tuple[float, float, float], ...]
+    source: str
+
+    def __attrs_post_init__(self) -> None:
+        keys = [point[0] for point in self.points]
+        if not keys or sorted(set(keys)) != keys or min(map(min, self.points)) <= 0:
+            raise TopologyError(f"AttentionRate of {self.kernel!r}: points {self.points!r:.80}; give numbers above 0, fewest keys first")
+
+
+@attrs.frozen
+class Share:
+    """What programs reach of a data sheet's figure, a part of it. `error`: relative, where it comes from a fit."""
+
+    share: float = attrs.field(validator=_above_zero, converter=float)
+    source: str
+    error: float = 0.0
+
+
+@attrs.frozen
+class Curves:
+    """What devices reach. `sustained`: the part of the rates of `products` that is left where whole steps of them run.
+
+    `memory`: of the device's memory, by elementwise kernels. `launch_s`: of a kernel, beside its work. `links`: of those in a box, by
+    collectives; `latency_s`: of one of their messages. `copies`: of the link between device and host.
+    """
+
+    devices: tuple[str, ...]
+    products: tuple[ProductRate, ...]
+    sustained: Share
+    memory: Share
+    launch_s: float = attrs.field(validator=_above_zero, converter=float)
+    launch_source: str
+    links: Share
+    latency_s: float = attrs.field(validator=_above_zero, converter=float)
+    latency_source: str
+    copies: Share
+    attention: tuple[AttentionRate, ...] = ()
+
+    def product_flops_per_s(self, dtype: str) -> float | None:
+        """Of large products of a dtype in a step; None where nothing is known."""
+        best = next((one.flops_per_s for one in self.products if one.dtype == dtype), None)
+        return None if best is None else best * self.sustained.share
+
+
+def attention_flops_per_s(known: tuple[AttentionRate, ...], kernel: str, head: int, keys: float, backward: bool) -> float | None:
+    """Of a kernel by the elements of a head and the mean number of keys of a row; None where nothing is known of it."""
+    column = 2 if backward else 1
+    heads = sorted((one for one in known if one.kernel == kernel), key=lambda one: one.head)
+    if not heads:
+        return None
+    return _between([(float(one.head), _between([(p[0], p[column]) for p in one.points], keys)) for one in heads], head)
+
+
+def _between(points: list[tuple[float, float]], at: float) -> float:
+    """Straight between neighbours by the logarithm of the place; beyond the ends what the ends have."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in pairwise(points):
+        if at <= right:
+            return low + (high - low) * math.log(at / left) / math.log(right / left)
+    return points[-1][1]
+
+
+def curves_of(device: str) -> Curves | None:
+    """The curves of a device by the name of its preset; None where no file has them."""
+    return _shipped().get(device)
+
+
+@cache
+def _shipped() -> dict[str, Curves]:
+    """All files of this folder. Raises TopologyError on a damaged one, and where two say what one device reaches."""
+    found: dict[str, Curves] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        curves = read_curves(path)
+        for device in curves.devices:
+            if device in found:
+                raise TopologyError(f"curves file {str(path)!r} is of device {device!r}, and so is another file; name it in one of them")
+            found[device] = curves
+    return found
+
+
+def read_curves(path: Path) -> Curves:
+    """Curves from a file. Raises TopologyError with the first value that is none, and what it must be."""
+    try:
+        data = untrusted.read_json(path, MOST_BYTES)
+        if not isinstance(data, dict) or data.pop("colofunc_curves", None) != FORMAT:
+            raise untrusted.Wrong(f'it does not begin with "colofunc_curves": {FORMAT}')
+        return untrusted.build(Curves, data, "curves")
+    except (untrusted.Wrong, TopologyError, OSError) as error:
+        raise TopologyError(f"curves file {str(path)!r} cannot be used: {error}; docs/devices.md says what it holds") from error

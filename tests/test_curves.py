@@ -1,0 +1,107 @@
+"""Curves of devices: what the shipped files hold, that the clock gives back the published tables, and damaged files."""
+
+import json
+import math
+
+import attrs
+import pytest
+import torch
+
+import colofunc as cf
+from colofunc.errors import TopologyError
+from colofunc.mesh import PRESETS, Mesh, Rate
+from colofunc.mesh.curves import FOLDER, attention_flops_per_s, curves_of, read_curves
+from colofunc.ops import attention_cuda as cuda
+from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
+from colofunc.ops.kernels import KernelCall, Like
+from colofunc.program.passes.kernels import rates_of
+
+FILES = sorted(FOLDER.glob("*.json"))
+# XLA, matmul_interpolator_data.h, sm_90, bfloat16: (m, n, k) -> TFLOP/s.
+PRODUCTS = {
+    (512, 256, 256): 11, (1024, 256, 1024): 68, (256, 1024, 4096): 172, (4096, 512, 512): 239, (256, 4096, 2048): 325,
+    (1024, 1024, 2048): 350, (4096, 4096, 256): 392, (4096, 2048, 512): 447, (1024, 2048, 2048): 524, (2048, 2048, 2048): 632,
+    (4096, 4096, 4096): 783,
+}  # fmt: skip
+# XLA, collective_interpolator_data.h, 8 of sm_90: bytes of the full tensor -> its bytes over seconds, GB/s.
+GATHERED = {2 << 20: 63, 4 << 20: 87, 8 << 20: 134, 16 << 20: 195, 256 << 20: 368, 1 << 30: 391}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_speaks_of_presets_and_every_figure_has_a_source(path):
+    curves = read_curves(path)
+    assert curves.devices and set(curves.devices) <= set(PRESETS)
+    sources = [one.source for one in (*curves.products, *curves.attention, curves.sustained, curves.memory, curves.links, curves.copies)]
+    assert all(len(source) > 10 for source in (*sources, curves.launch_source, curves.latency_source))
+    assert 0.5 < curves.sustained.share <= 1.0 and curves_of(curves.devices[0]) == curves
+
+
+def test_products_of_many_sizes_take_what_was_measured():
+    curves, topology = curves_of("h100"), Mesh(topology="h100:attainable").topology
+    best = tuple(Rate(one.dtype, one.flops_per_s) for one in curves.products)  # one at a time, not a whole step of them
+    mesh = Mesh(topology=attrs.evolve(topology, device=attrs.evolve(topology.device, rates=best)))
+    off = []
+    for (m, n, k), tflops in PRODUCTS.items():
+        seconds = mesh.compute_s(2 * m * n * k, 2 * (m * k + n * k + m * n), "bfloat16")
+        off.append(math.log(seconds / (2e-12 * m * n * k / tflops)))
+    assert math.sqrt(sum(x * x for x in off) / len(off)) < 0.1 and max(map(abs, off)) < 0.2
+
+
+def test_gathers_of_many_sizes_take_what_was_measured():
+    mesh = Mesh(dp=8, topology="8xh100:attainable")
+    for nbytes, rate in GATHERED.items():
+        assert mesh.collective_s("all_gather", nbytes, ("dp",)) == pytest.approx(nbytes / (rate * 1e9), rel=0.25)
+
+
+def attention(target: str, rows: int, head: int) -> KernelCall:
+    q = Like((1, 16, rows, head), torch.bfloat16)
+    names = dict(q=q, k=q, v=q, grad_out=q, out=q, lse=Like((1, 16, rows), torch.float32), bias=None, code=None, causal=True, window=0)
+    more = dict(q_offset=None, k_offset=None, dropout=0.0, scale=None, grad_lse=None)
+    return KernelCall(target, tuple((names | more).items()), (9, 0))
+
+
+@pytest.mark.parametrize(("rows", "head", "tflops"), [(512, 64, 141), (2048, 128, 265), (16384, 128, 328), (16384, 64, 284)])
+def test_attention_forward_and_backward_takes_what_was_measured(rows, head, tflops):
+    rates = attrs.evolve(rates_of(Mesh(topology="h100:attainable").topology), launch_s=0.0)
+    flash = {kernel.target: kernel for kernel in FUSED if kernel.fn in (cuda.flash, cuda.flash_backward)}
+    seconds = sum(flash[target].cost_s(attention(target, rows, head), rates) for target in (FORWARD, BACKWARD))
+    flops = 3.5 * 4 * 16 * head * rows * rows / 2
+    assert seconds == pytest.approx(flops / (tflops * 1e12), rel=0.02)
+
+
+def test_between_lengths_and_beyond_them():
+    known = curves_of("h100").attention
+    at = [attention_flops_per_s(known, "flash", 128, keys, False) for keys in (1, 256, 300, 512, 1 << 30)]
+    assert at[0] == at[1] < at[2] < at[3] < at[4] == 328e12
+    assert attention_flops_per_s(known, "flash", 64, 256, False) < attention_flops_per_s(known, "flash", 96, 256, True) < at[1]
+    assert attention_flops_per_s(known, "nobody's", 64, 256, False) is None
+
+
+def test_a_topology_with_rates_of_attention_is_a_file_like_any_other(tmp_path):
+    topology = Mesh(topology="h100:attainable").topology
+    topology.save(tmp_path / "mine.json")
+    assert topology.device.attention and cf.Mesh(topology=tmp_path / "mine.json").topology == topology
+    assert "attention" not in PRESETS["h100"].to_dict()["device"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("colofunc_curves",), 2, 'it does not begin with "colofunc_curves": 1'),
+        (("memory", "share"), "much", "curves.memory.share is 'much'; it must be of type int or float"),
+        (("launch_s",), -1.0, "Curves.launch_s is -1.0; give a finite number above 0"),
+        (("attention", 0, "points"), [], "AttentionRate of 'flash': points (); give numbers above 0, fewest keys first"),
+        (("spped",), 1, "curves has an unknown field 'spped'"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value, says):
+    data = json.loads((FOLDER / "h100.json").read_text())
+    at = data
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    path = tmp_path / "h100.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(TopologyError) as error:
+        read_curves(path)
+    assert says in str(error.value) and str(path) in str(error.value) and "docs/devices.md says what it holds" in str(error.value)
