@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from colofunc_plugins import stages, zero
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
@@ -199,3 +200,28 @@ def test_points_where_ranks_meet_compare_what_they_ran():
         assert "the ranks have not run the same steps before it" in unequal and "full()" in unequal
         assert f"rank {rank} has come to a checkpoint of rank {rank} at test_real_ranks.py" in elsewhere
         assert f"rank {1 - rank} to a checkpoint of rank {1 - rank} at" in elsewhere
+
+
+def doubled_steps():
+    """State of float32 under a mode that doubles factories: buffers that are received into are as large as what is sent."""
+    torch.manual_seed(0)
+    net = cf.functional(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)))
+    step, state = cf.train_step(net, cf.adapt(torch.optim.AdamW, lr=1e-2), lambda out, b: out.pow(2).mean(), inputs=lambda b: ((b,), {}))
+    batch, found = torch.linspace(-1, 1, 128).reshape(8, 16), []
+    with float64():
+        for plan in (zero(3, "dp"), stages("dp", {"0.*": 0, "2.*": 1})):
+            sharded, one, losses = cf.shard(step, cf.Mesh(dp=2), plan), state, []
+            mine = sharded.init(state, batch)
+            for _ in range(2):
+                mine, metrics = sharded(mine, batch)
+                one, expected = step(one, batch)
+                losses.append((float(metrics["loss"]), float(expected["loss"])))
+            found.append(losses)
+    return found
+
+
+def test_float32_state_under_doubled_factories():
+    for found in launch(doubled_steps, 2, timeout_s=100):
+        for losses in found:
+            for mine, one in losses:
+                assert mine == pytest.approx(one, rel=1e-6)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from colofunc import compat
 from colofunc.executors.kernels import reduce_members
 from colofunc.mesh import Mesh
+from colofunc.ops.dtypes import DOUBLED
 from colofunc.ops.flat import flat_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -131,6 +132,8 @@ class Groups:
         def send(x: torch.Tensor, tag: int) -> torch.Tensor:
             self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
             kept = x.clone(memory_format=torch.contiguous_format)
+            if DOUBLED.get() and kept.dtype is torch.float32:
+                kept = kept.double()  # as the receiver's buffer is
             carried = kept.cpu() if through_host else kept
             for member in others if x.numel() else ():
                 self._sent.append((dist.isend(_bytes(carried), member, group=group.pg, tag=tag), carried))
@@ -167,7 +170,13 @@ class Groups:
         on_host = (_GLOO if self.carriers.get("cpu") == "gloo" else _MAKERS)[kind](group, *options)
         gloo = self.carriers.get("cuda") == "gloo"
         on_gpu = _through_host(on_host) if gloo else _MAKERS[kind](group, *options)
-        return lambda x: (on_gpu if (x if isinstance(x, torch.Tensor) else x[0]).is_cuda else on_host)(x)
+
+        def begin(x: Any) -> Started:
+            # What is around the caller changes no buffer: one that `cf.testing.float64` doubles would hold other bytes than are sent.
+            with compat.no_function_modes():
+                return (on_gpu if (x if isinstance(x, torch.Tensor) else x[0]).is_cuda else on_host)(x)
+
+        return begin
 
 
 def _through_host(start: Start) -> Start:
