@@ -17,7 +17,7 @@ from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
 from colofunc.program.ir import Loop, Program
-from colofunc.program.places import on_rank
+from colofunc.program.places import on_rank, out_of_order
 from colofunc.program.serialize import load, save
 from colofunc.testing import check
 
@@ -297,6 +297,13 @@ def test_parts_that_do_not_fit_the_body_are_found() -> None:
     edit.replace(index, attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=short)))
     with pytest.raises(cf.ProgramError, match="parts that end at"):
         check_program(edit.done(), low.mesh)
+
+
+def test_messages_that_are_received_in_another_order_are_named() -> None:
+    step, state, batch = mlp()
+    for schedule, found in {"1f1b": "", "zb-v": "message 3 of microbatch 0 from index 0 to 1 of 'pp'"}.items():
+        low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch)
+        assert out_of_order(low.program, low.mesh) == found
 
 
 # ---- real ranks ----

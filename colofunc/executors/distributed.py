@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat, env
-from colofunc.errors import InputError, MeshError
+from colofunc.errors import InputError, MeshError, PlanError
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
@@ -47,7 +47,7 @@ from colofunc.program.passes.coalesce import outputs_late, updates_late, views_l
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
-from colofunc.program.places import OnRank, has_places, on_rank
+from colofunc.program.places import OnRank, has_places, on_rank, out_of_order
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
 
@@ -337,6 +337,8 @@ class Distributed:
         groups = self._groups_of(mesh)
         if not has_places(program):
             return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
+        if self._carriers.get("cuda") == "nccl" and mesh.device != "cpu":
+            _check_message_order(program, mesh)
         mine = on_rank(program, mesh, self.rank)
         return RankProgram(self.order(mine.program), groups, self.watch, bound, whole=whole, union=program, mine=mine)
 
@@ -362,6 +364,16 @@ class Distributed:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
+
+
+def _check_message_order(program: Program, mesh: Mesh) -> None:
+    """Raises PlanError where NCCL, which knows messages of a pair by their order, would deliver one for another."""
+    message = out_of_order(program, mesh)
+    if message:
+        raise PlanError(
+            f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before one that was sent "
+            'earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs with gloo'
+        )
 
 
 def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False) -> Program:

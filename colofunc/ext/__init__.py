@@ -21,6 +21,7 @@ from colofunc.planner.fitted import Fitted
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.sharding.constraints import Constraint, Constraints
+from colofunc.planner.stages import cuts
 from colofunc.planner.stages.simulate import Simulated, Span, bytes_of, chrome_events, simulate
 from colofunc.planner.wishes import products, reading, tokens
 from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
@@ -83,6 +84,7 @@ __all__ = [
     "check_table",
     "chrome_events",
     "collectives",
+    "cuts",
     "follow",
     "hookimpl",
     "linear_order",

@@ -166,6 +166,47 @@ def _receive(node: Node, by_part: Sequence[list[Node]]) -> None:
     by_part[-1].append(node)
 
 
+def out_of_order(program: Program, mesh: Mesh) -> str:
+    """The first message between parts of a loop that a rank receives before one that the same rank has sent it earlier, "" if none is.
+
+    A library that tells messages of a pair by their order alone cannot carry such a loop.
+    """
+    for node in program.nodes:
+        if node.loop is None or node.loop.timetable is None or not node.loop.timetable.ends:
+            continue
+        axes = (node.loop.timetable.along,)
+        rows = [_messages(node, program, mesh, rank) for rank in mesh.groups(axes)[0]]
+        for source, mine in enumerate(rows):
+            for target, theirs in enumerate(rows):
+                sent = [message for to, message in mine if to == ("to", target)]
+                received = [message for to, message in theirs if to == ("from", source)]
+                for first, second in zip(sent, received, strict=True):
+                    if first != second:
+                        tag, microbatch = second
+                        return f"message {tag} of microbatch {microbatch} from index {source} to {target} of {axes[0]!r}"
+    return ""
+
+
+Message = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of the other), (tag, microbatch)
+
+
+def _messages(node: Node, program: Program, mesh: Mesh, rank: int) -> list[Message]:
+    """What a rank sends and receives in a loop that is cut, in the order in which it does so."""
+    found: list[Message] = []
+    for mine in _repeated(node, node.loop, set(program.values), mesh, rank) if node.loop is not None else ():
+        assert mine.loop is not None and mine.loop.timetable is not None, "a rank's part of a loop in parts"
+        timetable, nodes = mine.loop.timetable, mine.loop.body.nodes
+        spans = dict(zip(timetable.parts, timetable.spans(), strict=True))
+        for action in timetable.table.rows[0]:
+            for inner in nodes[slice(*spans[action.stage, action.kind])]:
+                message = int(dict(inner.kwargs).get("tag", 0)), action.microbatch
+                if inner.target == RECEIVE:
+                    found.append((("from", inner.args[2]), message))
+                elif inner.target == SEND:
+                    found += [(("to", target), message) for target in inner.args[4] if target != inner.args[3]]
+    return found
+
+
 def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:
     """One rank of each kind that runs something else."""
     first: dict[int, int] = {}
