@@ -15,6 +15,7 @@ from pretended.kernels import BUILT_WITH_CUDA, runs_on_a_card
 
 import colofunc as cf
 from colofunc.ops.define import KERNELS
+from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program
@@ -124,7 +125,23 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
 }  # fmt: skip
+
+
+def on_packed_weights() -> dict[str, tuple[Any, ...]]:
+    """Products with a packed weight, forward and backward, and what it is as a plain one."""
+    found: dict[str, tuple[Any, ...]] = {"colofunc.fp8_bits": (r(3, 4),)}
+    for quantizer in BUILT_IN.values():
+        parts = tuple(quantizer.quantize(r(6, 128)).values())
+        form = f"colofunc.{quantizer.form}"
+        found[f"{form}_linear"] = (r(2, 128), *parts, r(6))
+        found[f"{form}_linear_dx"] = (r(2, 6), *parts)
+        found[f"{form}_dequantize"] = (*parts, torch.float32)
+    return found
+
+
+OWN |= on_packed_weights()
 TRIED_ELSEWHERE = {
+    "colofunc.random_fill_": "test_native.py",  # by which random numbers are made on a CPU
     "colofunc.update": "test_device.py",
     "colofunc.update_": "test_device.py",
     "colofunc.ctc_loss_backward": "below",  # torch has no fake of it, without which no card can be pretended
