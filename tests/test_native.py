@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setenv("COLOFUNC_CACHE", str(folder))
     monkeypatch.setenv("COLOFUNC_NATIVE", "require")
+    monkeypatch.setattr(native, "_LIBRARY", [])  # tests behind these run without it, whatever process they are in
     assert native.ready()
     yield monkeypatch
     native.limit_level(9)
