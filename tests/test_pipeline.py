@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from colofunc_plugins import stages, tensor, zero
+from colofunc_plugins import experts, stages, tensor, zero
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import colofunc as cf
 from colofunc.compiler.observe import arguments_of
@@ -129,6 +129,26 @@ def test_weight_gradients_are_parts_of_their_own() -> None:
 def test_a_language_model_with_a_tied_weight(schedule: str, plans: tuple[Any, ...]) -> None:
     step, state, batch = gpt2()
     agrees_with_one_device(cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), *plans), microbatches=4, schedule=schedule), state, batch)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=32, n_positions=16)).double().train()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    ids = torch.randint(32, (8, 8))
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
+    agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
+
+
+def test_a_mixture_of_experts() -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    net = MixtralForCausalLM(MixtralConfig(**sizes, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2)).double()
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
+    ids = torch.randint(32, (8, 8))
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, ep=2), experts("ep")), microbatches=4)
+    agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
 
 
 def test_an_encoder_and_a_decoder() -> None:
