@@ -233,6 +233,23 @@ def test_compare_finds_no_difference() -> None:
     assert cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).compare(state, batch).equal
 
 
+def test_what_is_shown_is_whole_and_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    net = cf.functional(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+
+    def infer(params: Any, x: torch.Tensor) -> torch.Tensor:
+        cf.debug.print("given {}", x.sum())
+        out = net.apply(params, net.buffers, x)[0]
+        cf.debug.print("made {}", out.sum())
+        return out
+
+    x = torch.ones(8, 8)
+    step = cf.pipeline(cf.shard(infer, cf.Mesh(pp=2)), microbatches=4)
+    step(step.init(net.params, x), x)
+    shown = capsys.readouterr().out
+    assert shown.count("given") == shown.count("made") == 1
+
+
 # ---- what a plan says, what is saved ----
 
 

@@ -100,7 +100,8 @@ def _part_of_loop(node: Node, which: Collection[int], timetable: Timetable | Non
     outputs = tuple(loop.body.outputs[k] for k in which)
     needed, nodes = set(outputs), list[Node]()
     for inner in reversed(loop.body.nodes):
-        if needed.intersection(inner.results) or not inner.outs:
+        shows = not inner.outs and timetable is not None  # once, in the loop that has all else
+        if needed.intersection(inner.results) or shows:
             needed.update(inner.refs)
             nodes.append(inner)
     nodes.reverse()
@@ -126,7 +127,7 @@ class _Stages:
         self.floating: set[int] = set()
         self.part: dict[tuple[int, int], Part] = {}  # (position, rank) -> part
         self.made: dict[tuple[int, int], Part] = {}  # (value, rank) -> the part that makes it, or has sent it there
-        self._only = self._weight_gradients() if self.splits else set()
+        self.weight_gradients = self._weight_gradients() if self.splits else set()
         for index, node in enumerate(self.body.nodes):
             self._place(index, node)
 
@@ -141,10 +142,11 @@ class _Stages:
             self.part[index, source] = part
             self.made.update({(out, rank): part for out in node.results for rank in (*node.args[4], source)})
             return
-        if self._floats(node):
+        floats = self._floats(node)
+        if floats and node.outs:
             self.floating.update(node.results)
             return
-        for rank in self.ranks(node):
+        for rank in self.ranks(node)[:1] if floats else self.ranks(node):  # what shows something for all ranks does so on one
             part = self._part(index, node, rank)
             self.part[index, rank] = part
             self.made.update({(out, rank): part for out in node.results})
@@ -181,7 +183,7 @@ class _Stages:
             if not later or len(kept) < len(before):
                 raise self._backwards(node, rank)
             return later[0], FORWARD
-        kind = BACKWARD if not self.splits else WEIGHTS if index in self._only else INPUTS
+        kind = BACKWARD if not self.splits else WEIGHTS if index in self.weight_gradients else INPUTS
         most = min((stage for stage, made in before if made != FORWARD), default=mine[-1])
         own = [stage for stage in (*kept, *owned) if stage in mine and stage <= most]
         earlier = own or [stage for stage in mine if stage <= most]
