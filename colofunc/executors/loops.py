@@ -59,7 +59,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
     for id, end in last.items():
         if id not in loop.body.inputs:
             dying.setdefault(end, []).append(id)
-    cut = loop.timetable is not None and bool(loop.timetable.ends)
+    cut = loop.cut_by is not None
     writer.line(_header(writer, loop, counter) if cut else f"for {counter} in range({loop.trips}):")
     writer.loops.append((loop, counter))
     writer.choices.enter(node)

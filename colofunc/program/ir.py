@@ -131,6 +131,11 @@ class Loop:
     gathers: tuple[str, ...]
     timetable: Timetable | None = None
 
+    @property
+    def cut_by(self) -> Timetable | None:
+        """What its body was cut in parts by; None where one trip follows another, or nobody has cut it yet."""
+        return self.timetable if self.timetable is not None and self.timetable.ends else None
+
 
 Part = tuple[int, str]  # (stage, kind of action: "F", "B", "I" or "W")
 

@@ -115,8 +115,8 @@ def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[in
             for rank, player in here.items():
                 if mesh.index(rank, axes) in targets and mesh.index(rank, axes) != source:
                     player.receives(node, sent_s)
-        elif node.loop is not None and node.loop.timetable is not None and node.loop.timetable.ends:
-            _by_timetable(node, node.loop, node.loop.timetable, mesh, seconds, here)
+        elif node.loop is not None and node.loop.cut_by is not None:
+            _by_timetable(node, node.loop, node.loop.cut_by, mesh, seconds, here)
         elif node.loop is not None:
             trips = _together(node.loop.body, mesh, seconds, list(here))
             longest_s = max(trip.end_s for trip in trips.values())

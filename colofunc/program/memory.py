@@ -72,14 +72,14 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
 def _gathered_inside(program: Program, storages: Sequence[Storage]) -> None:
     """What a loop with a timetable gathers is counted within it from its first part on, and behind it here."""
     for index, node in enumerate(program.nodes):
-        if node.loop is not None and _is_one_ranks(node.loop.timetable):
+        if node.loop is not None and _is_one_ranks(node.loop.cut_by):
             for storage in storages:
                 if storage.born == index and storage.value in node.outs and storage.inside is None:
                     storage.born = index + 1
 
 
 def _is_one_ranks(timetable: Timetable | None) -> bool:
-    return timetable is not None and bool(timetable.ends) and len(timetable.table.rows) == 1
+    return timetable is not None and len(timetable.table.rows) == 1
 
 
 @attrs.frozen(eq=False)
@@ -222,8 +222,8 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     last = last_uses(body)
     storages, makers, inner = _storages(body, last, given, sent=sent)
     storages += _sent(body, last, inner) if sent else []
-    if loop.timetable is not None and _is_one_ranks(loop.timetable):
-        body, storages = _by_timetable(loop, storages, loop.timetable)
+    if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
+        body, storages = _by_timetable(loop, storages, loop.cut_by)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
     return [
         Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)

@@ -117,8 +117,8 @@ def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: 
     outputs = loop.body.outputs
     passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if arg.id in there]
     inputs = [into for _, into in passed]
-    if loop.timetable is not None and loop.timetable.ends:
-        loop = _in_parts(loop, loop.timetable, inputs, mesh, rank)
+    if loop.cut_by is not None:
+        loop = _in_parts(loop, loop.cut_by, inputs, mesh, rank)
         body = loop.body
     else:
         body = _filtered(loop.body, mesh, rank, inputs)
@@ -172,9 +172,9 @@ def out_of_order(program: Program, mesh: Mesh) -> str:
     A library that tells messages of a pair by their order alone cannot carry such a loop.
     """
     for node in program.nodes:
-        if node.loop is None or node.loop.timetable is None or not node.loop.timetable.ends:
+        if node.loop is None or node.loop.cut_by is None:
             continue
-        axes = (node.loop.timetable.along,)
+        axes = (node.loop.cut_by.along,)
         rows = [_messages(node, program, mesh, rank) for rank in mesh.groups(axes)[0]]
         for source, mine in enumerate(rows):
             for target, theirs in enumerate(rows):

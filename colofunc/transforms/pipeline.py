@@ -14,7 +14,6 @@ Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
+from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
 from colofunc.program.actions import Action, ActionTable
@@ -135,20 +135,15 @@ class _Asked:
         for glob, index in self.stages:
             if index >= count:
                 raise PlanError(f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}")
-            if not any(_matches(name, glob) for name in leaves.values()):
+            if not any(matches(name, glob) for name in leaves.values()):
                 some = ", ".join(list(leaves.values())[:3])
                 raise PlanError(f"stages={{{glob!r}: {index}}} matches no parameter; the first are {some}")
         found: dict[int, tuple[int, ...]] = {}
         for position, name in leaves.items():
-            indices = [index for glob, index in self.stages if _matches(name, glob)]
+            indices = [index for glob, index in self.stages if matches(name, glob)]
             if indices:
                 found[position] = (indices[0],)
         return found
-
-
-def _matches(name: str, glob: str) -> bool:
-    """Whether a dotted name, or its end from some dot on, matches."""
-    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
 def _in_parts(table: ActionTable) -> ActionTable:

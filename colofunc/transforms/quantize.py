@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
 
@@ -34,6 +33,7 @@ from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantizers import Quantizer
+from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
 from colofunc.program.editor import Editor
@@ -105,7 +105,7 @@ class _Weights:
         """Whether a glob matches a tensor that can be a weight: neither a vector nor a buffer or state."""
         if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
             return False
-        return any(_matches(name, glob) for glob in self.globs)
+        return any(matches(name, glob) for glob in self.globs)
 
     def packed(self, name: str, weight: Tensor) -> Quantized:
         """The weight in the scheme. Raises InputError where it cannot be taken."""
@@ -122,7 +122,7 @@ class _Weights:
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
         """A weight that comes quantized. Raises InputError where it is quantized otherwise."""
-        if any(_matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
+        if any(matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {self.quantizer.name!r}. Try: "
                 "the scheme that it has, or the weight that it was quantized from"
@@ -132,12 +132,7 @@ class _Weights:
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""
         names = list(names)
-        return next((glob for glob in self.globs if not any(_matches(name, glob) for name in names)), None)
-
-
-def _matches(name: str, glob: str) -> bool:
-    """Whether a dotted name, or its end from some dot on, matches a glob. As it is for plans."""
-    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+        return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
 
 
 def packed(quantizer: Quantizer, weight: Tensor) -> Quantized:

@@ -21,7 +21,7 @@ Source: the parts F, B, I and W are those of Zero Bubble Pipeline Parallelism (2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import attrs
 
@@ -194,9 +194,10 @@ class _Stages:
     def _backwards(self, node: Node, rank: int) -> PlanError:
         where = f" in {node.path!r}" if node.path else ""
         line = f" ({node.line})" if node.line else ""
+        name = node.target.removeprefix("aten.").removeprefix("colofunc.")
         return PlanError(
-            f"{node.target.removeprefix('aten.').removeprefix('colofunc.')}{where}{line} runs on stage {rank} and needs what a later stage "
-            "makes: stages have to follow the order in which the step computes. Try: stages=None, which follows it, or other globs"
+            f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages have to follow the "
+            "order in which the step computes. Try: stages=None, which follows it, or other globs"
         )
 
     def _weight_gradients(self) -> set[int]:
@@ -315,10 +316,3 @@ def _in_trip(part: Part) -> tuple[int, int]:
     """Where a part stands in one trip."""
     stage, kind = part
     return (0, stage) if kind == FORWARD else (2 if kind == WEIGHTS else 1, -stage)
-
-
-def spans_of(timetable: Timetable) -> Iterable[tuple[Part, tuple[int, int]]]:
-    """Each part with its positions in the body."""
-    return zip(timetable.parts, timetable.spans(), strict=True)
-
-

@@ -81,8 +81,8 @@ def within(program: Program, change: Callable[[Program], Program]) -> Program:
 
 def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
     """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts."""
-    timetable = loop.timetable
-    if timetable is None or not timetable.ends:
+    timetable = loop.cut_by
+    if timetable is None:
         return attrs.evolve(loop, body=change(loop.body))
     body, nodes, ends = loop.body, list[Node](), list[int]()
     values, names = dict(body.values), dict[int, int]()
@@ -101,8 +101,7 @@ def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
     there = {*body.inputs, *(out for node in nodes for out in node.results)}
     outputs = tuple(names.get(out, out) for out in body.outputs)
     kept = {id: value for id, value in values.items() if id in there}
-    stage = done.stage if ends else body.stage
-    body = attrs.evolve(body, nodes=tuple(nodes), outputs=outputs, values=kept, stage=stage).in_order()
+    body = attrs.evolve(body, nodes=tuple(nodes), outputs=outputs, values=kept, stage=done.stage).in_order()
     return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, ends=tuple(ends)))
 
 

@@ -101,9 +101,9 @@ def own_outputs(program: Program) -> set[int]:
 def own_outputs_of_parts(loop: Loop) -> set[int]:
     """Positions of a loop's outputs whose first result becomes what they are gathered in: memory of their own (`own_outputs`), which in a
     body that is cut no later part reads, since other microbatches may be added to it before."""
-    body, timetable = loop.body, loop.timetable
+    body, timetable = loop.body, loop.cut_by
     own = own_outputs(body)
-    if timetable is None or not timetable.ends:
+    if timetable is None:
         return own
     memory = aliases(body)
     found = set()
