@@ -19,15 +19,20 @@ from colofunc.compiler.completion import Completion
 from colofunc.compiler.decide import Candidates, Decided, assigned, decide
 from colofunc.compiler.least_budget import Leanest, Tried, least_budget, said
 from colofunc.errors import CapacityError, PlanError
+from colofunc.planner import jointly
 from colofunc.planner.fitted import Fitted
 from colofunc.planner.jointly import FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
-from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, others
+from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.least import at_least_any
 from colofunc.program.ir import Program
 
 SMALL, WORK = 100, 400
-"""Programs of at most SMALL nodes: all shardings are looked at, where they are few. At most WORK nodes are finished in all of them."""
+"""Programs of at most SMALL nodes: all shardings are looked at, where they are few. At most WORK nodes are finished in all of them; a
+program of at most WORK nodes is searched from nothing even where a sharding of a like one is known, which takes little."""
+SAME, CLEARLY = 0.01, 0.05
+"""A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
+than CLEARLY."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 Sharding = Callable[[], Decided]
@@ -43,13 +48,11 @@ def within(
     axes: tuple[str, ...],
     parts: int = 1,
     tries: int = 4,
-    name_least: bool = True,
 ) -> tuple[Decided, Program]:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`). `name_least`: whether an
-    error says what could be given, which takes a few searches more.
+    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`).
     """
     make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
     assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
@@ -63,8 +66,6 @@ def within(
     found, leanest = search(completion, budget_bytes)
     if found is not None:
         return _told(completion, found.decided, found.done)
-    if not name_least:
-        raise PlanError(leanest.done.short or f"no plan found within {said(budget_bytes)} a rank")
     needs_bytes = _needs(completion.program, candidates) // parts
     candidates.memo = Memo(candidates.memo.fastest, misses=candidates.memo.misses)
 
@@ -85,6 +86,53 @@ def within(
     if leanest.done.short and leanest.done.peak_bytes <= budget_bytes:
         raise CapacityError(leanest.done.short)
     raise PlanError(_too_little(completion, budget_bytes, least, needs_bytes))
+
+
+def nearby(
+    completion: Completion,
+    candidates: Candidates,
+    constraints: Constraints,
+    named: Mapping[str, str],
+    budget_bytes: int | None,
+    axes: tuple[str, ...],
+    parts: int,
+    known: Assignment,
+) -> tuple[Decided, Program]:
+    """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError where none fits.
+
+    Without a budget `known` is taken where nothing is faster by more than SAME: two lengths that are planned alike are easier to follow.
+    """
+    candidates.memo = Memo(like=known if len(completion.program.nodes) > WORK else None)
+    make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
+    assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
+    if budget_bytes is None or not completion.gives_way:
+        found = assign(budget_bytes)
+        return _faster(completion, make, in_model_of(found, known, completion.program) or known, found, budget_bytes)
+
+    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
+        return _proposed(make, assign(aim, price_s), aim)
+
+    def finish(sharding: Sharding) -> Fitted:
+        return completion.finish(sharding(), budget_bytes)
+
+    best = jointly.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts)
+    if best is None:
+        raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
+    return _told(completion, best.proposed.plan(), best.done)
+
+
+def _faster(
+    completion: Completion, make: Callable[..., Decided], known: Assignment, found: Assignment, budget_bytes: int | None
+) -> tuple[Decided, Program]:
+    """Of a known sharding and one that was found, the faster by the clock. The known one is not lowered where it is clearly slower."""
+    new = finished(completion, make(budget_bytes=budget_bytes, found=found), budget_bytes)
+    if known.cost_s > found.cost_s * (1 + CLEARLY):
+        return new
+    try:
+        kept = finished(completion, make(budget_bytes=budget_bytes, found=known), budget_bytes)
+    except (PlanError, CapacityError):  # it is too large for these sizes
+        return new
+    return kept if kept[0].plan.cost_s <= new[0].plan.cost_s * (1 + SAME) else new
 
 
 def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs_bytes: int) -> str:
@@ -197,8 +245,12 @@ def _needs(program: Program, candidates: Candidates) -> int:
 
 def _proposed(make: Callable[..., Decided], found: Assignment, aim: int | None) -> Proposed[Sharding]:
     """A sharding to think about. Its plan is written when somebody asks: of hundreds that are proposed few are finished."""
-    key = [(s.name, s.ins, s.outs) for s in found.strategies], found.inputs, found.regather
-    return Proposed(lru_cache(1)(partial(make, budget_bytes=aim, found=found)), found.cost_s, found.peak_bytes, key)
+    return Proposed(lru_cache(1)(partial(make, budget_bytes=aim, found=found)), found.cost_s, found.peak_bytes, _key(found))
+
+
+def _key(found: Assignment) -> object:
+    """Equal for assignments that decide alike."""
+    return [(s.name, s.ins, s.outs) for s in found.strategies], found.inputs, found.regather
 
 
 def _lean(

@@ -1,37 +1,33 @@
-"""Kept: of a step that is prepared again, its plan where the same program comes out, its decisions where only sizes differ.
+"""Kept: of a step that is prepared again, its plan where the same program comes out; where only sizes differ, where to search from.
 
 Problem: a longer batch, or state that is placed now and was plain before, is another signature, which is traced and was planned
-from the start, for seconds. Idea: a plan says of each operator how it works, and that does not depend on how long a sequence is.
+from the start, for seconds. Idea: a plan says of each operator how it works, and that can be said of another length, too.
 
     is_again      the very program that was planned before, and everything lies as it was planned: nothing is planned
-    as_before     decide as the plan of a like size did, operator by operator; only where that cannot be, search from the start
+    nearest       the step of a like size: what its plan decides is where the search for this one begins (`budget.nearby`)
 
-A plan that was found for a batch of another order of size is no guide: what was too small to split may be worth it now.
+What it decides need not be best here (weights that are gathered for each use cost as much for a long batch as for a short one), so it is
+compared with what a search from there finds. State that is placed stays: where it lies is a constraint of every search. A plan that was
+found for a batch of another order of size is no guide: what was too small to split may be worth it now. What was found from another
+length goes into no file: another start of the script may come to this length first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TypeVar
 
 import attrs
 import torch
 
 from colofunc.compiler.lowered import Lowered
-from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh
-from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.sharding.explain import constraints_from
 from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
 
 LIKE = 2.0
 """Batches whose numbers of elements differ by at most this factor are of a like size."""
-
-T = TypeVar("T")
-
 
 def is_again(low: Lowered, program: Program, donated: tuple[int, ...], given: Mapping[int, Layout]) -> bool:
     """Whether `low` is the plan of this very program, for arguments that lie as they do now. `given`: input -> where it lies."""
@@ -61,21 +57,14 @@ def _same_constants(one: Program, other: Program) -> bool:
     return True
 
 
-def as_before(
-    before: Sequence[Lowered], program: Program, plan: Callable[[Constraints], T], constraints: Constraints, search: Callable[[], T]
-) -> T:
-    """`plan(constraints)` deciding as the plan of the nearest batch did, of a like size; `search()` where that cannot be.
-
-    What is kept goes into no file: another start of the script may come to this length first.
-    """
-    ratios = [_ratio(low.global_program, program) for low in before]
-    nearest = min(range(len(ratios)), key=lambda k: ratios[k], default=None)
-    if nearest is not None and ratios[nearest] <= LIKE:
-        try:
-            return plan(constraints | constraints_from(before[nearest].plan, program, before[nearest].mesh))
-        except PlanError:
-            pass  # what it decided cannot be done with these sizes, or not within the budget
-    return search()
+def nearest(before: Sequence[Lowered], program: Program) -> Lowered | None:
+    """The step whose batch is nearest in size to the program's, if it is of a like size."""
+    best, least = None, LIKE
+    for low in before:
+        ratio = _ratio(low.global_program, program)
+        if ratio < least or (best is None and ratio == least):
+            best, least = low, ratio
+    return best
 
 
 def _ratio(one: Program, other: Program) -> float:
@@ -89,4 +78,4 @@ def _batch_elements(program: Program) -> int:
     return max(1, sum(prod(value.shape) for value in values if value.role == "batch"))
 
 
-__all__ = ["as_before", "is_again"]
+__all__ = ["is_again", "nearest"]

@@ -22,13 +22,13 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.budget import finished, within
+from colofunc.compiler.budget import finished, nearby, within
 from colofunc.compiler.completion import Completion, ways_of
-from colofunc.compiler.decide import Candidates, Decided
+from colofunc.compiler.decide import Candidates, Decided, assigned
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, remembered
-from colofunc.compiler.plan_reuse import as_before
+from colofunc.compiler.plan_reuse import nearest
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_places, without_tiers
@@ -47,6 +47,7 @@ from colofunc.planner.plan import Plan
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
+from colofunc.planner.sharding.explain import constraints_from
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
@@ -125,9 +126,14 @@ class Planning:
         return remembered(key, from_nothing, self._rebuilt, say)
 
     def near(self, before: Sequence[Lowered], say: Callable[[str], None]) -> Outcome:
-        """Decided as the plan of a like batch was, where that can be; else searched."""
-        plan = partial(retried, partial(self._under, name_least=False), program=self.program)
-        return as_before(before, self.program, plan, self.constraints, partial(self.search, say))
+        """Searched from where the plan of a like batch is, if there is one; else from nothing."""
+        like = nearest(before, self.program)
+        if like is None:
+            return self.search(say)
+        try:
+            return retried(partial(self._from, like), self.constraints, self.program)
+        except PlanError:  # what it decided cannot be done with these sizes, or nothing near it keeps to the budget
+            return self.search(say)
 
     def measured(self, plan: Plan) -> Outcome:
         """The sharding of `plan`, completed anew."""
@@ -140,10 +146,17 @@ class Planning:
         last = Pass("one_call", lambda _: completion.ended(done)), Pass("order", lambda program: completion.order(program, inf))
         return (*done.stages, *run_passes(last, done.program, keep=True)[1])
 
-    def _under(self, constraints: Constraints, name_least: bool = True) -> Outcome:
+    def _under(self, constraints: Constraints) -> Outcome:
         self.candidates.memo = Memo()
-        return within(
-            self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, name_least=name_least
+        return within(self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts)
+
+    def _from(self, like: Lowered, constraints: Constraints) -> Outcome:
+        """Searched from what `like` decides. Raises PlanError where that cannot be."""
+        as_there = constraints | constraints_from(like.plan, self.program, like.mesh)
+        self.candidates.memo = Memo()
+        known = assigned(self.program, self.mesh, self.candidates, as_there, self.axes, None)
+        return nearby(
+            self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, known
         )
 
     def _rebuilt(self, plan: Plan) -> Outcome:

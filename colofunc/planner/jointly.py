@@ -34,6 +34,8 @@ SEARCHES = 6
 """At most this many searches with a price of memory."""
 LESS = 0.9
 """Where a plan fits only with help, the next budget for sharding alone is at most this part of the last."""
+NEARBY = 2
+"""At most this many searches with a price of memory, where a sharding is known that met a budget of a like step."""
 FINE = 1e-3
 """A plan within this relative distance of the fastest sharding is not improved further."""
 FAR, FEW = 2, 2
@@ -90,6 +92,16 @@ def together(
     be proposed.
     """
     return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most, least)
+
+
+def nearby(
+    known: Proposed[P], propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, searches: int = NEARBY
+) -> Scored[P] | None:
+    """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
+
+    `known` met a budget of a like step. `propose` is expected to search from there.
+    """
+    return _Together(propose, finish, budget, budget * parts).run_nearby(known, searches)
 
 
 def frontier(propose: Propose[P], most: int) -> list[Proposed[P]]:
@@ -153,6 +165,14 @@ class _Together(Generic[P]):
             if self.best is None or self.best.total_s > first.proposed.cost_s * (1 + LITTLE):
                 self.all_of(every(self.price_s(self.best or first)), most)
         return self.best, self.leanest()
+
+    def run_nearby(self, known: Proposed[P], searches: int) -> Scored[P] | None:
+        fastest = self.score(self.propose(None, 0.0))
+        if fastest is not None and not self.near(fastest):
+            self.score(known)
+            if self.best is not None:
+                self.priced(fastest, searches)
+        return self.best
 
     def leanest(self) -> Scored[P]:
         return min(self.scored, key=lambda one: one.done.peak_bytes)

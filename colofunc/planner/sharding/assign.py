@@ -39,6 +39,8 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
+RESTARTS = 2
+"""How often a search from an assignment of a like program leaves it and descends anew."""
 ENOUGH = 1e-3
 """Relative gain below which the turn of one axis counts as no change."""
 
@@ -87,9 +89,13 @@ class OverBudget(PlanError):
 
 @attrs.define(eq=False)
 class Memo:
-    """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered."""
+    """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
+
+    `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from nothing else.
+    """
 
     fastest: Assignment | None = None
+    like: Assignment | None = None
     models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
     misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)  # (`fits` before, a search that met none)
@@ -134,8 +140,11 @@ def assign(
     convert = convert_s or free
     peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
+    restarts = 0 if memo.like is None else RESTARTS
     if memo.fastest is None:
-        memo.fastest = _fastest(program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near, kernel_s)
+        memo.fastest = _fastest(
+            program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near, kernel_s, restarts
+        )
     found = memo.fastest
     if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
         return found
@@ -153,7 +162,7 @@ def assign(
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
         if price_s or budget_bytes is None:
-            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, memo.fits.get(regather, ()))))
+            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, memo.fits.get(regather, ()), fresh, restarts)))
             continue
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])
@@ -185,6 +194,7 @@ def _fastest(
     few: bool,
     near: Callable[[Node | Value, Strategy], bool] | None,
     kernel_s: KernelS | None,
+    restarts: int,
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
@@ -194,7 +204,7 @@ def _fastest(
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
     begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
-    choice = search(model, begin, seed, effort, fresh)
+    choice = search(model, begin, seed, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -235,13 +245,14 @@ def assign_by_axes(
         decided: Sequence[str] = mesh.axis_names,
         fresh: bool = True,
         price_s: float = 0.0,
+        start: Assignment | None = None,
     ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
         here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
         mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
         keyed = mine if fixed is None else mine | _apart(fixed)
-        begin = () if current is None else (current,)
+        begin = tuple(one for one in (current, start) if one is not None)
         few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
         near = lambda item, s: agrees(s, None if fixed is None else fixed[at[id(item)]], loose)  # noqa: E731
         return assign(
@@ -250,21 +261,22 @@ def assign_by_axes(
         )  # fmt: skip
 
     together = _together(constraints, open_axes)
+    like = None if memo is None else memo.like
     if len(open_axes) <= 2:
-        return solve_for(tuple(open_axes), None, budget_bytes, memo, price_s=price_s)
+        return solve_for(tuple(open_axes), None, budget_bytes, memo, fresh=like is None, price_s=price_s, start=like)
     rest = [a for a in open_axes if not any(a in block for block in together)]
     said = {a for some in constraints.items.values() for c in some for a in c.axes}
     left = [a for a in rest if a not in said]
     blocks = [*together, *((a,) for a in rest if a in said), *(tuple(left[k : k + 2]) for k in range(0, len(left), 2))]
     known = memo.fastest if memo is not None else None  # nothing of this depends on a budget
-    current = known
+    current = known or like
     decided = [a for a in mesh.axis_names if a not in open_axes]
-    for block in blocks if known is None else ():  # the budget binds only once every axis has had its turn
+    for block in blocks if current is None else ():  # the budget binds only once every axis has had its turn
         decided += block
         current = solve_for(block, current, None, None, decided)
     assert current is not None
     turns, still = open_axes * rounds, 0  # still: turns in a row that changed nothing
-    if len(blocks[-1]) == 1:  # this axis has just had its turn
+    if len(blocks[-1]) == 1 and like is None:  # this axis has just had its turn
         still = 1
         turns = turns[open_axes.index(blocks[-1][0]) + 1 :]
     for axis in turns if known is None else ():
@@ -289,6 +301,19 @@ def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, 
             mine = mine.union(*(b for b in blocks if b & mine))
             blocks = [b for b in blocks if not b & mine] + [mine]
     return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
+
+
+def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assignment | None:
+    """`known` as a choice in the model of `found`, which has more options, so that a plan can say what else could have been.
+
+    None: it is none of the choices there.
+    """
+    choice = _choice_of(known, program, found.ties, found.model.options)
+    alive = liveness(program, found.model, found.ties)
+    again = _assignment(program, found.model, found.ties, alive, found.regather, choice)
+    pairs = zip(again.strategies, known.strategies, strict=True)
+    alike = again.inputs == known.inputs and all((a.ins, a.outs) == (b.ins, b.outs) for a, b in pairs)
+    return again if alike else None
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, few: bool, price_s: float | None) -> Iterator[Assignment]:

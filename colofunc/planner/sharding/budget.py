@@ -20,7 +20,7 @@ from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.problem import Effort
-from colofunc.planner.sharding.search import search
+from colofunc.planner.sharding.search import lighter, search
 
 Measure = Callable[[Sequence[int]], int]
 
@@ -64,7 +64,7 @@ def fit(
     """The fastest choice found whose measured peak is within the budget. `before`: choices that met other budgets."""
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
-    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+    light = lighter(effort)
     best: tuple[float, list[int], float] | None = None
     least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
     if least[0] <= budget_bytes:
@@ -111,16 +111,18 @@ def at_price(
     seed: int,
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
+    fresh: bool = True,
+    restarts: int = 0,
 ) -> list[int]:
     """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs time:
-    to make it again, or to copy it. `before`: choices that were good at other prices."""
-    light = attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+    to make it again, or to copy it. `before`: choices that were good at other prices. `fresh`, `restarts`: see `search`."""
+    light = lighter(effort)
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     best, x = (model.true_cost(start) + price_s_per_byte * peak.nbytes, list(start)), list(start)
     for turn in range(TURNS):
         priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
-        y = search(priced, [x, *before], seed, light, fresh=turn == 0)
+        y = search(priced, [x, *before], seed, light, fresh and turn == 0, 0 if turn else restarts)
         peak = live.peak(y)
         best = min(best, (model.true_cost(y) + price_s_per_byte * peak.nbytes, y))
         if y == x:

@@ -19,8 +19,12 @@ from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.position import Position
 from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
+EXACT = 64
+"""Models with at most this many classes of more than one option may be solved exactly."""
 STARTS = 3
 """At most this many of the assignments to begin from are improved, the cheapest."""
+EVEN = 0.5
+"""What each use pays of a conversion that may be shared, in the model by which a search leaves a local optimum."""
 TRIES = 3
 """The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
 
@@ -31,8 +35,12 @@ def search(
     seed: int = 0,
     effort: Effort = NORMAL,
     fresh: bool = True,
+    restarts: int = 0,
 ) -> list[int]:
-    """The choice with the least true cost found. `fresh`: also search from nothing; without it only from `starts`."""
+    """The choice with the least true cost found. `fresh`: also search from nothing; without it only from `starts`.
+
+    `restarts`: how often a search that is not fresh leaves the best of `starts` by another model and descends anew.
+    """
     exact = _exact(model, effort)
     if exact is not None:
         return exact
@@ -46,12 +54,36 @@ def search(
         core, recover = model.pair_graph(start).reduce()
         pool.append(recover(improve(core, list(start), rng, quick)))
     best = min(pool, key=model.true_cost)
+    if restarts:
+        return _restarted(model, best, seed, effort, restarts)
     ends = [polish(model, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
     return min(ends, key=model.true_cost)
 
 
+def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
+    """The best of descents that begin at `start` and where the pairwise model with even splits leads from there.
+
+    A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another way than the
+    choice does has its optima elsewhere, and the descent from there under the true cost ends lower or not.
+    """
+    light, quick = lighter(effort), attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
+    core, recover = model.pair_graph(EVEN).reduce()
+    ends = [polish(model, start, np.random.default_rng(seed), light)]
+    for k in range(restarts):
+        rng = np.random.default_rng((seed, k))
+        elsewhere = recover(improve(core, list(start), rng, quick))
+        ends.append(polish(model, elsewhere, rng, light))
+    return min(ends, key=model.true_cost)
+
+
+def lighter(effort: Effort) -> Effort:
+    """For a search that begins near its end."""
+    return attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
+
+
 def _exact(model: Model, effort: Effort) -> list[int] | None:
-    if len(model.options) > 64 or model.copy_price:
+    undecided = sum(len(options) > 1 for options in model.options)
+    if undecided > EXACT or model.copy_price:
         return None
     graph = exact_graph(model, effort.exact_elements >> 6)
     order = None if graph is None else exact_order(graph, effort.exact_elements)
