@@ -19,8 +19,8 @@ from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.position import Position
 from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
-EXACT = 64
-"""Models with at most this many classes of more than one option may be solved exactly."""
+EXACT = 63
+"""Models with at most this many classes may be solved exactly: a table has an axis for each of its classes, and numpy indexes 63 at once."""
 STARTS = 3
 """At most this many of the assignments to begin from are improved, the cheapest."""
 EVEN = 0.5
@@ -82,8 +82,7 @@ def lighter(effort: Effort) -> Effort:
 
 
 def _exact(model: Model, effort: Effort) -> list[int] | None:
-    undecided = sum(len(options) > 1 for options in model.options)
-    if undecided > EXACT or model.copy_price:
+    if len(model.options) > EXACT or model.copy_price:
         return None
     graph = exact_graph(model, effort.exact_elements >> 6)
     order = None if graph is None else exact_order(graph, effort.exact_elements)
