@@ -20,7 +20,7 @@ from colofunc.planner.sharding.position import Position
 from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
 EXACT = 63
-"""Models with at most this many classes may be solved exactly: a table has an axis for each of its classes, and numpy indexes 63 at once."""
+"""Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes 63 at once."""
 STARTS = 3
 """At most this many of the assignments to begin from are improved, the cheapest."""
 EVEN = 0.5
