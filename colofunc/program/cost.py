@@ -132,8 +132,16 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
         return mesh.collective_s(kind, full, axes) if full else 0.0
     if node.kernel is not None:
         return node.kernel.seconds
+    if _is_free(node.target):
+        return 0.0
     work, moved, dtype = node_work(node, values, rule_of)
     return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
+
+
+@cache
+def _is_free(target: str) -> bool:
+    """Views, and what only executors do: no work, whatever the shapes."""
+    return target.rsplit(".", 1)[0] in FREE or target.removeprefix("colofunc.") in LOCAL_ONLY
 
 
 Work = tuple[float, float, str]
@@ -193,7 +201,7 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     call, _ = call_of(node, values)
     types = [t for t in (*call.ins, *call.outs) if t is not None]
     dtype = str(types[0].dtype if types else torch.float32).removeprefix("torch.")
-    if call.target.rsplit(".", 1)[0] in FREE or call.target.removeprefix("colofunc.") in LOCAL_ONLY:
+    if _is_free(call.target):
         return 0.0, 0.0, dtype
     rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
     biggest = max((prod(t.shape) for t in types), default=0)
