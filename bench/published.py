@@ -7,9 +7,6 @@ the devices' `sustained` shares, the others only test them. The split, the confi
 down are not among them.
 
 Note [Missed]. What was found out about the runs that are missed, and one that nearly is (M1):
-- D3 to D5: from 32 ranks on, the blocks of our ring are planned with FlexAttention, which takes 2.4 times as long as flash on the same
-  blocks; at 8 and 16 ranks the same plan has flash, and is within 8 %. It is the plan that differs from the published one, not only its
-  clock; why it does is not known yet.
 - M4: collectives are not hidden behind backward in our plan. Measured with unsustained rates, a network of 0.7 times the bandwidth makes
   the prediction 1.50 times the published seconds, in place of 1.30. The published run overlaps gradients and parameters. M3 in part.
 - P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB, of which 78 GiB are alive by our count. An allocator that has to give

@@ -39,6 +39,14 @@ def far(s: int) -> torch.Tensor:
     return torch.full((s, s), torch.finfo(torch.float32).min)
 
 
+def sequences(batch: int, s: int) -> torch.Tensor:
+    """As transformers makes it: causal, and within runs of positions, read by index; all sequences alike."""
+    i = torch.arange(s).unsqueeze(0).expand(batch, s)
+    sequence = (i.diff(prepend=i[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    at, rows, columns = torch.arange(batch)[:, None, None, None], torch.arange(s)[None, None, :, None], torch.arange(s)[None, None, None]
+    return (i[at, columns] <= i[at, rows]) & (sequence[at, rows] == sequence[at, columns])
+
+
 I, J = 40, 50
 BANDS: dict[str, Make] = {
     "causal": lambda: torch.arange(J)[None] <= torch.arange(I)[:, None],
@@ -54,6 +62,7 @@ BANDS: dict[str, Make] = {
     "cut": lambda: torch.ones(2 * I, 2 * I, dtype=torch.bool).tril()[None, None, 5:I, :I],
     "falling": lambda: torch.arange(J).flip(0) * -2 > 3 - torch.arange(I)[:, None],
     "halves": lambda: torch.arange(J) / 2 < torch.arange(I)[:, None],
+    "sequences": lambda: sequences(11, I),
     "padded rows": lambda: (torch.arange(I)[:, None] < 9) & (torch.arange(J) < 30),
 }
 
@@ -136,12 +145,24 @@ def attend(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(batch, 1, s, s))
 
 
-@pytest.mark.parametrize(("batch", "s"), [(1, 131072), (8, 8192)])
+@pytest.mark.parametrize(("batch", "s"), [(1, 131072), (8, 8192), (1024, 8192)])
 def test_no_length_leaves_a_square(batch: int, s: int) -> None:
     low = cf.shard(attend, cf.Mesh(cp=8), ring("cp"), auto=False).lower(cf.abstract((batch, s, 16), torch.float32))
     assert not any(s * s <= torch.Size(value.shape).numel() for value in low.program.values.values())
     assert low.memory().peak_bytes["device"] < 64 * batch * s * 16
     assert all("striped" in d.strategy for d in low.plan.find("*attention*"))
+
+
+@pytest.mark.parametrize("batch", [8, 4096])
+def test_blocks_of_a_ring_are_flash_however_many_sequences_a_step_has(batch: int) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=sequences(*x.shape[:2]))
+
+    mesh = cf.Mesh(dp=4, cp=2, topology="8xh100")
+    low = cf.shard(step, mesh, ring("cp"), auto=False).lower(cf.abstract((batch, 4096, 256), torch.bfloat16))
+    planned = [node.kernel.name for node in low.program.nodes if node.target == "colofunc.attention" and node.kernel is not None]
+    assert planned == ["flash", "flash"]
 
 
 def test_a_dense_mask_is_named_in_the_plan() -> None:

@@ -18,6 +18,8 @@ import torch
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.passes import Passes, Stages
+from colofunc.compiler.terms import Term, terms_text
+from colofunc.compiler.terms import terms as find_terms
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
@@ -150,6 +152,27 @@ class Lowered:
         """
         chosen = fullest(self.program, self.mesh, self.executor) if rank is None else rank
         return lanes(self._clocked(self.ordered()), self.priced, self.registry.rule, chosen)
+
+    def terms(self, glob: str = "*") -> tuple[Term, ...]:
+        """What the seconds of matching modules or operators are made of: work, launches, each collective by its axes, copies.
+
+        Those first that hold the step up longest; of the rank whose `lanes()` these are.
+        """
+        return self._terms(glob, self.lanes())
+
+    def why(self, glob: str, most: int = 4) -> str:
+        """`plan.why`, and which term of the clock decides: `all_gather tp 3.1 ms, 1.2 ms of it hidden`.
+
+        Raises PlanError where the glob matches nothing of the plan.
+        """
+        said, played = self.plan.why(glob, most), self.lanes()
+        terms = terms_text(self._terms(glob, played), played.end_s)
+        return f"{said}\n{terms}" if terms else said
+
+    def _terms(self, glob: str, played: Lanes) -> tuple[Term, ...]:
+        rank = fullest(self.program, self.mesh, self.executor)
+        program = on_rank(self.ordered(), self.mesh, rank).program
+        return find_terms(program, played, self.priced.topology.device.launch_s, glob)
 
     def _clocked(self, program: Program) -> Program:
         """A program with the seconds of fused operators, where the executor fuses them."""

@@ -33,6 +33,7 @@ from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
+from colofunc.mesh.card import card_memory
 from colofunc.mesh.found import auto_bytes
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.collector import fewer_collections
@@ -41,6 +42,7 @@ from colofunc.planner.plan import Plan
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.as_read import as_read
+from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
@@ -99,6 +101,7 @@ def prepare(
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
         plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(transform.auto_budget for transform in staged.transforms))))
+    plan = attrs.evolve(plan, card=_card(priced, plan))
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,
@@ -137,6 +140,14 @@ def _margin(priced: Mesh, auto: bool) -> str:
         f"of a card's memory plans may use {size_text(usable_bytes or 0)}; {size_text(reserved_bytes)} are left to what is there already, "
         "the driver's context, buffers of collectives and workspaces of libraries" + (_fragments(priced) if auto else "")
     )
+
+
+def _card(priced: Mesh, plan: Plan) -> tuple[str, ...]:
+    """What a CUDA card holds of the plan, in lines; () for other devices."""
+    if capability_on(priced.topology) is None:
+        return ()
+    card = card_memory(priced.topology, plan.peak_bytes, priced.size, is_tight=bool(plan.memory))
+    return () if card is None else card.lines()
 
 
 def _fragments(priced: Mesh) -> str:

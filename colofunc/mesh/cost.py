@@ -203,7 +203,9 @@ def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str) 
 
 def rate(topology: Topology, dtype_name: str) -> float:
     """Operations per second for a dtype ("float32" or "torch.float32"); a dtype without a rate uses the nearest."""
-    rates = {r.dtype: r.flops_per_s for r in topology.device.rates}
+    rates = topology.device.flops_per_s
+    if dtype_name in rates:
+        return rates[dtype_name]
     name = dtype_name.removeprefix("torch.")
     name = "float8" if name.startswith("float8") else name
     for candidate in (name, *_INSTEAD.get(name, ()), "float32"):

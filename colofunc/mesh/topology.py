@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import attrs
@@ -74,6 +75,11 @@ class Device:
     memory_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     launch_s: float = attrs.field(validator=_not_negative, converter=float)
     attention: tuple[AttentionRate, ...] = ()
+
+    @cached_property
+    def flops_per_s(self) -> Mapping[str, float]:
+        """Operations a second by dtype."""
+        return {one.dtype: one.flops_per_s for one in self.rates}
 
 
 @attrs.frozen

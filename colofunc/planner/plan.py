@@ -111,6 +111,7 @@ class Plan:
     regather: tuple[str, ...] = ()  # parameters that are gathered anew in every phase
     memory: tuple[str, ...] = ()  # what was done to keep to a budget, in words
     notes: tuple[str, ...] = ()  # what a reader should know of the program itself, as a dense mask of many bytes
+    card: tuple[str, ...] = ()  # what a CUDA card holds of it, a line a part, and whether that fits
 
     def __str__(self) -> str:
         """One sentence."""

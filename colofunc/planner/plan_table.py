@@ -40,7 +40,7 @@ def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) ->
         left_s = total_s - sum(line.cost_s for line in shown)
         share = left_s / total_s if total_s else 0.0
         text.append(f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)")
-    return "\n".join([*text, *plan.memory, *plan.notes])
+    return "\n".join([*text, *plan.memory, *plan.notes, *plan.card])
 
 
 @attrs.frozen

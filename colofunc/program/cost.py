@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
+from typing import Any
 
 import attrs
 import torch
@@ -18,7 +19,7 @@ import torch
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.program.facts import written
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.strategies import FREE
@@ -67,10 +68,8 @@ class CostReport:
 
 def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[str, ...], int, int] | None:
     """(kind, axes, group size, bytes as `wire_bytes` wants them) of a collective node, else None."""
-    kind = node.target.removeprefix("colofunc.").removesuffix("_start")
-    if kind == "all_gather_flat":
-        kind = "all_gather"
-    if kind not in WIRE:
+    kind = _collective_kind(node.target)
+    if kind is None:
         return None
     axes = tuple(node.args[1])
     n = int(node.args[2])
@@ -81,6 +80,14 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
     if kind == "send":
         nbytes *= sum(target != node.args[3] for target in node.args[4])  # one after the other
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
+
+
+@cache
+def _collective_kind(target: str) -> str | None:
+    kind = target.removeprefix("colofunc.").removesuffix("_start")
+    if kind == "all_gather_flat":
+        return "all_gather"
+    return kind if kind in WIRE else None
 
 
 def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
@@ -125,27 +132,82 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
         return mesh.collective_s(kind, full, axes) if full else 0.0
     if node.kernel is not None:
         return node.kernel.seconds
+    if _is_free(node.target):
+        return 0.0
     work, moved, dtype = node_work(node, values, rule_of)
     return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
 
 
-def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> tuple[float, float, str]:
-    """(flops, bytes read and written, dtype name) of one compute node from its own shapes."""
+@cache
+def _is_free(target: str) -> bool:
+    """Views, and what only executors do: no work, whatever the shapes."""
+    return target.rsplit(".", 1)[0] in FREE or target.removeprefix("colofunc.") in LOCAL_ONLY
+
+
+Work = tuple[float, float, str]
+"""(flops, bytes read and written, dtype name)"""
+MOST_CALLS = 1 << 15
+"""Calls of which the work is kept, of one set of rules."""
+
+
+def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
+    """Work of one compute node from its own shapes.
+
+    Layers are alike, and candidates of a plan differ in few nodes: what a call does is worked out once, and found again by what it
+    depends on. That takes a fifth of the time of asking its rule.
+    """
+    known, key = _works(rule_of), _key_of(node, values)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= MOST_CALLS:
+            known.clear()
+        found = known[key] = _work(node, values, rule_of)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _works(rule_of: RuleOf) -> dict[Any, Work]:
+    return {}
+
+
+def _key_of(node: Node, values: Mapping[int, Value]) -> tuple[Any, ...]:
+    """What the work of a node depends on: its operator, its arguments with shapes and dtypes in place of tensors, and its results'."""
+    key: list[Any] = [node.target]
+    _describe(node.args, values, key)
+    if node.kwargs:
+        _describe(node.kwargs, values, key)
+    for out in node.outs:
+        if out is None:
+            key.append(None)
+        else:
+            value = values[out]
+            key += (value.shape, value.dtype)
+    return tuple(key)
+
+
+def _describe(args: tuple[Any, ...], values: Mapping[int, Value], key: list[Any]) -> None:
+    for arg in args:
+        if type(arg) is Ref:
+            value = values[arg.id]
+            key += (Ref, value.shape, value.dtype)
+        elif type(arg) is tuple:
+            key.append(len(arg))
+            _describe(arg, values, key)
+        else:
+            key += (type(arg), arg)
+
+
+def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     call, _ = call_of(node, values)
-    work, moved, dtype = _work(call, rule_of)
-    changed = sum(values[i].nbytes for i in written(node)) if moved else 0
-    if any(o is not None for o in node.outs):  # `add_` reads what it writes, and gives it as its result; `add.out` does not read it
-        changed = 0 if node.target.split(".")[1].endswith("_") else -changed
-    return work, moved + changed, dtype
-
-
-@lru_cache(maxsize=1 << 14)
-def _work(call: Call, rule_of: RuleOf) -> tuple[float, float, str]:
     types = [t for t in (*call.ins, *call.outs) if t is not None]
     dtype = str(types[0].dtype if types else torch.float32).removeprefix("torch.")
-    if call.target.rsplit(".", 1)[0] in FREE or call.target.removeprefix("colofunc.") in LOCAL_ONLY:
+    if _is_free(call.target):
         return 0.0, 0.0, dtype
     rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
     biggest = max((prod(t.shape) for t in types), default=0)
-    work = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
-    return work, float(sum(t.nbytes for t in types)), dtype
+    flops = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
+    moved = float(sum(t.nbytes for t in types))
+    changed = sum(values[i].nbytes for i in written(node)) if moved else 0
+    if any(o is not None for o in node.outs):  # `add_` reads what it writes, and gives it as its result; `add.out` does not read it
+        changed = 0 if node.target.split(".")[1].endswith("_") else -changed
+    return flops, moved + changed, dtype

@@ -34,10 +34,16 @@ Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | 
 def kind_of(node: Node) -> tuple[str, bool] | None:
     """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout moves,
     loops; else None."""
-    if not node.target.startswith("colofunc."):
+    return kind_of_target(node.target)
+
+
+@cache
+def kind_of_target(target: str) -> tuple[str, bool] | None:
+    """`kind_of` a node with this target."""
+    if not target.startswith("colofunc."):
         return None
-    name = node.target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or node.target in (LOOP, DEBUG):
+    name = target[len("colofunc.") :]
+    if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or target in (LOOP, DEBUG):
         return name, False
     base = name.removesuffix("_start")
     return (base, True) if base != name and (base in WIRE or base in COPIES) else None
@@ -74,8 +80,8 @@ def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
     """
     if target.startswith("segment."):
         return tuple((int(k), "") for k in target.split(".")[2].split("_") if k)
-    node = Node(target, (), (), ())
-    if target.startswith("colofunc.") and kind_of(node) is not None and not is_copy(node):
+    kind = kind_of_target(target)
+    if kind is not None and kind[0] not in COPIES:
         return ()
     arguments = overload(target)._schema.arguments
     return tuple((k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
@@ -109,7 +115,7 @@ def is_pointwise(target: str) -> bool:
 def _may_alias(target: str) -> bool:
     if target.rsplit(".", 1)[0] in FREE or target.startswith("segment."):  # nobody looks into a compiled segment
         return True
-    kind = kind_of(Node(target, (), (), ()))
+    kind = kind_of_target(target)
     if kind is not None:
         return (kind[0] in LOCAL and kind[0] != "axis_index") or kind == ("put", True)
     schema = overload(target)._schema

@@ -95,20 +95,26 @@ class Node:
     @cached_property
     def refs(self) -> tuple[int, ...]:
         """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
-        return tuple(_refs((self.args, self.kwargs)))
+        found: list[int] = []
+        _collect_refs(self.args, found)
+        if self.kwargs:
+            _collect_refs(self.kwargs, found)
+        return tuple(found)
 
     @cached_property
     def results(self) -> tuple[int, ...]:
         """Ids of the values that it defines: `outs` without what is absent."""
+        if None not in self.outs:
+            return self.outs  # type: ignore[return-value]  # as nearly always
         return tuple(out for out in self.outs if out is not None)
 
 
-def _refs(tree: Any) -> Iterator[int]:
-    if type(tree) is Ref:
-        yield tree.id
-    elif type(tree) is tuple:
-        for item in tree:
-            yield from _refs(item)
+def _collect_refs(tree: tuple[Any, ...], found: list[int]) -> None:
+    for item in tree:
+        if type(item) is Ref:
+            found.append(item.id)
+        elif type(item) is tuple:
+            _collect_refs(item, found)
 
 
 LOOP = "colofunc.loop"

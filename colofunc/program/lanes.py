@@ -22,9 +22,10 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.ops.copies import COPIES
 from colofunc.program.actions import linear_order
 from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.facts import is_copy, is_wire, kind_of, written
+from colofunc.program.facts import WIRE, kind_of, written
 from colofunc.program.ir import Loop, Node, Program, Timetable, Value
 from colofunc.program.memory_report import MemoryReport, operator
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
@@ -33,6 +34,7 @@ from colofunc.spec.parts import holds
 TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
 Seconds = Callable[[Node, Mapping[int, Value]], float]
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
+COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
 @attrs.frozen
@@ -200,7 +202,7 @@ class _Player:
 
     def sends(self, node: Node) -> float:
         """When what is sent has arrived; the device goes on meanwhile."""
-        index, needs, seconds = self._begin(), self._needs(node), self._seconds(node)
+        index, needs, seconds = self._begin(), self._needs(node), self._seconds(node, self._lane(node, kind_of(node)))
         begin = max(self.clock, needs, self.free["host"], self.free["collectives"])
         self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
         self.free["collectives"] = begin + seconds
@@ -227,7 +229,11 @@ class _Player:
 
     def _needs(self, node: Node) -> float:
         """When all operands are there."""
-        return max((self.ready.get(i, 0.0) for i in node.refs), default=0.0)
+        latest_s, ready = 0.0, self.ready
+        for i in node.refs:
+            if i in ready and ready[i] > latest_s:
+                latest_s = ready[i]
+        return latest_s
 
     def _node(self, index: int, node: Node, clock: float) -> float:
         """When the device may go on."""
@@ -238,13 +244,16 @@ class _Player:
         if node.loop is not None:
             trip = played(node.loop.body, self.mesh, self.device_s)
             return self._trips(index, node, node.loop, trip, max(clock, needs, self.free["host"]))
-        lane, seconds = self._lane(node), self._seconds(node)
-        begin = max(self.free["host"], needs, *(() if lane == "host" else (clock, self.free[lane])))
+        lane = self._lane(node, kind)
+        seconds = self._seconds(node, lane)
+        begin = max(self.free["host"], needs)
+        if lane != "host":
+            begin = max(begin, clock, self.free[lane])
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[lane] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
-        if apart or is_copy(node):
+        if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
         return clock if apart else begin + seconds
 
@@ -262,14 +271,17 @@ class _Player:
         self._made(node, end)
         return end
 
-    def _lane(self, node: Node) -> str:
-        if is_wire(node):
+    def _lane(self, node: Node, kind: tuple[str, bool] | None) -> str:
+        if kind is not None and kind[0] in WIRE:
             return "collectives"
-        if is_copy(node):
+        if kind is not None and kind[0] in COPIES:
             source, target = self._ends(node)
             return "disk" if "disk" in (source, target) else "to device" if target == "device" else "to host"
-        lies = [self.program.values[i].tier for i in (*node.refs, *node.results)]
-        return "host" if lies and all(tier == "host" for tier in lies) else "compute"
+        values, ids = self.program.values, (*node.refs, *node.results)
+        for i in ids:
+            if values[i].tier != "host":
+                return "compute"
+        return "host" if ids else "compute"
 
     def _ends(self, node: Node) -> tuple[str, str]:
         """The tiers that a copy leads from and to."""
@@ -277,11 +289,11 @@ class _Player:
         assert into is not None, "a copy that nobody has is not made"
         return self.program.values[node.refs[-1]].tier, self.program.values[into].tier
 
-    def _seconds(self, node: Node) -> float:
+    def _seconds(self, node: Node, lane: str) -> float:
         values = self.program.values
-        if is_copy(node):
+        if lane in COPY_LANES:
             return self.mesh.copy_s(values[node.refs[-1]].nbytes, *self._ends(node))
-        if self._lane(node) == "host":
+        if lane == "host":
             return self.mesh.host_s(_touched(node, values))
         return self.device_s(node, values)
 

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Ref, map_refs
+from colofunc.program.passes.repeated import compact, computed, plain
 
-# Values up to this many elements are computed as they are: vectors per row and column of a batch, and small masks.
+# Values up to this many elements, those that repeat counted once, are computed as they are: vectors per row and column of a batch, and
+# small masks.
 MAX_REAL = 1 << 22
 # Elements of a dense mask that are looked at in one go.
 MAX_BLOCK = 1 << 22
@@ -113,16 +115,28 @@ def runs_of(visible: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int, Known]:
     """What a node makes: tensors where all that it reads and makes is small, else its one result as a band or a sum."""
-    outs = node.results
+    outs, tensors = node.results, _tensors(node, known)
+    if tensors is not None and len(node.outs) == 1 and len(outs) == 1:
+        result = computed(node, tensors, shapes(outs[0]), _is_pointwise(node.target), MAX_REAL)
+        if result is not None:
+            return {outs[0]: result}
     small = all(_numel(shapes(out)) <= MAX_REAL for out in outs)
-    if small and all(isinstance(known[ref], Tensor) for ref in node.refs):
-        args, kwargs = map_refs((node.args, node.kwargs), known.__getitem__)
+    whole = None if tensors is None else {ref: plain(x, MAX_REAL) for ref, x in tensors.items()}
+    if small and whole is not None and all(x is not None for x in whole.values()):
+        args, kwargs = map_refs((node.args, node.kwargs), whole.__getitem__)
         result = resolve(node.target)(*args, **dict(kwargs))
         results = result if isinstance(result, (list, tuple)) else [result]
         return {out: tensor for out, tensor in zip(node.outs, results, strict=True) if out is not None}
     if len(outs) != 1:
         raise NoBand
     return {outs[0]: _large(node, known, shapes(outs[0]))}
+
+
+def _tensors(node: Node, known: Mapping[int, Known]) -> dict[int, Tensor] | None:
+    """The operands of a node; None where one is no tensor."""
+    operands = {ref: known[ref] for ref in node.refs}
+    tensors = {ref: value for ref, value in operands.items() if isinstance(value, Tensor)}
+    return tensors if len(tensors) == len(operands) else None
 
 
 def _large(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> Known:
@@ -189,7 +203,7 @@ def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tu
 def _term(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Term | None:
     if isinstance(x, Sum):
         return Term(x.row, x.column)
-    tensor = torch.as_tensor(x)
+    tensor = compact(torch.as_tensor(x))
     if not torch.can_cast(tensor.dtype, dtype):
         return None
     tensor = tensor.to(dtype)
@@ -261,7 +275,7 @@ def _position(x: Tensor) -> Tensor:
 
 def _as_band(x: Tensor, shape: tuple[int, ...]) -> Band:
     """A tensor of at most two values that broadcasts to `shape`; NoBand for any other."""
-    x = x[(None,) * (len(shape) - x.dim())]
+    x = compact(x[(None,) * (len(shape) - x.dim())])
     inside = x.reshape(-1)[:1]
     same = _equal(x, inside)
     others = x[~same]
