@@ -28,13 +28,13 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
+from colofunc.planner.stages.told import Count, Pipelined, pipelined
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
-from colofunc.program.memory import MemoryReport
 from colofunc.program.passes.buckets import buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
@@ -71,7 +71,7 @@ class Completion:
     passes: Sequence[Pass]
     chunks: Mapping[int, int | str]
     temporaries: bool
-    count: Callable[[Program], MemoryReport]
+    count: Count
     searches: Sequence[Search] = ()
     moves: Sequence[Move] = ()
     lies: Lies = NOWHERE
@@ -236,6 +236,10 @@ class Completion:
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
         return played(self.order(done, inf), self.mesh, self._node_s)
+
+    def pipelined(self, done: Program) -> Pipelined | None:
+        """What the plan says of a pipeline that runs as `done`."""
+        return pipelined(done, self.mesh, self._node_s, self.count)
 
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
