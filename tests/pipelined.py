@@ -25,7 +25,7 @@ def mlp(layers: int = 4) -> tuple[Any, Any, Any]:
     return step, state, (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64))
 
 
-def gpt2(layers: int = 4) -> tuple[Any, Any, Any]:
+def gpt2(layers: int = 2) -> tuple[Any, Any, Any]:
     """With a tied weight: the embedding of the first stage is the head of the last."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)

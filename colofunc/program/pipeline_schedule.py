@@ -105,6 +105,10 @@ class Schedule:
         if self.stages_per_rank < 1:
             raise PlanError(f"schedule {self.name!r} has {self.stages_per_rank} stages per rank; give at least 1")
 
+    def alike(self, other: Schedule) -> bool:
+        """Whether both have the same stages on the same ranks."""
+        return (self.stages_per_rank, self.placement) == (other.stages_per_rank, other.placement)
+
     def stages(self, ranks: int) -> int:
         """How many stages the model is cut into."""
         return ranks * self.stages_per_rank

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import attrs
@@ -24,7 +23,6 @@ from colofunc.compiler.microbatches import check_number, equal_parts, loops_over
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform
 from colofunc.errors import PlanError, near
-from colofunc.executors.backend import held
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
@@ -40,8 +38,8 @@ from colofunc.program.placing import StagesOf
 from colofunc.program.stage_costs import one_trip, stage_costs
 
 Globs = Mapping[str, int]
-CAPS = (0.75, 0.5, 0.25, 0.0)
-"""Under a budget, a schedule that looks at costs is tried with these parts of the activations between the least and the fastest's."""
+SHARES = (0.75, 0.5, 0.25, 0.0)
+"""Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the fastest keeps (1)."""
 
 
 def pipeline(
@@ -107,8 +105,17 @@ class _Asked:
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        written = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule, build.budget_bytes)
-        loops = [partial(_by_timetable, loop, written) for loop in loops_over(self.microbatches, self.batch, "error", build)]
+        scheduled = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule)
+        written = loops_over(self.microbatches, self.batch, "error", build)
+        loops = [partial(_by_timetable, loop, scheduled) for loop in written]
+        if schedule.looks_at_costs and build.budget_bytes is not None:
+            # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
+            leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
+            # A whole backward keeps nothing for weights: of the same stages, orders without I and W may need the least.
+            for other in build.registry.schedules.values():
+                if other.alike(schedule) and not other.splits_backward:
+                    leaner.append(attrs.evolve(scheduled, schedule=other))
+            loops += [partial(_by_timetable, written[0], each) for each in leaner]
         return build.evolve(alternatives=(*build.alternatives, loops))
 
     def _ranks(self, mesh: Mesh) -> int:
@@ -172,7 +179,10 @@ def _forward_only(table: ActionTable) -> ActionTable:
 
 @attrs.frozen(eq=False)
 class _Scheduled:
-    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated."""
+    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated.
+
+    share: how much a rank may keep in flight, between one microbatch (0) and what the fastest table keeps (1).
+    """
 
     axis: str
     microbatches: int
@@ -180,7 +190,7 @@ class _Scheduled:
     stages: Mapping[str, int]
     backward: bool
     rule_of: RuleOf
-    budget_bytes: int | None
+    share: float = 1.0
 
     def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
         """For the loop that is node `index` of one rank's program."""
@@ -191,33 +201,17 @@ class _Scheduled:
         trip = Timetable(self.axis, one_trip(rank_of, forward_only=not self.backward), self.stages)
         loop = _cut_loop(cut(_with_timetable(program, index, trip)))
         costs = stage_costs(loop, mesh, partial(node_s, mesh=mesh, rule_of=self.rule_of))
-        fastest = self._of(self.schedule.table(ranks, self.microbatches, costs))
-        if self.budget_bytes is None:
-            return fastest
-        return self._within(program, index, mesh, costs, fastest)
+        fastest = self.schedule.table(ranks, self.microbatches, costs)
+        if self.share == 1.0:
+            return self._of(fastest)
+        most = max(simulate(fastest, costs).peak_bytes)
+        least = max(_least_bytes(costs, fastest, rank) for rank in range(ranks))
+        cap_bytes = least + self.share * max(0.0, most - least)
+        return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
 
     def _of(self, table: ActionTable) -> Timetable:
         table = _in_parts(table) if self.backward else _forward_only(table)
         return Timetable(self.axis, table, self.stages, schedule=self.schedule.name)
-
-    def _within(self, program: Program, index: int, mesh: Mesh, costs: StageCosts, fastest: Timetable) -> Timetable:
-        """The first of some tables, from the fastest to the leanest, that the accountant finds within the budget; else the leanest.
-
-        What activations may take is what the schedule is given; what weights, sums and collectives take beside it differs from rank to
-        rank, so all of a rank is counted.
-        """
-        assert self.budget_bytes is not None
-        ranks = mesh.axis_size(self.axis)
-        most = max(simulate(fastest.table, costs).peak_bytes)
-        least = max(_least_bytes(costs, fastest.table, rank) for rank in range(ranks))
-        counted = [(held(cut(_with_timetable(program, index, fastest)), mesh).peak_bytes["device"], fastest)]
-        for part in CAPS:
-            if counted[-1][0] <= self.budget_bytes:
-                return counted[-1][1]
-            table = self.schedule.table(ranks, self.microbatches, costs, least + part * max(0.0, most - least))
-            timetable = self._of(table)
-            counted.append((held(cut(_with_timetable(program, index, timetable)), mesh).peak_bytes["device"], timetable))
-        return min(counted, key=itemgetter(0))[1]
 
 
 def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
