@@ -8,6 +8,7 @@ step and what it is called with; the step is traced and planned here, on any lap
     def example(): return cf.train_state(...), {"ids": cf.abstract((8, 1024), torch.int64)}     # (state, batch)
 
     $ colofunc plan script.py:step --device a100-40g --budget 40GiB --picture plan.png --trace trace.json
+    $ colofunc plan script.py:step --device a100-40g --mesh dp=2 --pp 4 --schedule zb-h1 --microbatches 16
     $ colofunc plan script.py:step --device a100-40g --host 64GiB --disk 2TB,7GB/s,5GB/s       # a drive that need not be here
 
 The name may also be a function without arguments that returns all three: `def plan_me(): return step, state, batch`.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import platform
 import shutil
@@ -35,25 +35,27 @@ import torch
 import typer
 from rich.console import Console
 
-from colofunc import errors, owned
+from colofunc import errors
+from colofunc.cli_files import writable, written
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
 from colofunc.ops.native import prebuild
-from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
-from colofunc.program.lanes import TRACE_MARK, chrome_trace
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.offload import offload, with_disk
+from colofunc.transforms.pipeline import pipeline
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__
 
 EXAMPLES = ("example", "inputs")
-MARKS = {"trace": TRACE_MARK, "save": PLAN_MARK}
 _HERE, _TORCH = (str(Path(str(module.__file__)).parent) + os.sep for module in (errors, torch))
 MOVES: dict[str, Callable[[Any], Any]] = {"checkpoint": checkpoint, "offload": offload}
+
+MICROBATCHES = 2
+"""For each rank of a pipeline, where nobody says how many there are: a third of 1F1B is bubble at worst."""
 
 app = typer.Typer(add_completion=False)
 
@@ -82,6 +84,9 @@ def plan(
     host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB or 0.5; default: that of the usual machine")] = "",
     disk: Annotated[str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")] = "",
     within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
+    pp: Annotated[int, typer.Option(help="ranks of a pipeline: an axis pp beside those of the mesh")] = 0,
+    schedule: Annotated[str, typer.Option(help="the pipeline's schedule, such as 1f1b, zb-h1, zb-v or auto")] = "",
+    microbatches: Annotated[int, typer.Option(help="parts of a batch that follow one another through the pipeline")] = 0,
     example: Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")] = "",
     picture: Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")] = "",
     trace: Annotated[str, typer.Option(help="write a Chrome trace to this .json file")] = "",
@@ -94,7 +99,9 @@ def plan(
         writable(picture=picture, trace=trace, save=save)
         step, args = found(target, example)
         wanted = [w for w in within.split(",") if w]
-        staged = placed(step, axes_of(mesh), machine(device, topology, host, budget, disk), wanted, directory(disk))
+        axes = axes_of(mesh)
+        step, axes = in_stages(step, axes, pp, schedule, microbatches)
+        staged = placed(step, axes, machine(device, topology, host, budget, disk), wanted, directory(disk))
         with errors_of(target, ours=True):
             low: Lowered = staged.lower(*args)
         report(console, low, target, rows, bool(disk))
@@ -308,6 +315,28 @@ def _with_disk(topology: Topology, disk: str) -> Topology:
     return attrs.evolve(_with_room(topology, "disk", parse_bytes(size, "--disk")), links=tuple(links))
 
 
+def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microbatches: int) -> tuple[Any, dict[str, int]]:
+    """The step as a pipeline on an axis `pp` in front of the mesh's others, as the options say. ranks: 0 for none."""
+    if not ranks:
+        if schedule or microbatches:
+            option = f"--schedule {schedule}" if schedule else f"--microbatches {microbatches}"
+            raise InputError(f"{option} is of a pipeline; say with --pp how many ranks it has")
+        return step, axes
+    sharded = None
+    if isinstance(step, Staged):
+        sharded = step.transform("shard")
+        if step.transform("pipeline") is not None:
+            raise InputError(f"--pp {ranks}: the step has cf.pipeline already; leave --pp out")
+    if sharded is not None and not axes:
+        mesh = sharded.options["mesh"]
+        if mesh.views:
+            raise InputError(f"--pp {ranks}: the step's mesh has views ({', '.join(mesh.views)}); write cf.pipeline in the script")
+        axes = {name: mesh.axis_size(name) for name in mesh.axis_names}
+    if "pp" in axes:
+        raise InputError(f"--pp {ranks}: the mesh has an axis 'pp' of {axes['pp']} already; leave it out of --mesh")
+    return pipeline(step, "pp", microbatches or MICROBATCHES * ranks, schedule or "1f1b"), {"pp": ranks, **axes}
+
+
 def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: list[str], disk: str | bool | None = None) -> Staged:
     """The step on the machine, with what may be done to meet the budget, where it does not say so itself."""
     for name in within:
@@ -343,51 +372,12 @@ def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = 
         console.print(f"  {said}", highlight=False, markup=False)
     if rows and low.mesh.size > 1:  # one device leaves nothing to decide but what lies where
         console.print(low.plan.table(costly=rows), markup=False, highlight=False, soft_wrap=True)
+    if low.plan.pipeline is not None:
+        console.print(low.pipeline().text(), markup=False, highlight=False, soft_wrap=True)
     console.print(low.memory().table(), markup=False, highlight=False, soft_wrap=True)
     played = low.lanes()
     busy = ", ".join(f"{lane} {time_text(seconds)}" for lane, seconds in played.busy_s().items())
     console.print(f"a step takes {time_text(played.end_s)}: {busy}; {low.cost().flops:.3g} operations a rank", highlight=False)
-
-
-def writable(**paths: str) -> None:
-    """Raises InputError where a file that is asked for cannot be written: now, not when the plan is made."""
-    named: dict[str, str] = {}
-    for option, path in paths.items():
-        if not path:
-            continue
-        if named.setdefault(path, option) != option:
-            raise InputError(f"--{named[path]} and --{option} both name {path}; write two files")
-        where = owned.given(path, f"--{option}", InputError, owned.A_FILE)
-        if option == "picture":
-            pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
-            pictures.check_ending(path)
-            pictures.check_replaceable(where)
-        else:
-            owned.check_own_kind(where, MARKS[option], f"--{option}", InputError)
-        try:
-            there = os.path.lexists(where)
-            open(where, "ab").close()  # what was there stays
-            if not there:
-                os.unlink(where)
-        except OSError as error:
-            why = error.strerror or error
-            raise InputError(f"--{option} {path} cannot be written: {why}; name a file in a folder that is there") from error
-
-
-def written(console: Console, low: Lowered, target: str, picture: str, trace: str, save: str) -> None:
-    """The files that were asked for."""
-    if picture:
-        pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
-        words = [f"{target} on {low.priced.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
-        pictures.memory_picture(low, picture, low.priced.capacity_bytes("device"), " · ".join(words))
-    if trace:
-        data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.priced.topology.name}, as planned")
-        owned.write_text(trace, json.dumps(data), TRACE_MARK, "--trace", InputError)
-    if save:
-        low.plan.save(save)
-    for path in (picture, trace, save):
-        if path:
-            console.print(f"wrote {path}", highlight=False)
 
 
 def main() -> None:

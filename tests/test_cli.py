@@ -254,3 +254,32 @@ def test_the_package_is_the_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("colofunc", run_name="__main__")
     assert ended.value.code == 0 and "rtx2060        device 5.588 GiB" in capsys.readouterr().out
+
+
+def test_a_pipeline_by_options(script):
+    code, said = run(f"{script}:step", "--device", "a100-40g", "--mesh", "dp=2", "--pp", 2, "--schedule", "zb-h1", "--microbatches", 8)
+    assert code == 0, said
+    assert "on 4xa100-40g, pp=2 dp=2" in said
+    assert "pp: pipeline of 2 stages, zb-h1, 8 microbatches, bubble " in said
+    assert "pp stages weights and states peak computes waits" in said and "rank 0 0" in said and "rank 1 0F" in said
+
+
+def test_a_pipeline_beside_the_mesh_of_the_step(script):
+    code, said = run(f"{script}:staged", "--device", "a100-40g", "--pp", 2)
+    assert code == 0, said
+    assert "pp=2 dp=2" in said and "pipeline of 2 stages, 1f1b, 4 microbatches" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--schedule", "zb-v"), "--schedule zb-v is of a pipeline; say with --pp how many ranks it has"),
+        (("--microbatches", 4), "--microbatches 4 is of a pipeline; say with --pp how many ranks it has"),
+        (("--pp", 2, "--mesh", "pp=2"), "--pp 2: the mesh has an axis 'pp' of 2 already; leave it out of --mesh"),
+        (("--pp", 2, "--schedule", "1f2b"), "unknown schedule '1f2b'; did you mean '1f1b'?"),
+        (("--pp", 4), "4 stages, and the forward pass has 2 operators with weights of their own"),
+    ],
+)
+def test_pipelines_that_cannot_be(script, words, says):
+    code, said = run(f"{script}:step", "--device", "a100-40g", *words)
+    assert code == 1 and says in said

@@ -127,3 +127,13 @@ def test_a_fine_tuning_within_a_third_of_the_memory_has_the_same_losses(tiny_lm,
     budget = peaks[0] // 3
     lean = main([*one, str(tmp_path / "lean"), "--budget", str(budget)])
     assert peaks[-1] <= budget and all(abs(a - b) < 1e-4 for a, b in zip(lean, whole, strict=True))
+
+
+def test_a_pipeline_with_tensor_parallelism_zero_and_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    first, last = script("pipeline_moe", monkeypatch).main(["--layers", "2", "--steps", "8", "--schedule", "zb-h1"])
+    assert last < first
+    out = capsys.readouterr().out
+    assert "pp: pipeline of 2 stages, zb-h1, 4 microbatches, bubble " in out
+    assert "dp: expert parallel" in out and "tp: Megatron column/row" in out
+    assert "rank 0  0FF" in out and "rank 1  " in out

@@ -1,6 +1,7 @@
 """cf.pipeline: stages on ranks of their own, microbatches that follow one another through them by a schedule's table."""
 
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import experts, stages, tensor, zero
+from pipelined import gpt2, loop_of, mlp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -16,40 +18,9 @@ from colofunc.compiler.observe import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
-from colofunc.program.ir import Loop, Program
 from colofunc.program.places import on_rank, out_of_order
 from colofunc.program.serialize import load, save
 from colofunc.testing import check
-
-
-def mlp(layers: int = 4) -> tuple[Any, Any, Any]:
-    torch.manual_seed(0)
-    blocks: list[nn.Module] = [nn.Linear(8, 16)]
-    for _ in range(layers - 2):
-        blocks += [nn.Tanh(), nn.Linear(16, 16)]
-    net = nn.Sequential(*blocks, nn.Tanh(), nn.Linear(16, 4)).double()
-    step, state = cf.train_step(
-        cf.functional(net),
-        cf.adapt(torch.optim.AdamW, lr=1e-2),
-        lambda out, b: (out - b[1]).pow(2).mean(),
-        inputs=lambda b: ((b[0],), {}),
-    )
-    return step, state, (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64))
-
-
-def gpt2(layers: int = 4) -> tuple[Any, Any, Any]:
-    """With a tied weight: the embedding of the first stage is the head of the last."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    step, state = cf.train_step(cf.functional(GPT2LMHeadModel(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=0.5)
-    ids = torch.randint(32, (8, 8))
-    return step, state, {"input_ids": ids, "labels": ids}
-
-
-def loop_of(program: Program) -> Loop:
-    """The loop that a schedule runs."""
-    (loop,) = (node.loop for node in program.nodes if node.loop is not None and node.loop.timetable is not None)
-    return loop
 
 
 def agrees_with_one_device(chain: Any, state: Any, batch: Any) -> Any:
@@ -134,7 +105,7 @@ def test_a_language_model_with_a_tied_weight(schedule: str, plans: tuple[Any, ..
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
     torch.manual_seed(0)
-    net = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=32, n_positions=16)).double().train()
+    net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16)).double().train()
     step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
     ids = torch.randint(32, (8, 8))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
@@ -143,7 +114,7 @@ def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
 
 def test_a_mixture_of_experts() -> None:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     net = MixtralForCausalLM(MixtralConfig(**sizes, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2)).double()
     step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
     ids = torch.randint(32, (8, 8))
@@ -300,6 +271,59 @@ def test_what_cannot_be_planned_is_an_error(options: dict[str, Any], says: str) 
     step, state, batch = mlp()
     with pytest.raises(cf.PlanError, match=re.escape(says)):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), **options).lower(state, batch)
+
+
+def by_hand(*rows: str) -> types.ModuleType:
+    """A plugin with a schedule `by-hand` of these rows."""
+    plugin = types.ModuleType("by_hand")
+    made = cf.ext.Schedule("by-hand", lambda ranks, microbatches, costs, cap_bytes: cf.ext.ActionTable.parse(rows))
+    plugin.colofunc_schedules = cf.hookimpl(lambda: {"by-hand": made}, specname="colofunc_schedules")
+    return plugin
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"), "a table for 2 stages and 2 microbatches lacks 1B1 (or 1I1 and 1W1)"),
+        (("0F0 0F1 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), "a table has 0F1 more than once"),
+        (("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"), "deadlock: 0B0 waits for 1B0, which stands behind 1F1 on rank 1; 1F1 waits for 0F1"),
+        (("0F0 0F1 0B0 0B1", "0F0 1F0 1B0 1F1 1B1"), "stage 0 is on rank 0 and, by 0F0, on rank 1"),
+        (("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"), "a table for 2 stages and 2 microbatches has 0F2, 0B2, 1F2, 1B2"),
+    ],
+)
+def test_a_table_by_hand_that_cannot_be_run_names_its_actions(rows: tuple[str, ...], says: str) -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.PlanError, match=re.escape(says)):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=2), plugins=[by_hand(*rows)]), microbatches=2, schedule="by-hand").lower(state, batch)
+
+
+def test_a_table_by_hand_is_run() -> None:
+    step, state, batch = mlp()
+    plugin = by_hand("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
+    low = agrees_with_one_device(
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=2), plugins=[plugin]), microbatches=2, schedule="by-hand"), state, batch
+    )
+    assert str(loop_of(low.program).timetable.table).splitlines()[0] == "0F0 0B0 0F1 0B1"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "says"),
+    [
+        ("dualpipev", 2, "schedule 'dualpipev' needs at least 8 microbatches on 4 ranks and has 2; give microbatches=8"),
+        ("interleaved-1f1b", 2, "schedule 'interleaved-1f1b' needs at least 4 microbatches on 4 ranks and has 2; give microbatches=4"),
+    ],
+)
+def test_a_schedule_that_needs_more_microbatches(schedule: str, microbatches: int, says: str) -> None:
+    step, state, batch = mlp(8)
+    with pytest.raises(cf.PlanError, match=re.escape(says)):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=microbatches, schedule=schedule).lower(state, batch)
+
+
+def test_a_budget_below_the_least_possible_says_the_least() -> None:
+    step, state, batch = mlp()
+    chain = cf.checkpoint(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2), budget=1000)
+    with pytest.raises(cf.PlanError, match=r"no plan found within 1,000 B a rank: the least found has a peak of [\d,]+ B.*; give at least"):
+        chain.lower(state, batch)
 
 
 def test_more_stages_than_layers_are_an_error() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.ext import StageCosts, simulate
-from colofunc.planner.stages.simulate import Simulated, text
+from colofunc.planner.stages.simulate import Simulated
 from colofunc.plugins import build_registry
 
 SCHEDULES = build_registry().schedules
@@ -126,10 +126,23 @@ def test_groups_of_interleaved() -> None:
 
 def test_text_and_trace_of_a_simulated_table() -> None:
     simulated = played("1f1b", 2, 2, StageCosts.uniform(2, 1, 0.5, 0.5))
-    assert text(simulated, 1.0) == "0F0 0F1 ... 0B0 ... 0B1\n... 1F0 1B0 1F1 1B1 ..."
+    assert simulated.text(18) == "rank 0  0FF1FF   0BB   1BB\nrank 1     0FF0BB1FF1BB"
     events = cf.ext.chrome_events(simulated)["traceEvents"]
     assert [event["name"] for event in events if event["ph"] == "X"] == "0F0 0F1 0B0 0B1 1F0 1B0 1F1 1B1".split()
     assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == 2
+
+
+def test_text_of_a_v_has_later_stages_in_small_letters() -> None:
+    simulated = played("zb-v", 2, 2, StageCosts.uniform(4))
+    width = 2 * round(simulated.makespan_s)
+    assert simulated.text(width).splitlines()[0] == "rank 0  0F1F  0f0i1f1i0I0w1I0W1w1W"
+
+
+def test_sends_of_a_rank_leave_one_after_another() -> None:
+    table = cf.ext.ActionTable.parse(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])
+    simulated = simulate(table, StageCosts.uniform(2, send=3.0))
+    assert [span.start_s for span in simulated.rows[1]] == [4.0, 7.0, 8.0, 10.0]
+    assert [span.start_s for span in simulated.rows[0]] == [0.0, 1.0, 13.0, 16.0]
 
 
 def test_costs_of_another_number_of_stages() -> None:

@@ -285,4 +285,4 @@ def _told(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decid
         communication_s=lanes.busy_s().get("collectives", 0.0),
         memory=done.words,
     )
-    return attrs.evolve(decided, plan=plan), program
+    return attrs.evolve(decided, plan=plan.with_pipeline(completion.pipelined(program))), program

@@ -28,13 +28,13 @@ from colofunc.planner.fitted import Finish, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
+from colofunc.planner.stages.told import Count, Pipelined, pipelined
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
-from colofunc.program.memory import MemoryReport
 from colofunc.program.passes.buckets import buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
@@ -71,7 +71,7 @@ class Completion:
     passes: Sequence[Pass]
     chunks: Mapping[int, int | str]
     temporaries: bool
-    count: Callable[[Program], MemoryReport]
+    count: Count
     searches: Sequence[Search] = ()
     moves: Sequence[Move] = ()
     lies: Lies = NOWHERE
@@ -93,7 +93,7 @@ class Completion:
 
     def _best(self, lowered: Program, budget_bytes: int | None) -> Fitted:
         first = self._written(lowered, self.ways[0])
-        best = self._searched(first, budget_bytes)
+        best = self._by_clock(self._searched(first, budget_bytes), first[0])
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
         rest = {_looks(some[0]): some for some in self._rest(lowered)}
@@ -102,11 +102,24 @@ class Completion:
         for some in rest.values():
             guess, slower_s = self._counted(budget_bytes, some[0], best), self._seconds(some[0]) - self._seconds(first[0])
             guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, some))
+        # An order of a pipeline that does not fit as it is may do so with little made again, and its own time is known.
+        side_by_side = bool(self.searches) and to_be_cut(first[0])
         for rank, slower_s, some in sorted(guesses, key=itemgetter(0)):
-            if rank < _rank(budget_bytes, best) or not best.fits(budget_bytes):
+            hopeful = side_by_side and slower_s < best.more_s
+            if rank < _rank(budget_bytes, best) or hopeful or not best.fits(budget_bytes):
                 found = self._searched(some, budget_bytes)
-                best = min(best, attrs.evolve(found, more_s=found.more_s + slower_s), key=partial(_rank, budget_bytes))
+                found = attrs.evolve(found, more_s=found.more_s + slower_s)
+                best = min(best, self._by_clock(found, first[0]), key=partial(_rank, budget_bytes))
         return best
+
+    def _by_clock(self, done: Fitted, plain: Program) -> Fitted:
+        """`done`, where ranks of a pipeline work side by side, with what it takes longer than `plain` by the clock.
+
+        Elsewhere the sum over what is done more says it.
+        """
+        if not to_be_cut(plain) or done.more_s <= 0:
+            return done
+        return attrs.evolve(done, more_s=self.lanes(done.program).end_s - self._seconds(plain))
 
     def _rest(self, lowered: Program) -> Iterator[tuple[Program, Stages]]:
         """All ways but the first that can be gone."""
@@ -146,6 +159,8 @@ class Completion:
         return attrs.evolve(best, stages=(*stages, *here))
 
     def _seconds(self, local: Program) -> float:
+        if to_be_cut(local):
+            return self.lanes(cut(local)).end_s
         return sum(self._node_s(node, local.values) for node in local.nodes)
 
     @property
@@ -237,6 +252,10 @@ class Completion:
         """How long what is done takes, in the order in which the executor runs it."""
         return played(self.order(done, inf), self.mesh, self._node_s)
 
+    def pipelined(self, done: Program) -> Pipelined | None:
+        """What the plan says of a pipeline that runs as `done`."""
+        return pipelined(done, self.mesh, self._node_s, self.count)
+
     def _peak(self, done: Program) -> int:
         return self.count(done).peak_bytes["device"]
 
@@ -272,5 +291,12 @@ def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool,
 
 
 def _looks(local: Program) -> tuple[object, ...]:
-    """The operators outside of loops, and those in each."""
-    return tuple(node.target if node.loop is None else _looks(node.loop.body) for node in local.nodes)
+    """The operators outside of loops, and those in each, with the order in which ranks do them."""
+    found: list[object] = []
+    for node in local.nodes:
+        if node.loop is None:
+            found.append(node.target)
+        else:
+            timetable = node.loop.timetable
+            found.append((_looks(node.loop.body), None if timetable is None else timetable.table))
+    return tuple(found)

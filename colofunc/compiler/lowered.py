@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -27,8 +27,10 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.fused import fused
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
+from colofunc.planner.stages.simulate import Simulated
+from colofunc.planner.stages.told import clocked
 from colofunc.plugins import Registry
-from colofunc.program.cost import CostReport, node_work, program_cost
+from colofunc.program.cost import CostReport, node_s, node_work, program_cost
 from colofunc.program.ir import Program
 from colofunc.program.lanes import Lanes, lanes
 from colofunc.program.lower import Choice
@@ -173,6 +175,16 @@ class Lowered:
         rank = fullest(self.program, self.mesh, self.executor)
         program = on_rank(self.ordered(), self.mesh, rank).program
         return find_terms(program, played, self.priced.topology.device.launch_s, glob)
+
+    def pipeline(self) -> Simulated:
+        """The schedule of a pipelined step as the clock plays it: `print(low.pipeline().text())` draws a lane per rank.
+
+        Raises PlanError where the step has no pipeline.
+        """
+        played = clocked(self._clocked(self.program), self.priced, partial(node_s, mesh=self.priced, rule_of=self.registry.rule))
+        if played is None:
+            raise PlanError("this step has no pipeline; write cf.pipeline(step, microbatches=8) with an axis of the mesh that has ranks")
+        return played
 
     def _clocked(self, program: Program) -> Program:
         """A program with the seconds of fused operators, where the executor fuses them."""

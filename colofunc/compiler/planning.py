@@ -195,7 +195,9 @@ def gathered(
     constraints, named = wanted(
         program, seen.traced, priced, options, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
     )
+    budget_bytes = _least_budget(staged, priced)
     build = Build(staged.build.transforms, priced, program=program, traced=seen.traced, registry=registry, constraints=constraints)
+    build = build.evolve(budget_bytes=budget_bytes)
     build = through("candidates", through("constrain", build))
     hidden = _placed_hidden(seen, staged.mesh, before, _tiers_stay(build.moves, placed, timed))
     constraints, wished = without_tiers(_as_placed(program, hidden.layouts, build.constraints), program)
@@ -207,7 +209,6 @@ def gathered(
         constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
     axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
     axes = tuple(axis for axis in axes if axis not in {on for on, _ in constraints.at.values()})
-    budget_bytes = _least_budget(staged, priced)
     temporaries = staged.executor != "compiled"
     lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
     passes = _passes(build)

@@ -75,6 +75,7 @@ class Build:
     `fn`: the step function (changed by `wrap`). `state`: argument 0 of a call (`grow`).
     `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's. `traced`: names and trees of arguments and results.
     `registry`: what plugins bring.
+    `budget_bytes`: the device memory that a plan keeps to; None: no limit, or before anything is planned.
     `constraints`: what the planner may not decide otherwise (`constrain`).
     `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several ways to write
     one rank's program, the fastest first; a search for an order that fits; what writes copies between tiers. What they give is finished
@@ -88,6 +89,7 @@ class Build:
     program: Program = None  # type: ignore[assignment]
     traced: Traced = None  # type: ignore[assignment]
     registry: Registry = None  # type: ignore[assignment]
+    budget_bytes: int | None = None
     constraints: Constraints = NONE
     alternatives: tuple[Sequence[Rewrite], ...] = ()
     searches: tuple[Search, ...] = ()

@@ -21,6 +21,7 @@ from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
+from colofunc.planner.stages.told import Pipelined
 from colofunc.spec.layout import At
 
 FORMAT_VERSION = 1
@@ -112,6 +113,7 @@ class Plan:
     memory: tuple[str, ...] = ()  # what was done to keep to a budget, in words
     notes: tuple[str, ...] = ()  # what a reader should know of the program itself, as a dense mask of many bytes
     card: tuple[str, ...] = ()  # what a CUDA card holds of it, a line a part, and whether that fits
+    pipeline: Pipelined | None = None  # its schedule, and what each stage holds, computes and waits for
 
     def __str__(self) -> str:
         """One sentence."""
@@ -134,6 +136,14 @@ class Plan:
             if leaf.name == name:
                 return leaf
         raise PlanError(f"the plan has no input {name!r}{near(name, (x.name for x in self.inputs), 'inputs')}")
+
+    def with_pipeline(self, pipeline: Pipelined | None) -> Plan:
+        """This plan, saying what its pipeline does."""
+        if pipeline is None:
+            return self
+        axes = [use for use in self.axes if use.axis != pipeline.axis]
+        said = AxisUse(pipeline.axis, pipeline.words, "cf.pipeline")
+        return attrs.evolve(self, pipeline=pipeline, axes=(said, *axes))
 
     def find(self, glob: str) -> tuple[Decision, ...]:
         """Decisions whose module path or target matches; raises PlanError with near names where none does."""

@@ -14,6 +14,7 @@ import attrs
 
 from colofunc.mesh.sizes import size_text as size_text
 from colofunc.planner.sharding.classes import starred
+from colofunc.planner.stages.told import Pipelined
 from colofunc.program.text import columns, target_text
 
 if TYPE_CHECKING:
@@ -40,7 +41,19 @@ def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) ->
         left_s = total_s - sum(line.cost_s for line in shown)
         share = left_s / total_s if total_s else 0.0
         text.append(f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)")
+    if plan.pipeline is not None:
+        text.append(pipeline_table(plan.pipeline))
     return "\n".join([*text, *plan.memory, *plan.notes, *plan.card])
+
+
+def pipeline_table(pipeline: Pipelined) -> str:
+    """A line per index of the axis. It waits while its loop over microbatches lasts and it does not compute."""
+    lines = [(pipeline.axis, "stages", "weights and states", "peak", "computes", "waits")]
+    for index, use in enumerate(pipeline.ranks):
+        stages = " ".join(map(str, use.stages))
+        nbytes = size_text(use.kept_bytes), size_text(use.peak_bytes)
+        lines.append((str(index), stages, *nbytes, time_text(use.compute_s), time_text(use.wait_s)))
+    return columns(lines, (0,))
 
 
 @attrs.frozen

@@ -151,8 +151,8 @@ class Timetable:
     """In which order the ranks along `along` do the parts of a loop's trips.
 
     `table`: per index of `along`, actions (stage, kind, microbatch) in order. `stages`: names of inputs of the step -> the stage that
-    they belong to, where a rank has several. `parts`: what the body consists of, part after part, and `ends[k]`: the position behind the
-    nodes of part k; both are empty until `passes.cut` has cut the body.
+    they belong to, where a rank has several. `schedule`: the name of what made the table. `parts`: what the body consists of, part after
+    part, and `ends[k]`: the position behind the nodes of part k; both are empty until `passes.cut` has cut the body.
     """
 
     along: str
@@ -160,6 +160,7 @@ class Timetable:
     stages: Mapping[str, int] = attrs.field(factory=dict)
     parts: tuple[Part, ...] = ()
     ends: tuple[int, ...] = ()
+    schedule: str = ""
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """(first position, position behind the last) of the nodes of each part."""

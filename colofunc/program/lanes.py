@@ -23,10 +23,10 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import COPIES
-from colofunc.program.actions import linear_order
+from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import WIRE, kind_of, written
-from colofunc.program.ir import Loop, Node, Program, Timetable, Value
+from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
 from colofunc.program.memory_report import MemoryReport, operator
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 from colofunc.spec.parts import holds
@@ -133,28 +133,55 @@ def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[in
 def _by_timetable(
     node: Node, loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds, players: Mapping[int, _Player]
 ) -> None:
-    """Each rank does its actions in order, each when what it reads has come. What a part sends leaves when the part has ended."""
+    """Each player does its row of the timetable."""
     index_of = {rank: mesh.index(rank, (timetable.along,)) for rank in players}
     began = {rank: player.begins(node) for rank, player in players.items()}
-    free = dict.fromkeys(range(len(timetable.table.rows)), 0.0)
-    free |= {index_of[rank]: start_s for rank, (_, start_s) in began.items()}
+    rows = rows_by_timetable(loop, timetable, mesh, seconds, {index_of[rank]: start_s for rank, (_, start_s) in began.items()})
+    for rank, player in players.items():
+        position, start_s = began[rank]
+        row = rows[index_of[rank]]
+        player.ends(node, position, row, row[-1].end_s if row else start_s)
+
+
+@attrs.frozen
+class Did:
+    """One action of a timetable, in seconds from the begin of the step."""
+
+    start_s: float
+    end_s: float
+    action: Action
+
+
+def rows_by_timetable(
+    loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds, free_s: Mapping[int, float] | None = None
+) -> list[list[Did]]:
+    """Per index of the pipeline's axis, when it does its actions: in order, each when what it reads has come.
+
+    free_s: index -> when it can begin. What a part sends leaves when the part has ended.
+    """
+    free = dict.fromkeys(range(timetable.table.ranks), 0.0) | dict(free_s or {})
     wire_free, came = dict(free), dict[tuple[int, int], float]()
-    parts = {part: _Part.of(loop.body, span, mesh, seconds) for part, span in zip(timetable.parts, timetable.spans(), strict=True)}
-    spans: dict[int, list[tuple[float, float, str]]] = {index: [] for index in free}
+    parts = part_times(loop, timetable, mesh, seconds)
+    rows: list[list[Did]] = [[] for _ in free]
     for here, action in linear_order(timetable.table):
         part, microbatch = parts[action.stage, action.kind], action.microbatch
         start_s = max(free[here], *(came.get((id, microbatch), 0.0) for id in part.reads), 0.0)
         free[here] = start_s + part.seconds
-        spans[here].append((start_s, free[here], str(action)))
+        rows[here].append(Did(start_s, free[here], action))
         for id, sent_s in part.sends:
             wire_free[here] = max(wire_free[here], free[here]) + sent_s
             came[id, microbatch] = wire_free[here]
-    for rank, player in players.items():
-        player.ends(node, began[rank][0], spans[index_of[rank]], free[index_of[rank]])
+    return rows
+
+
+def part_times(loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds) -> dict[Part, PartTime]:
+    """Each part of a loop that was cut, by itself."""
+    spans = zip(timetable.parts, timetable.spans(), strict=True)
+    return {part: PartTime.of(loop.body, span, mesh, seconds) for part, span in spans}
 
 
 @attrs.frozen
-class _Part:
+class PartTime:
     """A part of a body: how long it takes alone, the values that it reads, those that it sends with their seconds."""
 
     seconds: float
@@ -162,7 +189,8 @@ class _Part:
     sends: tuple[tuple[int, float], ...]
 
     @staticmethod
-    def of(body: Program, span: tuple[int, int], mesh: Mesh, seconds: Seconds) -> _Part:
+    def of(body: Program, span: tuple[int, int], mesh: Mesh, seconds: Seconds) -> PartTime:
+        """The part whose nodes stand between two positions."""
         player, reads, sends = _Player(body, mesh, seconds), dict[int, None](), list[tuple[int, float]]()
         for node in body.nodes[slice(*span)]:
             reads |= dict.fromkeys(node.refs)
@@ -170,7 +198,7 @@ class _Part:
                 sends += [(out, seconds(node, body.values)) for out in node.results]
             else:
                 player.step(node)
-        return _Part(player.lanes().end_s, tuple(reads), tuple(sends))
+        return PartTime(player.lanes().end_s, tuple(reads), tuple(sends))
 
 
 class _Player:
@@ -216,9 +244,9 @@ class _Player:
         """(position, when it can begin) of a loop that others take part in."""
         return self._begin(), max(self.clock, self._needs(node), self.free["host"])
 
-    def ends(self, node: Node, index: int, spans: Sequence[tuple[float, float, str]], end_s: float) -> None:
+    def ends(self, node: Node, index: int, row: Sequence[Did], end_s: float) -> None:
         """What a rank has done of it."""
-        self.busy += [Busy("compute", start_s, stop_s, label, index, node) for start_s, stop_s, label in spans]
+        self.busy += [Busy("compute", did.start_s, did.end_s, str(did.action), index, node) for did in row]
         self.clock = end_s
         self.free = {lane: max(free, end_s) for lane, free in self.free.items()}
         self._made(node, end_s)

@@ -86,7 +86,8 @@ class Schedule:
     make: (ranks, microbatches, costs or None, most bytes of activations on a rank or None) -> ActionTable. A schedule that looks at no
     costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks) or "v" (0..p-1, then p-1..0).
     splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least. whole_groups:
-    whether it takes multiples of the number of ranks only.
+    whether it takes multiples of the number of ranks only. looks_at_costs: whether the table depends on costs and the cap; then
+    `cf.pipeline` gives both.
     """
 
     name: str
@@ -96,12 +97,17 @@ class Schedule:
     splits_backward: bool = False
     least_per_rank: int = 0
     whole_groups: bool = False
+    looks_at_costs: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
             raise PlanError(f"schedule {self.name!r} has the placement {self.placement!r}; give 'loop' or 'v'")
         if self.stages_per_rank < 1:
             raise PlanError(f"schedule {self.name!r} has {self.stages_per_rank} stages per rank; give at least 1")
+
+    def alike(self, other: Schedule) -> bool:
+        """Whether both have the same stages on the same ranks."""
+        return (self.stages_per_rank, self.placement) == (other.stages_per_rank, other.placement)
 
     def stages(self, ranks: int) -> int:
         """How many stages the model is cut into."""

@@ -27,14 +27,19 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
-from colofunc.program.cost import node_s
+from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.ir import Loop, Node, Program, Timetable
-from colofunc.program.pipeline_schedule import Schedule
+from colofunc.program.passes.cut import cut
+from colofunc.program.pipeline_schedule import Schedule, StageCosts
 from colofunc.program.places import SEND
 from colofunc.program.placing import StagesOf
+from colofunc.program.stage_costs import one_trip, stage_costs
 
 Globs = Mapping[str, int]
+SHARES = (0.75, 0.5, 0.25, 0.0)
+"""Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the fastest keeps (1)."""
 
 
 def pipeline(
@@ -95,15 +100,22 @@ class _Asked:
         if self.microbatches == 1:
             return build
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
-        table = _in_parts(schedule.table(ranks, self.microbatches))
-        if not any(node.phase == "backward" for node in build.program.nodes):
-            table = _forward_only(table)
         stages = {}
         for position, found in self._assigned(build, schedule, ranks).items() if schedule.stages_per_rank > 1 else ():
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
-        timetable = Timetable(self.axis, table, stages)
-        loops = [partial(_by_timetable, loop, timetable) for loop in loops_over(self.microbatches, self.batch, "error", build)]
+        backward = any(node.phase == "backward" for node in build.program.nodes)
+        scheduled = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule)
+        written = loops_over(self.microbatches, self.batch, "error", build)
+        loops = [partial(_by_timetable, loop, scheduled) for loop in written]
+        if schedule.looks_at_costs and build.budget_bytes is not None:
+            # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
+            leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
+            # A whole backward keeps nothing for weights: of the same stages, orders without I and W may need the least.
+            for other in build.registry.schedules.values():
+                if other.alike(schedule) and not other.splits_backward:
+                    leaner.append(attrs.evolve(scheduled, schedule=other))
+            loops += [partial(_by_timetable, written[0], each) for each in leaner]
         return build.evolve(alternatives=(*build.alternatives, loops))
 
     def _ranks(self, mesh: Mesh) -> int:
@@ -165,17 +177,72 @@ def _forward_only(table: ActionTable) -> ActionTable:
     return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
 
 
-def _by_timetable(loop: Rewrite, timetable: Timetable, program: Program, mesh: Mesh) -> Program:
+@attrs.frozen(eq=False)
+class _Scheduled:
+    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated.
+
+    share: how much a rank may keep in flight, between one microbatch (0) and what the fastest table keeps (1).
+    """
+
+    axis: str
+    microbatches: int
+    schedule: Schedule
+    stages: Mapping[str, int]
+    backward: bool
+    rule_of: RuleOf
+    share: float = 1.0
+
+    def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
+        """For the loop that is node `index` of one rank's program."""
+        ranks = mesh.axis_size(self.axis)
+        if not self.schedule.looks_at_costs:
+            return self._of(self.schedule.table(ranks, self.microbatches))
+        rank_of = [self.schedule.rank_of(stage, ranks) for stage in range(self.schedule.stages(ranks))]
+        trip = Timetable(self.axis, one_trip(rank_of, forward_only=not self.backward), self.stages)
+        loop = _cut_loop(cut(_with_timetable(program, index, trip)))
+        costs = stage_costs(loop, mesh, partial(node_s, mesh=mesh, rule_of=self.rule_of))
+        fastest = self.schedule.table(ranks, self.microbatches, costs)
+        if self.share == 1.0:
+            return self._of(fastest)
+        most = max(simulate(fastest, costs).peak_bytes)
+        least = max(_least_bytes(costs, fastest, rank) for rank in range(ranks))
+        cap_bytes = least + self.share * max(0.0, most - least)
+        return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
+
+    def _of(self, table: ActionTable) -> Timetable:
+        table = _in_parts(table) if self.backward else _forward_only(table)
+        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name)
+
+
+def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
+    """Bytes that one microbatch keeps on a rank: what its forwards keep, and by how much that grows until weights are done."""
+    here = [stage for stage in range(costs.stages) if table.rank_of[stage] == rank]
+    grows = max(max(0.0, costs.weight_kept_bytes[stage] - costs.kept_bytes[stage]) for stage in here)
+    return sum(costs.kept_bytes[stage] for stage in here) + grows
+
+
+def _by_timetable(loop: Rewrite, scheduled: _Scheduled, program: Program, mesh: Mesh) -> Program:
     """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
     program = loop(program, mesh)
-    pipelined = [node for node in program.nodes if node.loop is not None and _sends(node.loop)]
-    largest = max(pipelined, key=_size, default=None)
-    nodes = []
-    for node in program.nodes:
-        if node is largest and node.loop is not None:
-            node = attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=timetable))
-        nodes.append(node)
+    sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
+    if not sizes:
+        return program
+    index = max(sizes, key=lambda k: sizes[k])
+    return _with_timetable(program, index, scheduled.timetable(program, index, mesh))
+
+
+def _with_timetable(program: Program, index: int, timetable: Timetable) -> Program:
+    node = program.nodes[index]
+    assert node.loop is not None, "a loop"
+    nodes = list(program.nodes)
+    nodes[index] = attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=timetable))
     return program.with_nodes(nodes)
+
+
+def _cut_loop(program: Program) -> Loop:
+    """The loop that was cut."""
+    loops = [node.loop for node in program.nodes if node.loop is not None and node.loop.cut_by is not None]
+    return loops[0]
 
 
 def _sends(loop: Loop) -> bool:

@@ -53,6 +53,7 @@ class _Play:
         ranks = 1 + max(rank_of)
         self.stages_of = [[s for s in range(costs.stages) if rank_of[s] == rank] for rank in range(ranks)]
         self.free_s = [0.0] * ranks
+        self.wire_free_s = [0.0] * ranks
         self.held_bytes = [0.0] * ranks
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.next = [dict.fromkeys("FIW", 0) for _ in range(costs.stages)]
@@ -63,17 +64,19 @@ class _Play:
         self.reserve_bytes = self._reserves()
 
     def _reserves(self) -> list[float]:
-        """Per stage, bytes that its F leaves for one F of each later stage of its rank."""
+        """Per stage, bytes that its F leaves: for one F of each later stage of its rank, and for an I that leaves more than it frees."""
         reserves = []
         for stage, rank in enumerate(self.rank_of):
-            later = sum(self.costs.kept_bytes[s] for s in self.stages_of[rank] if s > stage)
-            if self.costs.kept_bytes[stage] + later > self.cap_bytes:
-                needed = sum(self.costs.kept_bytes[s] for s in self.stages_of[rank])
+            here = self.stages_of[rank]
+            later = sum(self.costs.kept_bytes[s] for s in here if s > stage)
+            grows = max(max(0.0, self.costs.weight_kept_bytes[s] - self.costs.kept_bytes[s]) for s in here)
+            if self.costs.kept_bytes[stage] + later + grows > self.cap_bytes * (1 + _NEAR):
+                needed = sum(self.costs.kept_bytes[s] for s in here) + grows
                 raise cf.PlanError(
                     f"one microbatch keeps {needed:g} bytes on rank {rank} of the pipeline, more than the {self.cap_bytes:g} that it may; "
                     "give more memory, or more and smaller microbatches"
                 )
-            reserves.append(later)
+            reserves.append(later + grows)
         return reserves
 
     def run(self) -> ActionTable:
@@ -127,7 +130,7 @@ class _Play:
                     forwards.append((self.forward_at[stage][microbatch], Action(stage, "F", microbatch)))
             microbatch = following["I"]
             if microbatch < following["F"] and self.gradient_at[stage][microbatch] < INF:
-                if weight_kept <= kept or self.held_bytes[rank] + weight_kept - kept <= self.cap_bytes:
+                if weight_kept <= kept or self.held_bytes[rank] + weight_kept - kept <= self.cap_bytes * (1 + _NEAR):
                     backwards.append((self.gradient_at[stage][microbatch], Action(stage, "I", microbatch)))
             if following["W"] < following["I"]:
                 weights.append(Action(stage, "W", following["W"]))
@@ -149,11 +152,15 @@ class _Play:
             if stage == self.last:
                 self.gradient_at[stage][microbatch] = end_s
             else:
-                self.forward_at[stage + 1][microbatch] = end_s + self._sent_s(stage, stage + 1)
+                self.forward_at[stage + 1][microbatch] = self._arrives_s(stage, stage + 1, end_s)
         if action.kind == "I" and stage:
-            self.gradient_at[stage - 1][microbatch] = end_s + self._sent_s(stage, stage - 1)
+            self.gradient_at[stage - 1][microbatch] = self._arrives_s(stage, stage - 1, end_s)
 
-    def _sent_s(self, made: int, read: int) -> float:
-        if self.rank_of[made] == self.rank_of[read]:
-            return 0.0
-        return self.costs.send_s[made] if made < read else self.costs.send_back_s[read]
+    def _arrives_s(self, made: int, read: int, end_s: float) -> float:
+        """When a result is there: at once on the same rank, else when the sends before it have left, and it too."""
+        rank = self.rank_of[made]
+        if rank == self.rank_of[read]:
+            return end_s
+        sent_s = self.costs.send_s[made] if made < read else self.costs.send_back_s[read]
+        self.wire_free_s[rank] = max(self.wire_free_s[rank], end_s) + sent_s
+        return self.wire_free_s[rank]

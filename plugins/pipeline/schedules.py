@@ -199,7 +199,7 @@ def _alike_v(ranks: int, microbatches: int, most_kept: int) -> ActionTable:
 def automatic(name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
     """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules."""
     make = partial(_fastest, stages_per_rank, placement, others)
-    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True)
+    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True)
 
 
 def _fastest(

@@ -1,7 +1,8 @@
 """Simulator of a pipeline: when each action of a table runs, and what each rank keeps.
 
 Problem: whether a schedule is good depends on the costs of the stages, of communication, and on memory. Idea: a rank runs its row as
-early as it can: an action begins when the rank is free and what it needs has arrived. Sends take time and hold nobody up.
+early as it can: an action begins when the rank is free and what it needs has arrived. The sends of a rank leave one after another, beside
+its work.
 
 >>> table = ActionTable.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
 >>> simulated = simulate(table, StageCosts.uniform(2))
@@ -14,7 +15,6 @@ work, in parts of the span.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +68,24 @@ class Simulated:
         """Per rank, the most that it keeps for backwards at one moment."""
         return tuple(max((held for _, held in self.bytes_over_time(rank)), default=0.0) for rank in range(len(self.rows)))
 
+    def text(self, width: int = 120) -> str:
+        """The picture of the papers: a lane per rank, time from left to right. An action begins with its microbatch.
+
+            rank 0  0FF1FF2FF0BBBBB1BBBBB2BBBBB
+
+        What follows is the kind: F, B, I or W; where a rank has several stages, in small letters for all but its first. Blanks are waits.
+        """
+        scale = width / self.makespan_s if self.makespan_s else 0.0
+        head = len(f"rank {len(self.rows) - 1}  ")
+        lines = []
+        for rank, row in enumerate(self.rows):
+            cells = [" "] * width
+            for span in row:
+                begin, end = round(span.start_s * scale), round(span.end_s * scale)
+                cells[begin:end] = _cell(span.action, min(each.action.stage for each in row), end - begin)
+            lines.append(f"rank {rank}".ljust(head) + "".join(cells).rstrip())
+        return "\n".join(lines)
+
     def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
         """(second, bytes kept from then on) of a rank, in order."""
         held = 0.0
@@ -100,25 +118,36 @@ def simulate(table: ActionTable, costs: StageCosts) -> Simulated:
     if costs.stages != table.stages:
         raise PlanError(f"a table of {table.stages} stages was given costs of {costs.stages}; give a figure per stage")
     free_s = [0.0] * table.ranks
-    ends_s: dict[Action, float] = {}
+    wire_free_s = [0.0] * table.ranks
+    arrives_s: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in table.rows]
     for rank, action in linear_order(table):
         start_s = free_s[rank]
         for need in table.needs(action):
-            start_s = max(start_s, ends_s[need] + sent_s(need, action, table, costs))
-        end_s = start_s + costs.seconds(action)
+            if table.rank_of[need.stage] != rank:  # what is on this rank has ended
+                start_s = max(start_s, arrives_s[need])
+        end_s = free_s[rank] = start_s + costs.seconds(action)
         rows[rank].append(Span(rank, action, start_s, end_s))
-        free_s[rank] = ends_s[action] = end_s
+        sent_s = _sent_s(action, table, costs)
+        if sent_s is not None:
+            wire_free_s[rank] = arrives_s[action] = max(wire_free_s[rank], end_s) + sent_s
     return Simulated(costs, tuple(map(tuple, rows)))
 
 
-def sent_s(made: Action, read: Action, table: ActionTable, costs: StageCosts) -> float:
-    """Seconds that a result travels to the action that reads it: nothing on one rank."""
-    if table.rank_of[made.stage] == table.rank_of[read.stage]:
-        return 0.0
-    if made.stage < read.stage:
-        return costs.send_s[made.stage]
-    return costs.send_back_s[read.stage]
+def _sent_s(action: Action, table: ActionTable, costs: StageCosts) -> float | None:
+    """Seconds to send what an action makes to the rank that reads it; None where that is its own, or nobody."""
+    if action.kind == "W":
+        return None
+    reader = action.stage + 1 if action.kind == "F" else action.stage - 1
+    if not 0 <= reader < table.stages or table.rank_of[reader] == table.rank_of[action.stage]:
+        return None
+    return costs.send_s[action.stage] if action.kind == "F" else costs.send_back_s[reader]
+
+
+def _cell(action: Action, first_stage: int, width: int) -> str:
+    """An action in so many letters."""
+    letter = action.kind if action.stage == first_stage else action.kind.lower()
+    return f"{action.microbatch}".ljust(width, letter)[:width]
 
 
 def chrome_events(simulated: Simulated) -> dict[str, Any]:
@@ -134,19 +163,3 @@ def chrome_events(simulated: Simulated) -> dict[str, Any]:
         for second, held in simulated.bytes_over_time(rank):
             events.append({"ph": "C", "pid": 0, "ts": second * 1e6, "name": f"kept on rank {rank}", "args": {"bytes": held}})
     return {"traceEvents": events}
-
-
-def text(simulated: Simulated, step_s: float) -> str:
-    """A line per rank, a cell per `step_s` seconds: what runs in the middle of it. For small tables of equal actions."""
-    cells = round(simulated.makespan_s / step_s)
-    lines = []
-    for row in simulated.rows:
-        lines.append(" ".join(_at(row, (cell + 0.5) * step_s) for cell in range(cells)).rstrip())
-    return "\n".join(lines)
-
-
-def _at(row: Sequence[Span], second: float) -> str:
-    for span in row:
-        if span.start_s <= second < span.end_s:
-            return str(span.action)
-    return "..."

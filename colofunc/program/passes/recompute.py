@@ -19,6 +19,7 @@ import attrs
 
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.places import SEND
 
 AGAIN = "made again"
 
@@ -32,6 +33,7 @@ class Replay:
         self.there = {i: i for i in program.inputs}  # value -> the id that its last making has
         self.nodes: list[Node] = []
         self.ran: set[int] = set()
+        self.sent = {out for node in program.nodes if node.target == SEND for out in node.results}
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
@@ -53,9 +55,13 @@ class Replay:
                 self.run(self.program.made_at[id])
 
     def drop(self, ids: Iterable[int]) -> None:
-        """Nobody may read these any more as they are."""
+        """Nobody may read these any more as they are, but for what another stage has sent.
+
+        That one would have to make it again and send it again, and a stage does not go back to a microbatch for another one's sake.
+        """
         for id in ids:
-            self.there.pop(id, None)
+            if id not in self.sent:
+                self.there.pop(id, None)
 
     def _write(self, index: int) -> None:
         node = self.program.nodes[index]

@@ -1,0 +1,96 @@
+"""What a plan says of a pipeline: the schedule, its bubble, and what each stage holds, computes and waits for.
+
+    pipelined(program, mesh, seconds, count).words      "pipeline of 4 stages, 1f1b, 8 microbatches, bubble 27.3%"
+
+All seconds are those of the clock (`program.lanes`), all bytes those of the accountant.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.planner.stages.simulate import Simulated, Span
+from colofunc.program.ir import Loop, Program
+from colofunc.program.lanes import Seconds, rows_by_timetable
+from colofunc.program.memory_report import MemoryReport
+from colofunc.program.places import distinct_ranks, on_rank
+from colofunc.program.stage_costs import stage_costs
+
+KEPT = frozenset({"param", "frozen", "buffer", "state"})
+"""Roles of what a rank holds between steps."""
+
+
+class Count(Protocol):
+    """The accountant. rank: None for the one that holds most."""
+
+    def __call__(self, program: Program, *, rank: int | None = None) -> MemoryReport: ...
+
+
+@attrs.frozen
+class StageUse:
+    """What the ranks at one index of the pipeline's axis do. `kept_bytes`: weights and states. `compute_s`, `wait_s`: of one step."""
+
+    stages: tuple[int, ...]
+    kept_bytes: int
+    peak_bytes: int
+    compute_s: float
+    wait_s: float
+
+
+@attrs.frozen
+class Pipelined:
+    """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241, section 5.3)."""
+
+    axis: str
+    schedule: str
+    microbatches: int
+    bubble: float
+    ranks: tuple[StageUse, ...]
+
+    @property
+    def words(self) -> str:
+        """What the plan's sentence says of the axis."""
+        stages = sum(len(use.stages) for use in self.ranks)
+        return f"pipeline of {stages} stages, {self.schedule}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
+
+
+def pipeline_loop(program: Program) -> Loop | None:
+    """The loop of one rank's program, or of the union of all, that a schedule runs."""
+    loops = (node.loop for node in program.nodes if node.loop is not None)
+    return next((loop for loop in loops if loop.cut_by is not None), None)
+
+
+def clocked(program: Program, mesh: Mesh, seconds: Seconds) -> Simulated | None:
+    """The schedule of a step as the clock plays it, from the begin of its loop; None where there is no pipeline."""
+    loop = pipeline_loop(program)
+    if loop is None or loop.cut_by is None:
+        return None
+    rows = []
+    for rank, row in enumerate(rows_by_timetable(loop, loop.cut_by, mesh, seconds)):
+        rows.append(tuple(Span(rank, did.action, did.start_s, did.end_s) for did in row))
+    return Simulated(stage_costs(loop, mesh, seconds), tuple(rows))
+
+
+def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> Pipelined | None:
+    """What a plan says of a step's pipeline; None where it has none."""
+    loop, played = pipeline_loop(program), clocked(program, mesh, seconds)
+    if loop is None or loop.cut_by is None or played is None:
+        return None
+    timetable = loop.cut_by
+    kept = [0] * timetable.table.ranks
+    peaks = [0] * timetable.table.ranks
+    for rank in distinct_ranks(program, mesh):
+        index = mesh.index(rank, (timetable.along,))
+        part = on_rank(program, mesh, rank).program
+        held = sum(part.values[id].nbytes for id in part.inputs if part.values[id].role in KEPT)
+        kept[index] = max(kept[index], held)
+        peaks[index] = max(peaks[index], count(program, rank=rank).peak_bytes["device"])
+    uses = []
+    for index, row in enumerate(timetable.table.rows):
+        stages = tuple(sorted({action.stage for action in row}))
+        work_s = played.work_s[index]
+        uses.append(StageUse(stages, kept[index], peaks[index], work_s, played.makespan_s - work_s))
+    return Pipelined(timetable.along, timetable.schedule, loop.trips, played.bubble, tuple(uses))
