@@ -35,6 +35,7 @@ from colofunc_plugins.sequence import ring, ulysses
 
 import colofunc as cf
 from colofunc.testing import check
+from colofunc.testing.check import doubled_inside
 
 LAYERS, WIDTH, VOCABULARY, ROWS, TOKENS, HEADS, EXPERTS = 2, 32, 64, 16, 16, 4, 4
 RANKS = (4, 8, 16)
@@ -347,6 +348,7 @@ def run(cell: Cell) -> Outcome:
         known = _known(cell.kind, cell.extra)
         return _run(cell, staged(cell, step), state, batch, functools.partial(narrow.check, known=known))
     with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
         return _run(cell, staged(cell, step), state, batch, check)
 
 

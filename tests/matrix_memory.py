@@ -33,6 +33,7 @@ from colofunc.executors.measure import measure
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
 from colofunc.testing import check
+from colofunc.testing.check import doubled_inside
 
 
 @attrs.frozen
@@ -90,6 +91,7 @@ def run(some: Narrow) -> Found:
     if cell.precision == "bf16":
         return _run(some, step, state, batch, functools.partial(narrow.check, known=_known(cell.kind, cell.extra, some.layers)))
     with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
         return _run(some, step, state, batch, check)
 
 

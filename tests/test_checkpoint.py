@@ -179,10 +179,10 @@ def test_a_chain_that_is_equally_narrow_everywhere_has_stages_too() -> None:
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 1.0)
 
 
-@pytest.mark.parametrize("shares", [SHARES[::5], pytest.param(SHARES, marks=pytest.mark.sweep)], ids=["some", "all"])
-def test_peaks_of_a_llama_fall_with_the_budget(shares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("layers", "shares"), [(2, SHARES[::5]), pytest.param(4, SHARES, marks=pytest.mark.sweep)], ids=["some", "all"])
+def test_peaks_of_a_llama_fall_with_the_budget(layers: int, shares: tuple[float, ...]) -> None:
     """A LLaMA with random weights, two rows: the example of pytorch#197838, at whose budgets torch's peaks go up and down."""
-    size = dict(hidden_size=64, intermediate_size=172, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+    size = dict(hidden_size=64, intermediate_size=172, num_hidden_layers=layers, num_attention_heads=4, vocab_size=512)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, max_position_embeddings=128))
     step, state = cf.train_step(cf.functional(model), cf.adapt(torch.optim.SGD, lr=0.1))

@@ -21,11 +21,13 @@ from colofunc.program.check import check_program
 from colofunc.program.places import on_rank, out_of_order
 from colofunc.program.serialize import load, save
 from colofunc.testing import check
+from colofunc.testing.check import doubled_inside
 
 
 def agrees_with_one_device(chain: Any, state: Any, batch: Any) -> Any:
     """Equal numbers, and as many bytes on the simulated ranks as the accountant says."""
     with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
         low = chain.lower(state, batch)
         check_program(low.program, low.mesh)
         check(chain, state, batch, steps=2)
@@ -41,6 +43,8 @@ ALL = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", 
 @pytest.mark.parametrize("schedule", ALL)
 def test_every_schedule_trains_as_one_device_does(schedule: str) -> None:
     step, state, batch = mlp(8)
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=8, schedule=schedule)
     low = agrees_with_one_device(chain, state, batch)
     given = arguments_of(low, chain.arguments((state, batch)))

@@ -278,7 +278,12 @@ COMBINED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", COMBINED)
+# Another order of axes and padded heads stand beside another plan as well.
+TWICE = ("two axes, contiguous, in the other order", "two plans, heads padded")
+BESIDE = [pytest.param(name, marks=pytest.mark.sweep if name in TWICE else ()) for name in COMBINED]
+
+
+@pytest.mark.parametrize("name", BESIDE)
 def test_beside_other_plans(name: str) -> None:
     axes, plans, more = COMBINED[name]
     low = equal(*built("llama", **more), mesh(**axes), *plans, steps=1)

@@ -153,8 +153,11 @@ def test_microbatches_gather_once_and_reduce_once(stage: int) -> None:
 # ---- numbers ----
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+# One family on every stage and both on the last; what is left is the same paths again.
+STAGES_OF = [pytest.param(f, s, marks=pytest.mark.sweep if f == "gpt2" and s < 3 else ()) for f in ("gpt2", "llama") for s in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("family", "stage"), STAGES_OF)
 def test_language_models_equal_the_single_device(family: str, stage: int) -> None:
     with cf.testing.float64():
         assert check(cf.shard(language(family)[0], DP4, zero(stage, "dp")), *language(family)[1:]).worst < 1e-10

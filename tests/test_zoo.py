@@ -91,7 +91,7 @@ def test_more_model(name) -> None:
     assert_split(name)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "resmlp"])
 def test_zoo_is_deterministic(name) -> None:
     with testing.float64():
         a, b = zoo.step_of(name), zoo.step_of(name)

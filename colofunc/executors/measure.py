@@ -149,9 +149,11 @@ def _held(tensors: Iterable[tuple[object, Holder]], ranks: int) -> dict[tuple[in
     for tensor, (who, tier) in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        where, nbytes = id(tensor), tensor.nbytes
-        if not isinstance(tensor, OnDisk):
-            where, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if isinstance(tensor, OnDisk):
+            where, nbytes = id(tensor), tensor.nbytes
+        else:
+            storage = tensor.untyped_storage()
+            where, nbytes = storage.data_ptr(), storage.nbytes()
         for rank in who:
             if (rank, where) in seen:
                 continue

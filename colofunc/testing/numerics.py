@@ -33,6 +33,9 @@ _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.fr
 class _Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _DOUBLE.get(func, func)
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor) and func not in _FROM_ARRAYS:
+            # Nothing meets here, and no dtype is named: most calls are such, those of attributes among them.
+            return func(*args)
         kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
         args = tuple(map(_double, args))
         if _mixes([*args, *kwargs.values()]) and not (func.__name__.endswith("_") or "out" in kwargs):
