@@ -56,7 +56,7 @@ def check(step: Any, state: Any, batch: Any, known: Known | None = None) -> Chec
             failed.append(f"{name} differs by {error:.3f} of its norm, allowed {bound:.3f}")
     if failed:
         raise CheckError(f"{len(failed)} of {len(got)} leaves: " + "; ".join(failed[:6]))
-    return Checked(len(got), STEPS, worst)
+    return Checked(len(got), STEPS, worst, step.lower(placed, batch))
 
 
 def measured(fn: Any, state: Any, batch: Any) -> Known:

@@ -102,8 +102,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_of_one_device(place, capacity, greedy) -> None:
     step, state, batch = own(*PLACES[place](), capacity=capacity, greedy=greedy, aux=0.1)
-    check(step, state, batch)
-    low = step.lower(state, batch)
+    low = check(step, state, batch).low
     notes = {n.note for n in low.program.nodes if n.target in ("colofunc.experts", "colofunc.experts_backward")}
     assert all("dispatch" in note or "staged" in note for note in notes) and low.coverage().fallbacks == ()
     specs = {leaf.name.split(".")[-1]: leaf.spec for leaf in low.plan.inputs}
@@ -211,10 +210,9 @@ def test_families_train_with_greedy_and_starving_experts(family, stage) -> None:
     step, state, batch = language(family)
     with cf.testing.float64():
         step = cf.shard(step, *STAGES[stage]())
-        check(step, state, batch)
+        low = check(step, state, batch).low
         for moved in trained(step, state, batch).values():
             assert moved[:2].all() and not moved[2:].any()  # no gradient, no step
-        low = step.lower(state, batch)
     assert {n.note.split(":")[1].split(",")[0] for n in low.program.nodes if n.target.startswith("colofunc.experts")} == {" dispatch}"} or (
         stage.startswith("zero")
     )
@@ -244,8 +242,7 @@ def test_batched_mm_and_tensor_parallelism_beside() -> None:
     step, state, batch = language("mixtral", "batched_mm", greedy=False, opt=torch.optim.AdamW)
     with cf.testing.float64():
         step = cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), tensor("1d", "tp"))
-        check(step, state, batch)
-        low = step.lower(state, batch)
+        low = check(step, state, batch).low
     # Hidden units over tp: a column and row pair in each expert, gate and up alike.
     assert {n.note.split(" ", 1)[1] for n in low.program.nodes if n.target.startswith("colofunc.experts")} == {"{ep: dispatch, tp: f}"}
     weights = {leaf.name.split("experts.")[-1]: leaf.spec for leaf in low.plan.inputs if ".params." in leaf.name}
@@ -258,8 +255,7 @@ def test_tokens_of_a_sequence_over_another_axis(other) -> None:
     step, state, batch = language("mixtral", greedy=False)
     with cf.testing.float64():
         step = cf.shard(step, cf.Mesh(ep=2, tp=2), experts("ep"), other())
-        check(step, state, batch, steps=1)
-        low = step.lower(state, batch)
+        low = check(step, state, batch, steps=1).low
     assert {n.note for n in low.program.nodes if n.target == "colofunc.experts"} == {"colofunc.experts {ep: dispatch, tp: b0}"}
 
 

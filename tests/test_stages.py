@@ -167,8 +167,7 @@ def test_a_tied_weight_is_at_two_stages() -> None:
     places = {"transformer.wte.*": (0, 3), "transformer.wpe.*": 0, "transformer.h.0.*": 1, "transformer.h.1.*": 2, "transformer.ln_f.*": 3}
     with cf.testing.float64():
         chain = cf.shard(step, mesh, stages("pp", places))
-        check(chain, state, batch, steps=2)
-        low = chain.lower(state, batch)
+        low = check(chain, state, batch, steps=2).low
     weight = next(v for v in map(low.program.value, low.program.inputs) if v.name.endswith("params.transformer.wte.weight"))
     assert weight.layout is not None and weight.layout.at == ("pp", (0, 3))
 

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.staged import Staged
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
@@ -31,11 +32,12 @@ FIRST_SEED = 1234
 
 @attrs.frozen
 class Checked:
-    """What was compared: leaves and steps, and the largest scaled difference."""
+    """What was compared: leaves and steps, the largest scaled difference, and the lowered step that ran last."""
 
     leaves: int
     steps: int
     worst: float
+    low: Lowered = attrs.field(repr=False, eq=False)
 
 
 def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: float | None = None) -> Checked:
@@ -76,7 +78,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
             if tolerance is None and any(value.dtype in NARROW for value in low.global_program.values.values()):
                 # Bounds are of one call: the next one begins with what the mesh has made, not with what rounding made of it twice.
                 reference = plain_copy(placed)
-    return Checked(leaves, done, worst)
+    return Checked(leaves, done, worst, low)
 
 
 def doubled_inside(tree: Any) -> Any:
