@@ -61,6 +61,13 @@ ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._func
 # ---- reading the tree ----
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, which every check looks at."""
+    return ast.parse(source)
+
+
+
 def module_name(path: Path) -> str:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     parts[0] = {"plugins": "colofunc_plugins"}.get(parts[0], parts[0])
@@ -79,7 +86,7 @@ def packages() -> frozenset[str]:
 
 def imports(module: str, source: str) -> Iterator[tuple[int, str, str]]:
     """(line, imported module, name taken from it or "") with relative imports made absolute."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +163,7 @@ def check_plugin(module: str, source: str, public: frozenset[str]) -> list[str]:
     for line, target in targets(module, source):
         if target.startswith("colofunc_plugins") and target.split(".")[:2] != mine and len(mine) > 1:
             found.append(f"{module}:{line} imports another plugin, {target}. Try: a public name of colofunc")
-    tree = ast.parse(source)
+    tree = parsed(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "colofunc"}
@@ -175,7 +182,7 @@ def check_private_torch(module: str, source: str) -> list[str]:
     """torch names with a leading underscore stand in compat.py only, where each has a fallback and a test."""
     if module == "colofunc.compat" or module.startswith("colofunc.compat."):
         return []
-    tree, alias, used = ast.parse(source), {}, []
+    tree, alias, used = parsed(source), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -212,7 +219,7 @@ def check_environment(module: str, source: str) -> list[str]:
         return []
     names = {"environ", "getenv", "putenv", "unsetenv", "environb"}
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
         taken = isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in names for a in node.names)
         if taken or (attribute and node.attr in names):
@@ -222,7 +229,7 @@ def check_environment(module: str, source: str) -> list[str]:
 
 def check_habits(module: str, source: str) -> list[str]:
     """No `global`, no star imports, no imports inside functions but of optional extras, and those nowhere else."""
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -277,7 +284,7 @@ def runtime_graph(files: dict[str, str]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, source in files.items():
         if "TYPE_CHECKING" in source:  # what only the type checker sees does not run
-            tree = ast.parse(source)
+            tree = parsed(source)
             for node in ast.walk(tree):
                 if isinstance(node, ast.If) and for_types_only(node):
                     node.body = [ast.Pass()]

@@ -80,8 +80,9 @@ def test_unmodified_language_models(family: str) -> None:
     step, state, batch = language_model(family)
     staged = cf.shard(step, CUBE, PLAN)
     with float64():
-        low = staged.lower(state, batch)
-        assert check(staged, state, batch).worst < 1e-10
+        checked = check(staged, state, batch)
+        assert checked.worst < 1e-10
+    low = checked.low
     products = [d for d in low.plan.decisions if d.target.startswith(("colofunc.linear", "aten.addmm", "aten.mm"))]
     assert products and all(dict(d.axes)["z"] == "3d rows" for d in products)
 

@@ -166,8 +166,9 @@ def test_with_zero_on_a_second_axis(family: str, sequence: bool) -> None:
     step, state, batch = built(family)
     staged = cf.shard(step, BOTH, zero(3, "dp"), tensor("1d", "tp", sequence=sequence))
     with cf.testing.float64():
-        assert check(staged, state, batch).worst < 1e-10
-        words = str(staged.lower(state, batch).plan)  # inside: the same plan
+        checked = check(staged, state, batch)
+    assert checked.worst < 1e-10
+    words = str(checked.low.plan)
     assert words.startswith("dp: ZeRO-3 (zero(3, dp)) · tp: Megatron column/row")
 
 
