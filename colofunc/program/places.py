@@ -20,7 +20,6 @@ from colofunc.mesh import Mesh
 from colofunc.program.actions import ActionTable
 from colofunc.program.ir import Loop, Node, Program, Timetable, Value, computed_once
 from colofunc.spec.layout import At
-from colofunc.spec.parts import holds
 
 SEND = "colofunc.send"
 RECEIVE = "colofunc.receive"
@@ -51,24 +50,45 @@ class OnRank:
     outputs: tuple[int, ...]
 
 
+@attrs.frozen(eq=False)
+class _Here:
+    """A rank and its indices along axes, which every node asks for."""
+
+    mesh: Mesh
+    rank: int
+    known: dict[str | tuple[str, ...], int] = attrs.field(factory=dict, init=False)
+
+    def index(self, axes: str | tuple[str, ...]) -> int:
+        """`Mesh.index` of the rank."""
+        found = self.known.get(axes)
+        if found is None:
+            found = self.known[axes] = self.mesh.index(self.rank, axes)
+        return found
+
+    def has(self, at: At | None) -> bool:
+        """Whether the rank is among those that have a value, or run an operator."""
+        return at is None or self.index(at[0]) in at[1]
+
+
 def on_rank(program: Program, mesh: Mesh, rank: int) -> OnRank:
     """What a rank runs of a program: the nodes that it takes part in, the inputs and outputs that exist there."""
     given = [i for i in program.inputs if i not in program.constants]
     if not has_places(program):
         return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))))
-    mine = _filtered(program, mesh, rank, [i for i in program.inputs if _exists(program, i, mesh, rank)])
+    here = _Here(mesh, rank)
+    mine = _filtered(program, here, [i for i in program.inputs if _exists(program, i, here)])
     there = set(mine.inputs)
     made = there | {out for node in mine.nodes for out in node.results}
     outputs = tuple(k for k, out in enumerate(program.outputs) if out in made)
     return OnRank(mine, tuple(k for k, i in enumerate(given) if i in there), outputs)
 
 
-def _filtered(program: Program, mesh: Mesh, rank: int, inputs: Sequence[int]) -> Program:
+def _filtered(program: Program, here: _Here, inputs: Sequence[int]) -> Program:
     """What a rank runs of a program of which it has these inputs."""
     nodes: list[Node] = []
     made = set(inputs)
     for node in program.nodes:
-        for mine in _of_rank(node, program, made, mesh, rank):
+        for mine in _of_rank(node, program, made, here):
             nodes.append(mine)
             made.update(mine.results)
     kept = {k: out for k, out in enumerate(program.outputs) if out in made}
@@ -81,47 +101,49 @@ def _filtered(program: Program, mesh: Mesh, rank: int, inputs: Sequence[int]) ->
 
 def _here(value: Value) -> Value:
     """A value as a rank sees it that has it."""
-    return value if value.layout is None else attrs.evolve(value, layout=value.layout.with_at(None))
+    if value.layout is None or value.layout.at is None:
+        return value
+    return attrs.evolve(value, layout=value.layout.with_at(None))
 
 
-def _exists(program: Program, id: int, mesh: Mesh, rank: int) -> bool:
+def _exists(program: Program, id: int, here: _Here) -> bool:
     layout = program.values[id].layout
-    return layout is None or holds(layout.at, mesh, rank)
+    return layout is None or here.has(layout.at)
 
 
-def _of_rank(node: Node, program: Program, there: Collection[int], mesh: Mesh, rank: int) -> Iterator[Node]:
+def _of_rank(node: Node, program: Program, there: Collection[int], here: _Here) -> Iterator[Node]:
     """A node as a rank runs it; nothing if it does not. there: the values that the rank has before it."""
-    if not holds(node.on, mesh, rank):
+    if not here.has(node.on):
         return
     if node.target == SEND:
-        yield from _sent(node, program, mesh, rank)
+        yield from _sent(node, program, here)
     elif node.loop is not None:
-        yield from _repeated(node, node.loop, there, mesh, rank)
+        yield from _repeated(node, node.loop, there, here)
     else:
         yield attrs.evolve(node, on=None)
 
 
-def _sent(node: Node, program: Program, mesh: Mesh, rank: int) -> Iterator[Node]:
+def _sent(node: Node, program: Program, here: _Here) -> Iterator[Node]:
     """The sender's half, which keeps what it sends where it is a target itself, or a receiver's."""
     _, axes, n, source, targets = node.args
-    here, (out,) = mesh.index(rank, axes), node.results
-    if here == source:
-        yield attrs.evolve(node, outs=(out,) if here in targets else (), on=None)
-    elif here in targets:
+    index, (out,) = here.index(axes), node.results
+    if index == source:
+        yield attrs.evolve(node, outs=(out,) if index in targets else (), on=None)
+    elif index in targets:
         value = program.values[out]
         yield attrs.evolve(node, target=RECEIVE, args=(axes, n, source, value.shape, value.dtype), on=None)
 
 
-def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: int) -> Iterator[Node]:
+def _repeated(node: Node, loop: Loop, there: Collection[int], here: _Here) -> Iterator[Node]:
     """A loop with what the rank runs of its body; nothing where that is nothing."""
     outputs = loop.body.outputs
     passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if arg.id in there]
     inputs = [into for _, into in passed]
     if loop.cut_by is not None:
-        loop = _in_parts(loop, loop.cut_by, inputs, mesh, rank)
+        loop = _in_parts(loop, loop.cut_by, inputs, here)
         body = loop.body
     else:
-        body = _filtered(loop.body, mesh, rank, inputs)
+        body = _filtered(loop.body, here, inputs)
     if not body.nodes:
         return
     args = tuple(arg for arg, _ in passed)
@@ -131,15 +153,15 @@ def _repeated(node: Node, loop: Loop, there: Collection[int], mesh: Mesh, rank: 
     yield attrs.evolve(node, args=args, outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)
 
 
-def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], mesh: Mesh, rank: int) -> Loop:
+def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], here: _Here) -> Loop:
     """The parts that a rank does of a loop that is cut. What others send is received in the part that first reads it."""
-    here = mesh.index(rank, (timetable.along,))
-    mine = {(action.stage, action.kind) for action in timetable.table.rows[here]}
+    row = timetable.table.rows[here.index((timetable.along,))]
+    mine = {(action.stage, action.kind) for action in row}
     by_part: list[list[Node]] = []
     received: list[Node] = []
     made = set(inputs)
     for part, (first, end) in zip(timetable.parts, timetable.spans(), strict=True):
-        nodes = [found for node in loop.body.nodes[first:end] for found in _of_rank(node, loop.body, made, mesh, rank)]
+        nodes = [found for node in loop.body.nodes[first:end] for found in _of_rank(node, loop.body, made, here)]
         made.update(out for node in nodes for out in node.results)
         received += [node for node in nodes if node.target == RECEIVE]
         if part in mine:
@@ -152,8 +174,7 @@ def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], mesh: Mes
     body = attrs.evolve(loop.body, inputs=tuple(inputs), nodes=tuple(nodes), outputs=outputs, values=values)
     parts = tuple(part for part in timetable.parts if part in mine)
     ends = tuple(accumulate(len(part) for part in by_part))
-    row = ActionTable((timetable.table.rows[here],))
-    return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, table=row, parts=parts, ends=ends))
+    return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, table=ActionTable((row,)), parts=parts, ends=ends))
 
 
 def _receive(node: Node, by_part: Sequence[list[Node]]) -> None:
@@ -193,7 +214,7 @@ Message = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of t
 def _messages(node: Node, program: Program, mesh: Mesh, rank: int) -> list[Message]:
     """What a rank sends and receives in a loop that is cut, in the order in which it does so."""
     found: list[Message] = []
-    for mine in _repeated(node, node.loop, set(program.values), mesh, rank) if node.loop is not None else ():
+    for mine in _repeated(node, node.loop, set(program.values), _Here(mesh, rank)) if node.loop is not None else ():
         assert mine.loop is not None and mine.loop.timetable is not None, "a rank's part of a loop in parts"
         timetable, nodes = mine.loop.timetable, mine.loop.body.nodes
         spans = dict(zip(timetable.parts, timetable.spans(), strict=True))
