@@ -25,10 +25,10 @@ def mlp(layers: int = 4) -> tuple[Any, Any, Any]:
     return step, state, (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64))
 
 
-def gpt2(layers: int = 2) -> tuple[Any, Any, Any]:
+def gpt2(layers: int = 2, width: int = 16) -> tuple[Any, Any, Any]:
     """With a tied weight: the embedding of the first stage is the head of the last."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     step, state = cf.train_step(cf.functional(GPT2LMHeadModel(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=0.5)
     ids = torch.randint(32, (8, 8))
     return step, state, {"input_ids": ids, "labels": ids}

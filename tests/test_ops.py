@@ -37,6 +37,18 @@ def test_linear_is_torchs_with_its_gradients(lead: tuple[int, ...]) -> None:
             torch.testing.assert_close(got, ref, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 4), (2, 3, 5, 4), (0, 2, 4), (3, 2, 0)])
+def test_linear_of_tokens_before_rows_is_one_product(shape: tuple[int, ...]) -> None:
+    """torch multiplies each row by itself where nothing needs a gradient, which takes longer."""
+    x, w, b = rand(*shape).transpose(0, 1), rand(6, shape[-1]), rand(6)
+    g = rand(*shape[:-1], 6).transpose(0, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out, dx = KERNELS["colofunc.linear"](x, w, b), KERNELS["colofunc.linear_dx"](g, w)
+    torch.testing.assert_close(out, F.linear(x, w, b), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(dx, g @ w, rtol=1e-13, atol=1e-13)
+    assert out.is_contiguous() and "aten::bmm" not in {event.name for event in seen.events()}
+
+
 def test_linear_is_differentiable_twice() -> None:
     args = rand(2, 3, 4, grad=True), rand(5, 4, grad=True), rand(5, grad=True)
     assert torch.autograd.gradgradcheck(linear.op, args)

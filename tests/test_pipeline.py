@@ -18,7 +18,7 @@ from colofunc.compiler.observe import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
-from colofunc.program.places import on_rank, out_of_order
+from colofunc.program.places import SEND, on_rank, out_of_order
 from colofunc.program.serialize import load, save
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
@@ -114,6 +114,15 @@ def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
     ids = torch.randint(32, (8, 8))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
     agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
+
+
+def test_a_residual_sends_one_tensor_back() -> None:
+    """Of the gradient that comes through a cut one reader takes a view, and another adds to it: it is sent once, and looked at there."""
+    step, state, batch = gpt2(4, width=64)  # weights are larger than what a microbatch hands on, and stay where they are
+    body = loop_of(cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=2).lower(state, batch).program).body
+    sent = [(node.args[3], node.args[4], body.values[node.refs[0]].nbytes) for node in body.nodes if node.target == SEND]
+    hidden = 4 * 8 * 64 * 8  # rows and tokens of a microbatch, width, bytes of float64
+    assert sent == [(k, (k + 1,), hidden) for k in range(3)] + [(k + 1, (k,), hidden) for k in reversed(range(3))]
 
 
 def test_a_mixture_of_experts() -> None:

@@ -33,8 +33,6 @@ def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., 
 # Torch functions that do just what our kernel does, or are an operator of torch without its overload's own way to be called, which
 # takes a microsecond longer; and a kernel that reads the statistics of a norm without strides.
 _FAST: dict[str, Callable[..., Any]] = {
-    "colofunc.linear": F.linear,
-    "colofunc.linear_dx": torch.matmul,
     "aten.add.Tensor": torch.add,
     "aten.add.out": torch.add,
     "aten.gelu.default": F.gelu,

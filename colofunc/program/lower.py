@@ -20,7 +20,7 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
-from colofunc.program.placing import Placing, everywhere, is_view
+from colofunc.program.placing import Placing, everywhere, is_sent_as_source, is_view
 from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import At, Layout, covers
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
@@ -189,13 +189,13 @@ def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, at
 
 
 def _look_again(build: Builder, program: Program, id: int, at: At | None, record_local: RecordLocal) -> None:
-    """Take a view once more where what it looks at has come, so that it need not be sent."""
+    """Take a view once more where what it looks at has come or is sent in its place, so that it need not be sent itself."""
     if id not in build.views or build.is_at(id, at):
         return
     node, choice = build.views[id]
     for ref in node.refs:
         _look_again(build, program, ref, at, record_local)
-    if all(build.is_at(ref, at) for ref in node.refs):
+    if is_sent_as_source(program, id) or all(build.is_at(ref, at) for ref in node.refs):
         _lower_node(build, program, node, choice, at, record_local)
 
 

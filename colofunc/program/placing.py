@@ -1,9 +1,10 @@
 """Placing: where the nodes of a global program run, if some of its inputs exist at some indices of a mesh axis only.
 
 Problem: a person says where parameters are (`o i @pp=1`), and everything else is to follow. Idea: a node runs where its operands are.
-Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come, and
-what was sent once is there for all that follow. So stage 1's products run at 1, the gradient that leaves it is sent to 0 once, and what
-neither reads, such as a mask, is made on all ranks. A gradient is made where its parameter is.
+Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come (which is
+sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
+gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
+parameter is.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
@@ -140,7 +141,8 @@ class _Run:
         if at <= self.there[id]:
             return
         maker = self.program.makers.get(id)
-        if maker is not None and is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs):
+        again = maker is not None and is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
+        if maker is not None and (again or is_sent_as_source(self.program, id)):
             for ref in maker.refs:
                 self._bring(ref, at)
         self.there[id] |= at
@@ -190,6 +192,15 @@ def gradients(program: Program) -> dict[int, int]:
 def everywhere(program: Program) -> Placing:
     """Everything on all ranks."""
     return Placing((None,) * len(program.inputs), (None,) * len(program.nodes), (None,) * len(program.outputs))
+
+
+def is_sent_as_source(program: Program, id: int) -> bool:
+    """Whether what a value looks at is sent in its place: it is no larger, and others may read it there too."""
+    maker = program.makers.get(id)
+    if maker is None or not is_view(maker):
+        return False
+    (source,) = set(maker.refs)
+    return source in program.makers and program.values[source].nbytes <= program.values[id].nbytes
 
 
 def is_view(node: Node) -> bool:
