@@ -3,9 +3,9 @@
 Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads four bytes an
 element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient and writes parameter and
 states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel works on a block at a time, whose cast
-stays in the cache.
+stays in the cache; a parameter of one block is cast as before.
 
-    adamw_narrow_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False)    # (n,) float32, grad bfloat16
+    adamw_narrow_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False)    # float32, grad bfloat16
 
     adamw:  m += (g - m) (1 - beta1)      v = v beta2 + (1 - beta2) g g      p = p keep - rate m / (sqrt(v) inverse_root + eps)
     sgd:    b = b momentum + g            p -= lr (g + momentum b  or  b)
@@ -22,7 +22,7 @@ Source: as `colofunc.ops.update`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,9 +44,10 @@ def is_narrow(param: torch.dtype, grad: torch.dtype) -> bool:
 
 
 def reads_narrow(param: Tensor, grad: Tensor) -> bool:
-    """Whether an update on the host reads this gradient as it is."""
-    there = param.device.type == grad.device.type == "cpu" and param.shape == grad.shape
-    return there and is_narrow(param.dtype, grad.dtype)
+    """Whether an update reads this gradient as it is: on the host, and without the kernel where it is more than one block."""
+    if not is_narrow(param.dtype, grad.dtype) or param.device.type != "cpu" or param.shape != grad.shape:
+        return False
+    return native.ready() or param.numel() > BLOCK
 
 
 def adamw_on_host(
@@ -68,11 +69,11 @@ def sgd_on_host(
     update(p, g, buffers[0] if buffers else None, float(lr), momentum, weight_decay, nesterov, maximize)
 
 
-def _in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> list[Tensor]:
-    """All as one dim, in the order in which the parameter lies in memory. It is dense, and its states lie as it does."""
+def _in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:
+    """All of them contiguous, with elements in the order of the parameter's memory. It is dense, and its states lie as it does."""
     if param.is_contiguous():
-        grad = grad.contiguous()
-    elif grad.stride() != param.stride():
+        return param, grad.contiguous(), *states
+    if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return [torch.as_strided(x, (x.numel(),), (1,)) for x in (param, grad, *states)]
 
@@ -84,14 +85,15 @@ def _in_blocks(param: Tensor, grad: Tensor, *states: Tensor) -> Iterator[list[Te
     """The operands of one block after the other, the gradient as wide as the parameter."""
     with compat.no_function_modes():
         wide = torch.empty(min(BLOCK, param.numel()), dtype=param.dtype)
+    flat = [x.view(-1) for x in (param, grad, *states)]
     for begin in range(0, param.numel(), BLOCK):
-        p, g, *others = (x[begin : begin + BLOCK] for x in (param, grad, *states))
+        p, g, *others = (x[begin : begin + BLOCK] for x in flat)
         yield [p, wide[: len(p)].copy_(g), *others]
 
 
 def _check(what: str, param: Tensor, grad: Tensor, *states: Tensor) -> None:
-    if any(x.dim() != 1 or not x.is_contiguous() or x.numel() != param.numel() for x in (param, grad, *states)):
-        raise InputError(f"{what}: not one run of memory of the parameter's size. Try: colofunc.adamw_ or colofunc.sgd_, which take any")
+    if any(not x.is_contiguous() or x.numel() != param.numel() for x in (param, grad, *states)):
+        raise InputError(f"{what}: not contiguous, or not of the parameter's size. Try: colofunc.adamw_ or colofunc.sgd_, which take any")
     if any(x.dtype != torch.float32 for x in (param, *states)):
         raise InputError(f"{what}: neither parameter nor states may be other than float32. Try: a cast to it")
     if grad.dtype not in GRADS:

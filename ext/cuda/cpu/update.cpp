@@ -94,7 +94,7 @@ struct Update {
 };
 
 void check(const Tensor& x, const Tensor& param, const char* what) {
-  STD_TORCH_CHECK(x.dim() == 1 && x.is_contiguous() && x.numel() == param.numel(), what, ": not one run of memory of the parameter's size");
+  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == param.numel(), what, ": not contiguous, or not of the parameter's size");
 }
 
 float* floats(const Tensor& x, const Tensor& param, const char* what) {
