@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import Machine
 from test_executors import program
 from test_memory_agrees import agree
 from torch import Tensor, nn
@@ -305,12 +306,12 @@ def test_a_cast_stays_where(why: str) -> None:
 ALL_THERE = attrs.evolve(HOST, name="all there", update="host")
 
 
-def training(cls: type = torch.optim.AdamW, **options: Any) -> tuple[Any, Any, Any]:
+def training(cls: type = torch.optim.AdamW, device: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     layers = (layer for _ in range(3) for layer in (nn.Linear(48, 48), nn.Tanh()))
     optimizer = cf.adapt(cls, lr=1e-2, **options)
     step, state = cf.train_step(cf.functional(nn.Sequential(*layers)), optimizer, loss=lambda out: out.float().square().mean())
-    return cf.precision(cf.shard(step, cf.Mesh(dp=1)), "bf16"), state, torch.randn(4, 48)
+    return cf.precision(cf.shard(step, cf.Mesh(dp=1, device=device)), "bf16"), state, torch.randn(4, 48)
 
 
 def casts_on_host(low: Any) -> int:
@@ -349,6 +350,17 @@ def test_other_updates_cast_as_before(options: dict[str, Any]) -> None:
     assert casts_on_host(away.lower(state, batch)) == 6
     found, want = after(away, *training(**options)[1:]), after(step, *training(**options)[1:])
     assert all(torch.equal(found[n], want[n]) for n in want)
+
+
+def test_beside_a_card_the_host_updates_what_has_arrived(mode: str) -> None:
+    """On a pretended one, whose streams run in any order."""
+    want = after(cf.offload(training()[0], policy=ALL_THERE), *training()[1:])
+    with Machine(seed=1):
+        step, state, batch = training(device="cuda")
+        away = cf.offload(step, policy=ALL_THERE)
+        found = {name: x.cpu() for name, x in after(away, away.init(state, batch), batch).items()}
+    for n in want:
+        torch.testing.assert_close(found[n], want[n], rtol=0.0, atol=3e-2 * 2.0**-8)
 
 
 def test_host_memory_and_time_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
