@@ -321,11 +321,11 @@ def casts_on_host(low: Any) -> int:
     return sum(values[node.results[0]].tier == "host" and values[node.results[0]].dtype == F32 for node in casts)
 
 
-def after(staged: Any, state: Any, batch: Any) -> dict[str, Tensor]:
-    """Parameters after three steps."""
-    for _ in range(3):
+def after(staged: Any, state: Any, batch: Any, steps: int = 3) -> dict[str, Tensor]:
+    """Parameters after some steps."""
+    for _ in range(steps):
         state, _ = staged(state, batch)
-    return {name: value.full() for name, value in state["params"].items()}
+    return {name: value.full().cpu() for name, value in state["params"].items()}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -334,13 +334,14 @@ def test_a_step_with_updates_on_the_host_is_the_step_without(name: str, mode: st
     step, state, batch = training(cls, **options)
     away = cf.offload(step, policy=ALL_THERE)
     assert casts_on_host(away.lower(state, batch)) == 0
-    found, want = after(away, *training(cls, **options)[1:]), after(step, *training(cls, **options)[1:])
-    if mode == "off":
-        assert all(torch.equal(found[n], want[n]) for n in want)
-        return
-    # A last bit of a parameter may round otherwise to bf16 in the next step, whose gradients then differ by a rounding of bf16.
+    # A last bit of a parameter may round otherwise to bf16 in the second step, and then no bound holds: the kernel is looked at after one.
+    steps = 3 if mode == "off" else 1
+    found, want = (after(each, *training(cls, **options)[1:], steps) for each in (away, step))
     for n in want:
-        torch.testing.assert_close(found[n], want[n], rtol=0.0, atol=3e-2 * 2.0**-8)
+        if mode == "off":
+            assert torch.equal(found[n], want[n])
+        else:
+            torch.testing.assert_close(found[n], want[n], rtol=16 * U, atol=16 * U * 1e-2)
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"cls": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}])
@@ -358,9 +359,8 @@ def test_beside_a_card_the_host_updates_what_has_arrived(mode: str) -> None:
     with Machine(seed=1):
         step, state, batch = training(device="cuda")
         away = cf.offload(step, policy=ALL_THERE)
-        found = {name: x.cpu() for name, x in after(away, away.init(state, batch), batch).items()}
-    for n in want:
-        torch.testing.assert_close(found[n], want[n], rtol=0.0, atol=3e-2 * 2.0**-8)
+        found = after(away, away.init(state, batch), batch)
+    assert all(torch.equal(found[n], want[n]) for n in want)
 
 
 def test_host_memory_and_time_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
