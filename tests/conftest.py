@@ -16,6 +16,8 @@ if importlib.util.find_spec("setuptools") is not None:
     import setuptools  # noqa: F401
 import torch
 
+from colofunc.ops import native, native_build
+
 ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("COLOFUNC_CACHE", "off")  # a test plans anew
@@ -98,6 +100,25 @@ def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.node.get_closest_marker("dist") and not own:
         multiprocessing.set_forkserver_preload(["pytest", "torch.fx.experimental.proxy_tensor", *WARM.split()])
         monkeypatch.setattr("colofunc.executors.launch.START", "forkserver")
+
+
+@pytest.fixture(scope="session")
+def kernels_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the library of kernels in C++."""
+    folder = tmp_path_factory.mktemp("cache")
+    native_build.build(folder / "native")
+    return folder
+
+
+@pytest.fixture
+def required(kernels_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A test that runs with those kernels."""
+    monkeypatch.setenv("COLOFUNC_CACHE", str(kernels_folder))
+    monkeypatch.setenv("COLOFUNC_NATIVE", "require")
+    monkeypatch.setattr(native, "_LIBRARY", [])  # tests behind these run without it, whatever process they are in
+    assert native.ready()
+    yield monkeypatch
+    native.limit_level(9)
 
 
 @pytest.fixture

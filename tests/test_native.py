@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,24 +26,6 @@ PLACES = {
     "far": ((2, 40), ((2, 40), (80, 1), torch.tensor(2**33 + 5))),
 }  # fmt: skip
 Draw = Callable[[], Tensor]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds the library."""
-    folder = tmp_path_factory.mktemp("cache")
-    native_build.build(folder / "native")
-    return folder
-
-
-@pytest.fixture
-def required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setenv("COLOFUNC_CACHE", str(folder))
-    monkeypatch.setenv("COLOFUNC_NATIVE", "require")
-    monkeypatch.setattr(native, "_LIBRARY", [])  # tests behind these run without it, whatever process they are in
-    assert native.ready()
-    yield monkeypatch
-    native.limit_level(9)
 
 
 def both(draw: Draw, required: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
@@ -209,18 +191,20 @@ def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_a_killed_build_and_a_library_of_others_are_built_over(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_and_a_library_of_others_are_built_over(
+    kernels_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler is a script that copies the library which is there, as fast as none."""
     name = native_build.library_name()
     script = tmp_path / "c++"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{folder / "native" / name}" "$2"\n')
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{kernels_folder / "native" / name}" "$2"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     cache = tmp_path / "cache" / "native"
     (cache / "build-killed").mkdir(parents=True)
     (cache / name).write_text("of others")
     (cache / name).chmod(0o777)
-    assert native_build.build(cache).read_bytes() == (folder / "native" / name).read_bytes()
+    assert native_build.build(cache).read_bytes() == (kernels_folder / "native" / name).read_bytes()
     assert not (cache / "build-killed").exists()
     (cache / name).write_text("half a file")
     children = [subprocess.Popen(

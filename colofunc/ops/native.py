@@ -82,8 +82,8 @@ def _try(mode: str, wanted: tuple[str, str]) -> None:
         _FAILED[wanted] = str(error)
         if mode == "auto":
             warnings.warn(
-                f"{error}. Random numbers and dropout on the CPU run in Python, with the same bits, some times slower; "
-                "COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require makes it an error",
+                f"{error}. On the CPU random numbers and dropout run in Python, some times slower, and updates that read a narrow gradient "
+                "by torch's kernels; COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require makes it an error",
                 RuntimeWarning,
                 stacklevel=2,
             )

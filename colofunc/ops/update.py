@@ -19,52 +19,19 @@ Sutskever et al. (2013) for momentum as `torch.optim.SGD` has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from colofunc import compat
 from colofunc.ops.define import define
+from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
+from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
 
-aten = torch.ops.aten
-FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # target -> (in-place twin with the same arguments, ((result index, argument index), ...)).
 IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "colofunc.adamw": ("colofunc.adamw_", ((0, 0), (1, 2), (2, 3), (3, 12))),
     "colofunc.sgd": ("colofunc.sgd_", ((0, 0), (1, 2))),
     "colofunc.update": ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5))),
 }
-
-
-def fusable(param: Tensor, *others: Tensor) -> bool:
-    """torch's fused kernels walk all operands in memory order, so they must lie alike."""
-    dtype, stride = param.dtype, param.stride()
-    if dtype not in FUSED_DTYPES or any(t.dtype != dtype or t.shape != param.shape for t in others):
-        return False
-    if param.is_contiguous():  # strides along dims of one element say nothing
-        return all(t.is_contiguous() for t in others)
-    # Dense in another order has no gaps either: a copy of it lies the same way.
-    return all(t.stride() == stride for t in others) and stride == torch.empty_like(param, device="meta").stride()
-
-
-def is_exact(param: Tensor) -> bool:
-    """Whether torch's fused kernels compute as precisely as the parameter is: on CUDA they read the rate as float32."""
-    return param.device.type == "cpu" or param.dtype != torch.float64
-
-
-def beside(number: Tensor, param: Tensor) -> Tensor:
-    """A step count, rate or flag in the memory of the parameter: a kernel on a GPU that is handed one of the host reads nobody's memory."""
-    return number if number.device == param.device else number.to(param.device)
-
-
-def _rate(lr: Tensor, param: Tensor) -> Tensor:
-    """The learning rate as the fused kernels read it."""
-    return beside(lr, param) if param.device.type == "cpu" else lr.to(param.device, torch.float32)
-
-
-def _found_inf(finite: Tensor | None, param: Tensor) -> Tensor | None:
-    return None if finite is None else beside(finite, param).logical_not().to(torch.float32)
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -81,22 +48,6 @@ def _write(old: Tensor, new: Tensor, finite: Tensor | None) -> Tensor:
 # ---- Adam and AdamW ----
 
 
-def fused_adamw_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    maxima: Sequence[Tensor], step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool,
-    maximize: bool, finite: Tensor | None,
-) -> None:  # fmt: skip
-    """torch's fused kernel on parameters of one dtype and device, each of which lies as its operands do. No maxima: no amsgrad."""
-    fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
-    # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
-    with compat.no_function_modes():
-        count = beside(step, params[0]).to(torch.float32)
-        fused(
-            params, grads, exp_avgs, exp_avg_sqs, maxima, [count] * len(params), lr=_rate(lr, params[0]), beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=bool(maxima), maximize=maximize, found_inf=_found_inf(finite, params[0]),
-        )  # fmt: skip
-
-
 def _adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
     beta2: float,
@@ -105,6 +56,10 @@ def _adamw_(
 ) -> None:  # fmt: skip
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
+        if not maxima and reads_narrow(param, grad):
+            if finite is None or bool(finite):
+                adamw_on_host(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+            return
         fused_adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
             maximize, finite,
@@ -151,31 +106,16 @@ def _adamw_fake(
 # ---- SGD ----
 
 
-def fused_sgd_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], lr: Tensor, momentum: float, weight_decay: float,
-    nesterov: bool, maximize: bool, finite: Tensor | None,
-) -> None:  # fmt: skip
-    """torch's fused kernel, as `fused_adamw_`. No buffers: no momentum."""
-    with compat.no_function_modes():
-        aten._fused_sgd_.tensor_lr(
-            params, grads, buffers, weight_decay=weight_decay, momentum=momentum if buffers else 0.0, lr=_rate(lr, params[0]),
-            dampening=0.0, nesterov=nesterov and bool(buffers), maximize=maximize, is_first_step=False,
-            found_inf=_found_inf(finite, params[0]),
-        )  # fmt: skip
-
-
-def sgd_is_fused(param: Tensor, momentum: float, dampening: float) -> bool:
-    """Whether torch's fused kernel has the numbers of this update: in half precision it rounds less often, and only it would have to
-    know from the host whether a step with damped gradients is the first one."""
-    return param.dtype in (torch.float64, torch.float32) and is_exact(param) and (momentum == 0.0 or dampening == 0.0)
-
-
 def _sgd_(
     param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
     weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     buffers = [buffer] if momentum != 0.0 and buffer is not None else []
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
+        if reads_narrow(param, grad):
+            if finite is None or bool(finite):
+                sgd_on_host(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize)
+            return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return
     lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)

@@ -22,7 +22,7 @@ import attrs
 from torch import Tensor
 
 from colofunc.ops.define import KERNELS
-from colofunc.ops.update import FUSED_DTYPES, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
+from colofunc.ops.update_fused import FUSED_DTYPES, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 
 _is_contiguous = Tensor.is_contiguous
 

@@ -193,7 +193,10 @@ def kinds_of(program: Program, outside: Mapping[int, str] | None = None) -> dict
         for o in node.outs:
             if o is None:
                 continue
-            found[o] = found[node.refs[0]] if is_copy(node) else ends.get(o) or _made(program, node, o, copies)
+            if is_copy(node) and program.values[o].role != "grad":
+                found[o] = found[node.refs[0]]
+            else:
+                found[o] = ends.get(o) or _made(program, node, o, copies)
             if copies:
                 weights.add(o)
     _become_gradients(program, found)

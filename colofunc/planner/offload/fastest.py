@@ -32,6 +32,7 @@ from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import memory
+from colofunc.program.passes.narrow_gradients import narrow_gradients
 
 HIDDEN_DISK = 1e-3
 """A disk that adds less than this part of the work counts as hidden: nothing else is looked for."""
@@ -187,6 +188,7 @@ class _Offloading:
 
     def written_as(self, candidate: Found, late: bool) -> _Written:
         program = write(candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late)
+        program = narrow_gradients(program)
         host_bytes = held_bytes = memory(program).peak_bytes.get("host", 0)
         plain_s = exposed_s = played(program, self.mesh, self.node_s).end_s - self.before_s
         words, lacks = tuple(_words(candidate, exposed_s)), ""

@@ -27,6 +27,7 @@ from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, writ
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Lies, lies
+from colofunc.program.passes.narrow_gradients import droppable_casts
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
@@ -78,9 +79,12 @@ def _held(found: Lies, count: int) -> list[int]:
 
 def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
     alone_s = tuple(node_s(node, program.values) for node in program.nodes)
-    host_s = tuple(_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True))
+    host_s = [_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True)]
+    for update, cast in droppable_casts(program).items():
+        widened = program.values[program.nodes[cast].results[0]].nbytes - program.values[program.nodes[cast].refs[0]].nbytes
+        host_s[cast], host_s[update] = 0.0, mesh.host_s(_touched(program.nodes[update], program) - widened)
     device_s = _held_up_s(program, mesh, node_s) if any(map(_is_started, program.nodes)) else alone_s
-    return Ground(program, found, tuple(held), readers(program, found), device_s, host_s, links_of(mesh), given)
+    return Ground(program, found, tuple(held), readers(program, found), device_s, tuple(host_s), links_of(mesh), given)
 
 
 def _held_up_s(program: Program, mesh: Mesh, node_s: NodeS) -> tuple[float, ...]:

@@ -1,0 +1,121 @@
+"""Updates of a float32 parameter by a bfloat16 gradient in the memory of the host, beside what torch has for it.
+
+torch's pieces are the cast of the gradient and its fused kernel, or `torch.optim.AdamW(foreach=True)`. The cast makes a new tensor, as
+torch does; where a buffer is kept for it, which costs four bytes an element, there is a row of its own. Ours is the operator that an
+offloaded step calls (`colofunc.adamw_`, `colofunc.sgd_`), with its kernel in C++ and without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import Row, Section, pairs, ratio, seconds
+from colofunc.ops import native
+from colofunc.ops.update import adamw_, sgd_
+
+SIZES = (1 << 16, 1 << 20, 1 << 25)
+LEAST_ELEMENTS = 1 << 22  # that one measurement updates, in several calls of a small size
+TARGET = 1.5
+LR, BETA1, BETA2, EPS, DECAY, MOMENTUM = 1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9
+
+
+class Operands:
+    """A parameter of `numel` elements with its gradient and two states, and a float32 buffer of that size."""
+
+    def __init__(self, numel: int) -> None:
+        self.param, self.grad = torch.randn(numel), torch.randn(numel).bfloat16()
+        self.first, self.second, self.buffer = torch.zeros(numel), torch.zeros(numel), torch.empty(numel)
+        self.foreach = torch.optim.AdamW([self.param], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, foreach=True)
+        self.step, self.lr = torch.tensor(3.0), torch.tensor(LR)
+
+    def fused_adamw(self, grad: Tensor) -> None:
+        torch._fused_adamw_(
+            [self.param], [grad], [self.first], [self.second], [], [self.step], lr=LR, beta1=BETA1, beta2=BETA2, weight_decay=DECAY,
+            eps=EPS, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def foreach_adamw(self, grad: Tensor) -> None:
+        self.param.grad = grad
+        self.foreach.step()
+        self.param.grad = None
+
+    def fused_sgd(self, grad: Tensor) -> None:
+        torch._fused_sgd_(
+            [self.param], [grad], [self.first], weight_decay=DECAY, momentum=MOMENTUM, lr=LR, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+    def our_adamw(self, grad: Tensor) -> None:
+        adamw_.kernel(self.param, grad, self.first, self.second, self.step, self.lr, BETA1, BETA2, EPS, DECAY, True)
+
+    def our_sgd(self, grad: Tensor) -> None:
+        sgd_.kernel(self.param, grad, self.first, self.step, self.lr, MOMENTUM, 0.0, DECAY, False)
+
+    def without_kernel(self, grad: Tensor) -> None:
+        """What an update is where there is no compiler."""
+        os.environ["COLOFUNC_NATIVE"] = "off"
+        self.our_adamw(grad)
+        os.environ["COLOFUNC_NATIVE"] = "require"
+
+
+def repeated(update: Callable[[], Any], numel: int) -> Callable[[], None]:
+    """As many updates as one measurement takes."""
+    times = max(1, LEAST_ELEMENTS // numel)
+
+    def run() -> None:
+        for _ in range(times):
+            update()
+
+    return run
+
+
+def rows_of(numel: int) -> list[Row]:
+    x = Operands(numel)
+    ways = {
+        "adamw": lambda: x.our_adamw(x.grad),
+        "adamw of torch": lambda: x.fused_adamw(x.grad.float()),
+        "adamw of torch, cast to a kept buffer": lambda: x.fused_adamw(x.buffer.copy_(x.grad)),
+        "adamw of torch, foreach": lambda: x.foreach_adamw(x.grad.float()),
+        "adamw without a compiler": lambda: x.without_kernel(x.grad),
+        "adamw with a float32 gradient": lambda: x.fused_adamw(x.buffer),
+        "sgd": lambda: x.our_sgd(x.grad),
+        "sgd of torch": lambda: x.fused_sgd(x.grad.float()),
+        "sgd of torch, cast to a kept buffer": lambda: x.fused_sgd(x.buffer.copy_(x.grad)),
+    }
+    times = pairs(*(repeated(way, numel) for way in ways.values()), count=11, warm=2)
+    column = {name: k for k, name in enumerate(ways)}
+    calls = max(1, LEAST_ELEMENTS // numel)
+
+    def row(above: str, below: str, what: str, target: float | None = None) -> Row:
+        middle, text = ratio(times, column[above], column[below])
+        said = ("", None) if target is None else (f"at least {target}", middle >= target)
+        return Row(f"{numel:,} elements: {what}", text, *said)
+
+    return [
+        Row(f"{numel:,} elements: CPU seconds of {calls} AdamW update(s), ours", seconds(times, column["adamw"])),
+        row("adamw of torch", "adamw", "AdamW, cast and torch's fused kernel / ours", TARGET),
+        row("adamw of torch, foreach", "adamw", "AdamW, cast and torch's foreach / ours", TARGET),
+        row("sgd of torch", "sgd", "SGD with momentum, cast and torch's fused kernel / ours", TARGET),
+        row("adamw of torch, cast to a kept buffer", "adamw", "AdamW, cast to a kept buffer and torch's fused kernel / ours"),
+        row("sgd of torch, cast to a kept buffer", "sgd", "SGD with momentum, cast to a kept buffer and torch's fused kernel / ours"),
+        row("adamw of torch", "adamw without a compiler", "AdamW, cast and torch's fused kernel / ours without a compiler"),
+        row("adamw with a float32 gradient", "adamw", "AdamW, torch's fused kernel with a float32 gradient, no cast / ours"),
+    ]
+
+
+def bench() -> Section:
+    os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
+    native.ready()
+    rows = [row for numel in SIZES for row in rows_of(numel)]
+    return Section(
+        "Updates on the host",
+        f"float32 parameter and states, bfloat16 gradient, {torch.get_num_threads()} thread(s), torch {torch.__version__}, load average "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. With a float32 gradient colofunc calls torch's fused kernel. DeepSpeed's "
+        "CPUAdam was not tried",
+        rows,
+    )

@@ -1,0 +1,136 @@
+"""Updates that read a gradient narrower than the parameter, as the backward pass made it.
+
+Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads four bytes an
+element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient and writes parameter and
+states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel works on a block at a time, whose cast
+stays in the cache; a parameter of one block is cast as before.
+
+    adamw_narrow_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False)    # float32, grad bfloat16
+
+    adamw:  m += (g - m) (1 - beta1)      v = v beta2 + (1 - beta2) g g      p = p keep - rate m / (sqrt(v) inverse_root + eps)
+    sgd:    b = b momentum + g            p -= lr (g + momentum b  or  b)
+
+where g is the gradient, negated to maximize, with the decay that is not decoupled, keep = 1 - lr weight_decay where it is, rate = lr /
+(1 - beta1^step) and inverse_root = 1 / sqrt(1 - beta2^step), both worked out in float64.
+
+Numbers: the blocks have the bits of torch's fused kernel on a gradient that was cast before. The kernel rounds every operation above
+by itself, so that each instruction set gives the same bits; torch's contracts some. Each of the two is as near to the exact result as
+these roundings allow. With u = 2^-24 and g the sum of the absolute values that it is made of: m within 8u (|m| + g), v within 8u (v beta2 +
+(1 - beta2) g g), p within 4u |p|, 8u of what it moves, and what these errors of m and v move it (tests/test_update_narrow.py).
+Source: as `colofunc.ops.update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from colofunc import compat
+from colofunc.errors import InputError
+from colofunc.ops import native
+from colofunc.ops.define import define
+from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
+
+GRADS = (torch.bfloat16, torch.float16)
+BLOCK = 1 << 19
+"""Elements that are cast at a time without the kernel, to 2 MiB: fewer calls than smaller ones, and less to read again than larger ones."""
+
+
+def is_narrow(param: torch.dtype, grad: torch.dtype) -> bool:
+    """Whether updates of these dtypes are here."""
+    return param == torch.float32 and grad in GRADS
+
+
+def reads_narrow(param: Tensor, grad: Tensor) -> bool:
+    """Whether an update reads this gradient as it is: on the host, and without the kernel where it is more than one block."""
+    if not is_narrow(param.dtype, grad.dtype) or param.device.type != "cpu" or param.shape != grad.shape:
+        return False
+    return native.ready() or param.numel() > BLOCK
+
+
+def adamw_on_host(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool,
+) -> None:  # fmt: skip
+    """An update of tensors that `reads_narrow` and `fusable` have agreed to."""
+    p, g, m, v = _in_memory_order(param, grad, exp_avg, exp_avg_sq)
+    update = adamw_narrow_ if native.ready() else adamw_narrow_.kernel
+    update(p, g, m, v, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
+
+
+def sgd_on_host(
+    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: Tensor, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
+) -> None:
+    """As `adamw_on_host`. No buffer: no momentum."""
+    p, g, *buffers = _in_memory_order(param, grad, *([] if buffer is None else [buffer]))
+    update = sgd_narrow_ if native.ready() else sgd_narrow_.kernel
+    update(p, g, buffers[0] if buffers else None, float(lr), momentum, weight_decay, nesterov, maximize)
+
+
+def _in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:
+    """All of them contiguous, with elements in the order of the parameter's memory. It is dense, and its states lie as it does."""
+    if param.is_contiguous():
+        return param, grad.contiguous(), *states
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return [torch.as_strided(x, (x.numel(),), (1,)) for x in (param, grad, *states)]
+
+
+# ---- the operators: without the library, blocks of torch's ----
+
+
+def _in_blocks(param: Tensor, grad: Tensor, *states: Tensor) -> Iterator[list[Tensor]]:
+    """The operands of one block after the other, the gradient as wide as the parameter."""
+    with compat.no_function_modes():
+        wide = torch.empty(min(BLOCK, param.numel()), dtype=param.dtype)
+    flat = [x.view(-1) for x in (param, grad, *states)]
+    for begin in range(0, param.numel(), BLOCK):
+        p, g, *others = (x[begin : begin + BLOCK] for x in flat)
+        yield [p, wide[: len(p)].copy_(g), *others]
+
+
+def _check(what: str, param: Tensor, grad: Tensor, *states: Tensor) -> None:
+    if any(not x.is_contiguous() or x.numel() != param.numel() for x in (param, grad, *states)):
+        raise InputError(f"{what}: not contiguous, or not of the parameter's size. Try: colofunc.adamw_ or colofunc.sgd_, which take any")
+    if any(x.dtype != torch.float32 for x in (param, *states)):
+        raise InputError(f"{what}: neither parameter nor states may be other than float32. Try: a cast to it")
+    if grad.dtype not in GRADS:
+        raise InputError(f"{what}: a gradient is bfloat16 or float16, not {grad.dtype}. Try: torch's fused kernel")
+
+
+def _adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool,
+) -> None:  # fmt: skip
+    _check("adamw_narrow_", param, grad, exp_avg, exp_avg_sq)
+    count, rate = torch.full((), step, dtype=torch.float32), torch.full((), lr, dtype=torch.float64)
+    for p, g, m, v in _in_blocks(param, grad, exp_avg, exp_avg_sq):
+        fused_adamw_([p], [g], [m], [v], [], count, rate, beta1, beta2, eps, weight_decay, decoupled, maximize, None)
+
+
+def _sgd(
+    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: float, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
+) -> None:
+    buffers = [] if buffer is None else [buffer]
+    _check("sgd_narrow_", param, grad, *buffers)
+    rate = torch.full((), lr, dtype=torch.float64)
+    for p, g, *b in _in_blocks(param, grad, *buffers):
+        fused_sgd_([p], [g], b, rate, momentum, weight_decay, nesterov, maximize, None)
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+adamw_narrow_ = define(
+    "adamw_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float step, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize) -> ()",
+    _adamw, _nothing,
+)  # fmt: skip
+sgd_narrow_ = define(
+    "sgd_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, float lr, float momentum, float weight_decay, bool nesterov, "
+    "bool maximize) -> ()",
+    _sgd, _nothing,
+)  # fmt: skip

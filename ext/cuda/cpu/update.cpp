@@ -1,0 +1,148 @@
+// Optimizer updates on the CPU that read a gradient narrower than the parameter.
+//
+// No product is contracted with a sum, so that every instruction set gives the same bits: these loops wait for memory, and one
+// rounding more costs nothing. Operators, formulas and bounds: `colofunc/ops/update_narrow.py`.
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off")
+#else
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+#include "../common.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+namespace colofunc {
+namespace {
+
+// Fewest elements of a thread.
+constexpr int64_t GRAIN = 32768;
+// Elements of a gradient that are widened at a time: they stay in the first-level cache.
+constexpr int64_t BLOCK = 1024;
+
+struct Adam {
+  static constexpr int states = 2;
+  float sign, decay, keep, toward_first, keep_second, toward_second, rate, inverse_root, eps;
+
+  Adam(double step, double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
+      : sign(maximize ? -1.0f : 1.0f),
+        decay(decoupled ? 0.0 : weight_decay),
+        keep(decoupled ? 1.0 - lr * weight_decay : 1.0),
+        toward_first(1.0 - beta1),
+        keep_second(beta2),
+        toward_second(1.0 - beta2),
+        rate(lr / (1.0 - std::pow(beta1, step))),
+        inverse_root(1.0 / std::sqrt(1.0 - std::pow(beta2, step))),
+        eps(eps) {}
+
+  COLOFUNC_INLINE float next(float param, float grad, float& first, float& second) const {
+    // Not a product with zero: a parameter that is infinite is no gradient.
+    const float g = decay == 0.0f ? grad * sign : grad * sign + param * decay;
+    first = first + (g - first) * toward_first;
+    second = second * keep_second + toward_second * g * g;
+    return param * keep - rate * first / (std::sqrt(second) * inverse_root + eps);
+  }
+};
+
+template <bool has_buffer>
+struct Sgd {
+  static constexpr int states = has_buffer ? 1 : 0;
+  float sign, decay, momentum, rate;
+  bool nesterov;
+
+  Sgd(double lr, double momentum, double weight_decay, bool nesterov, bool maximize)
+      : sign(maximize ? -1.0f : 1.0f), decay(weight_decay), momentum(momentum), rate(lr), nesterov(nesterov) {}
+
+  COLOFUNC_INLINE float next(float param, float grad, float& buffer, float&) const {
+    const float g = decay == 0.0f ? grad * sign : grad * sign + param * decay;
+    if constexpr (!has_buffer) return param - rate * g;
+    buffer = buffer * momentum + g;
+    return param - rate * (nesterov ? g + buffer * momentum : buffer);
+  }
+};
+
+// `first` and `second` are nullptr where a rule has no such state.
+template <class Rule, class Narrow>
+struct Update {
+  const Rule& rule;
+  float *param, *first, *second;
+  const Narrow* grad;
+  int64_t begin, end;
+
+  COLOFUNC_INLINE void block(float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) {
+      float one = Rule::states > 0 ? a[i] : 0.0f;
+      float two = Rule::states > 1 ? b[i] : 0.0f;
+      p[i] = rule.next(p[i], g[i], one, two);
+      if constexpr (Rule::states > 0) a[i] = one;
+      if constexpr (Rule::states > 1) b[i] = two;
+    }
+  }
+
+  COLOFUNC_INLINE void operator()() const {
+    float wide[BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+      const int64_t count = std::min(BLOCK, end - at);
+      const Narrow* __restrict narrow = grad + at;
+      for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>(narrow[i]);
+      block(param + at, wide, first == nullptr ? nullptr : first + at, second == nullptr ? nullptr : second + at, count);
+    }
+  }
+};
+
+void check(const Tensor& x, const Tensor& param, const char* what) {
+  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == param.numel(), what, ": not contiguous, or not of the parameter's size");
+}
+
+float* floats(const Tensor& x, const Tensor& param, const char* what) {
+  check(x, param, what);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, what, ": neither parameter nor states may be other than float32");
+  return static_cast<float*>(x.data_ptr());
+}
+
+template <class Rule>
+void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor* first, const Tensor* second, const char* what) {
+  float* p = floats(param, param, what);
+  float* a = first == nullptr ? nullptr : floats(*first, param, what);
+  float* b = second == nullptr ? nullptr : floats(*second, param, what);
+  check(grad, param, what);
+  const auto over = [&](const auto* narrow) {
+    using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
+    torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+      at_best_level(Update<Rule, Narrow>{rule, p, a, b, narrow, begin, end});
+    });
+  };
+  switch (grad.scalar_type()) {
+    case ScalarType::BFloat16: return over(static_cast<const BFloat16*>(grad.data_ptr()));
+    case ScalarType::Half: return over(static_cast<const Half*>(grad.data_ptr()));
+    default: STD_TORCH_CHECK(false, what, ": a gradient is bfloat16 or float16");
+  }
+}
+
+void adamw(
+    Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, double step, double lr, double beta1, double beta2, double eps,
+    double weight_decay, bool decoupled, bool maximize) {
+  const Adam rule(step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
+  run(rule, param, grad, &exp_avg, &exp_avg_sq, "adamw_narrow_");
+}
+
+void sgd(
+    Tensor param, Tensor grad, std::optional<Tensor> buffer, double lr, double momentum, double weight_decay, bool nesterov,
+    bool maximize) {
+  if (buffer) {
+    run(Sgd<true>(lr, momentum, weight_decay, nesterov, maximize), param, grad, &*buffer, nullptr, "sgd_narrow_");
+  } else {
+    run(Sgd<false>(lr, momentum, weight_decay, nesterov, maximize), param, grad, nullptr, nullptr, "sgd_narrow_");
+  }
+}
+
+}  // namespace
+}  // namespace colofunc
+
+STABLE_TORCH_LIBRARY_IMPL(colofunc, CPU, m) {
+  m.impl("adamw_narrow_", TORCH_BOX(&colofunc::adamw));
+  m.impl("sgd_narrow_", TORCH_BOX(&colofunc::sgd));
+}
