@@ -30,8 +30,8 @@ Draw = Callable[[], Tensor]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds the library."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache folder that holds the library, compiled once for all modules that a process tests."""
+    folder = tmp_path_factory.getbasetemp() / "native-cache"
     native_build.build(folder / "native")
     return folder
 
