@@ -22,6 +22,8 @@ namespace {
 
 // Numbers of a row of an int4 weight that share a scale and a zero.
 constexpr int64_t GROUP = 128;
+// Bytes of a line of the cache.
+constexpr int64_t LINE = 64;
 // Rows of the weight that are worked on at a time.
 constexpr int64_t BLOCK_ROWS = 8;
 // Bytes of a panel of x, or of a widened block of the weight: half of the smallest first-level cache.
@@ -231,10 +233,10 @@ struct Packed {
 // Memory for numbers that are read as whole vectors: these are not to lie in two lines of the cache.
 template <class Number>
 struct Lines {
-  explicit Lines(int64_t count) : bytes(count * sizeof(Number) + 64) {}
+  explicit Lines(int64_t count) : bytes(count * sizeof(Number) + LINE) {}
   Number* get() {
     const auto address = reinterpret_cast<uintptr_t>(bytes.data());
-    return reinterpret_cast<Number*>((address + 63) / 64 * 64);
+    return reinterpret_cast<Number*>((address + LINE - 1) / LINE * LINE);
   }
   std::vector<char> bytes;
 };
@@ -291,38 +293,52 @@ struct Rows {
   const Cut& cut;
   int64_t begin, end;
 
-  // FEW rows of x with one row of the weight, which is widened in registers.
+  // Rows of the weight that are widened in registers side by side, so that a number of x is read once for both.
+  static constexpr int BESIDE = FEW == 8 && Format::VECTORS <= 4 ? 2 : 1;
+
+  // FEW rows of x with N rows of the weight, which are widened in registers.
+  template <int N>
   COLOFUNC_INLINE void few(int64_t row, int64_t k, float* sums) const {
     constexpr int CHAINS = std::max(1, std::min(4 / FEW, Format::VECTORS));  // independent sums, as additions take a while
-    Float found[FEW][CHAINS] = {};
+    Float found[N][FEW][CHAINS] = {};
     const Number* from = x + cut.at(0, k);
     const int64_t length = cut.length(k);
     for (int64_t at = 0; at < length; at += Format::UNIT) {
-      Vector w[Format::VECTORS];
-      Format::widen(problem, row, k + at, w);
-      __builtin_prefetch(Format::packed(problem, row + ROWS_AHEAD, k + at));
+      Vector w[N][Format::VECTORS];
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        Format::widen(problem, row + n, k + at, w[n]);
+        __builtin_prefetch(Format::packed(problem, row + n + ROWS_AHEAD, k + at));
+      }
 #pragma GCC unroll 8
       for (int v = 0; v < Format::VECTORS; ++v) {
 #pragma GCC unroll 8
         for (int m = 0; m < FEW; ++m) {
-          Arithmetic::dot(found[m][v % CHAINS], load<Vector>(from + m * length + at + v * Format::PER_VECTOR), w[v]);
+          const Vector numbers = load<Vector>(from + m * length + at + v * Format::PER_VECTOR);
+#pragma GCC unroll 2
+          for (int n = 0; n < N; ++n) Arithmetic::dot(found[n][m][v % CHAINS], numbers, w[n][v]);
         }
       }
     }
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-    for (int m = 0; m < FEW; ++m) {
+      for (int m = 0; m < FEW; ++m) {
 #pragma GCC unroll 4
-      for (int c = 1; c < CHAINS; ++c) found[m][0] += found[m][c];
-      sums[m * BLOCK_ROWS] += sum(found[m][0]);
+        for (int c = 1; c < CHAINS; ++c) found[n][m][0] += found[n][m][c];
+        sums[m * BLOCK_ROWS + n] += sum(found[n][m][0]);
+      }
     }
   }
 
-  // TILE_ROWS rows of x with four rows of a widened block.
-  COLOFUNC_INLINE void tile(const Number* from, const Vector* block, int64_t count, float* sums) const {
+  // TILE_ROWS rows of x with four rows of a widened block. Meanwhile memory from `ahead` on is fetched, a line in 1 << `shift` steps.
+  COLOFUNC_INLINE void tile(
+      const Number* from, const Vector* block, int64_t count, const uint8_t* ahead, int shift, float* sums) const {
     constexpr int M = Arithmetic::TILE_ROWS, N = 4;
     Float found[M][N] = {};
     for (int64_t v = 0; v < count; ++v) {
       Vector w[N];
+      __builtin_prefetch(ahead + (v >> shift) * LINE, 0, 2);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) w[n] = block[n * count + v];
 #pragma GCC unroll 8
@@ -346,17 +362,18 @@ struct Rows {
       Vector* to = block + n * vectors;
       for (int64_t at = 0; at < length; at += Format::UNIT, to += Format::VECTORS) Format::widen(problem, row + n, k + at, to);
     }
+    // The next block is fetched in parts, one beside each tile.
     const bool last = k + length == cut.width;
     const int64_t next_row = last ? row + BLOCK_ROWS : row, next_k = last ? 0 : k + length;
-    int64_t fetched = 0;
+    const int64_t tiles = cut.rows / Arithmetic::TILE_ROWS * 2;
+    const int shift = tiles < 8 ? 0 : (tiles < 16 ? 1 : 2);
+    const int64_t per_row = std::max<int64_t>(1, length / Format::UNIT * Format::UNIT_BYTES / LINE);
+    int64_t line = 0;
     for (int64_t m = 0; m < cut.rows; m += Arithmetic::TILE_ROWS) {
-      // A part of the next block, so that memory works meanwhile.
-      for (const int64_t until = BLOCK_ROWS * (m + Arithmetic::TILE_ROWS) / cut.rows; fetched < until; ++fetched) {
-        const uint8_t* data = Format::packed(problem, next_row + fetched, next_k);
-        for (int64_t at = 0; at < length / Format::UNIT * Format::UNIT_BYTES; at += 64) __builtin_prefetch(data + at, 0, 2);
-      }
       for (int64_t n = 0; n < count; n += 4) {
-        tile(x + cut.at(m, k), block + n * vectors, vectors, sums + m * BLOCK_ROWS + n);
+        const uint8_t* ahead = Format::packed(problem, next_row + line / per_row, next_k) + line % per_row * LINE;
+        tile(x + cut.at(m, k), block + n * vectors, vectors, ahead, shift, sums + m * BLOCK_ROWS + n);
+        line += vectors >> shift;
       }
     }
   }
@@ -389,7 +406,9 @@ struct Rows {
       std::fill(sums.begin(), sums.end(), 0.0f);
       for (int64_t k = 0; k < cut.width; k += cut.run) {
         if constexpr (FEW > 0) {
-          for (int64_t n = 0; n < count; ++n) few(row + n, k, sums.data() + n);
+          int64_t n = 0;
+          for (; n + BESIDE <= count; n += BESIDE) few<BESIDE>(row + n, k, sums.data() + n);
+          for (; n < count; ++n) few<1>(row + n, k, sums.data() + n);
         } else {
           many(row, count, k, block, sums.data());
         }
