@@ -83,6 +83,10 @@ def test_however_x_lies_the_product_is_the_same(scheme: str, required: pytest.Mo
     wide[:, 20:276] = x.flatten(0, 1)
     assert torch.equal(product(w, wide[:, 20:276]), want)
     assert product(w, x[:, :0]).shape == (2, 0, 12)
+    if scheme == "int8":  # int4 has a group of columns at least
+        bias = torch.randn(12, dtype=torch.bfloat16)
+        assert torch.equal(OPERATORS["int8"].linear.kernel(x[..., :0], w.data[:, :0], w.scale, bias), bias.expand(2, 3, 12))
+    assert OPERATORS[w.form].linear.kernel(x, *(part[:0] for part in w.parts), None).shape == (2, 3, 0)
 
 
 @needs_compiler

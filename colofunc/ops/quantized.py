@@ -165,9 +165,11 @@ def _has_kernel(form: Format, x: Tensor, parts: Sequence[Tensor]) -> bool:
     if form.name not in ("int8", "int4") or x.device.type != "cpu" or x.dtype not in KERNEL_DTYPES:
         return False
     columns = form.columns(parts)
+    if x.numel() == 0 or parts[0].numel() == 0 or x.numel() > KERNEL_ROWS * columns:
+        return False
     if form.name == "int4" and columns != parts[1].shape[1] * form.group:
         return False
-    if x.numel() > KERNEL_ROWS * columns or any(part.dim() == 2 and part.stride(1) != 1 for part in parts):
+    if any(part.dim() == 2 and part.stride(1) != 1 for part in parts):
         return False
     return native.ready()
 

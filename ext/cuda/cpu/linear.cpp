@@ -3,19 +3,16 @@
 // Packed numbers are widened in registers, so the weight is read once and at its packed size. Products are summed in float32.
 // Formats, the reference and the bound of the error: `colofunc/ops/quantized.py`.
 //
-// A vector of 32-bit words of the weight holds its numbers strided: byte 0 of each word, then byte 1, and so on. Not the weight is
-// put in order but x, once in a call (`pack`), as the order of a sum does not matter.
+// Widened numbers lie in another order than packed ones (`packed.h`). Not they are put in order but x, once in a call (`pack`), as any
+// order of a sum will do.
 
 #include "../common.h"
+#include "../packed.h"
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
-
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "byte 0 of a word is its lowest"
-#endif
 
 namespace colofunc {
 namespace {
@@ -39,6 +36,7 @@ struct Problem {
   int64_t data_stride;  // in bytes
   const float* scale;
   int64_t scale_stride;
+  bool int4;
   const uint8_t* zero;  // int4 only
   int64_t zero_stride;
   ScalarType dtype;  // of x, bias and out
@@ -46,151 +44,6 @@ struct Problem {
   const void* bias;  // or nullptr
   void* out;
 };
-
-// ---- vectors of 32-bit words ----
-
-template <int LANES>
-struct Vectors {
-  typedef float Float __attribute__((vector_size(4 * LANES)));
-  typedef int32_t Int __attribute__((vector_size(4 * LANES)));
-};
-
-template <class Vector>
-COLOFUNC_INLINE Vector load(const void* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof(vector));
-  return vector;
-}
-
-template <class Vector>
-COLOFUNC_INLINE void store(void* to, const Vector& vector) {
-  std::memcpy(to, &vector, sizeof(vector));
-}
-
-// Four sums whose sum is that of the vector.
-COLOFUNC_INLINE Vectors<4>::Float quarter(const Vectors<4>::Float& v) {
-  return v;
-}
-
-COLOFUNC_INLINE Vectors<4>::Float quarter(const Vectors<8>::Float& v) {
-  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-}
-
-COLOFUNC_INLINE Vectors<4>::Float quarter(const Vectors<16>::Float& v) {
-  return quarter(
-      __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
-template <class Float>
-COLOFUNC_INLINE float sum(const Float& v) {
-  const Vectors<4>::Float q = quarter(v);
-  return (q[0] + q[1]) + (q[2] + q[3]);
-}
-
-// The sums of four vectors.
-template <class Float>
-COLOFUNC_INLINE Vectors<4>::Float sums_of(const Float* v) {
-  const Vectors<4>::Float a = quarter(v[0]), b = quarter(v[1]), c = quarter(v[2]), d = quarter(v[3]);
-  const Vectors<4>::Float ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const Vectors<4>::Float cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-}
-
-// ---- arithmetic: in float32 ----
-
-// Numbers are float32. A word of an int8 weight gives four vectors, one of int4 eight.
-template <int LANES_>
-struct InFloat {
-  static constexpr int LANES = LANES_;
-  static constexpr int TILE_ROWS = LANES == 16 ? 6 : 3;  // of x; as many sums as there are registers for
-  using Number = float;
-  using Float = typename Vectors<LANES>::Float;
-  using Int = typename Vectors<LANES>::Int;
-  using Vector = Float;
-
-  // Where the number at `position` of a widened word's vectors was in the weight.
-  template <int PER_WORD>
-  static int place(int position) {
-    return position % LANES * PER_WORD + position / LANES;
-  }
-
-  static COLOFUNC_INLINE void dot(Float& to, const Vector& x, const Vector& w) {
-    to += x * w;
-  }
-
-  static COLOFUNC_INLINE void widen8(const uint8_t* data, Vector* w) {
-    const Int words = load<Int>(data);
-    w[0] = __builtin_convertvector((words << 24) >> 24, Float);
-    w[1] = __builtin_convertvector((words << 16) >> 24, Float);
-    w[2] = __builtin_convertvector((words << 8) >> 24, Float);
-    w[3] = __builtin_convertvector(words >> 24, Float);
-  }
-
-  static COLOFUNC_INLINE void widen4(const uint8_t* data, float scale, float zero, Vector* w) {
-    const Int words = load<Int>(data);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) w[j] = (__builtin_convertvector((words >> (4 * j)) & 15, Float) - zero) * scale;
-  }
-};
-
-// ---- arithmetic: pairs of bfloat16, where the processor multiplies them (AVX512-BF16) ----
-
-#if COLOFUNC_LEVELS > 1
-// Numbers are bfloat16, two in a word: a vector holds 32. Products are exact and are summed in float32.
-struct InPairs {
-  static constexpr int LANES = 16;
-  static constexpr int TILE_ROWS = 6;
-  using Number = uint16_t;
-  using Float = Vectors<16>::Float;
-  using Int = Vectors<16>::Int;
-  using Vector = Int;
-
-  // Of a word, two bytes lie in one vector, 16 numbers apart; the nibbles of each half of it lie in four vectors.
-  template <int PER_WORD>
-  static int place(int position) {
-    const int vector = position / 32, number = position % 32;
-    if (PER_WORD == 4) return number % 16 * 4 + vector * 2 + number / 16;
-    return number * 4 + vector;
-  }
-
-  // Three instructions for which C++ has no operator.
-  static COLOFUNC_INLINE void dot(Float& to, const Vector& x, const Vector& w) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(to) : "v"(w), "vm"(x));
-  }
-
-  static COLOFUNC_INLINE Vector rounded(const Float& low, const Float& high) {
-    Vector numbers;
-    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(numbers) : "vm"(low), "v"(high));
-    return numbers;
-  }
-
-  // Of each place, 16 bits, the lowest five count.
-  static COLOFUNC_INLINE Vector looked_up(const Vector& table, const Vector& places) {
-    Vector found;
-    asm("vpermw %2, %1, %0" : "=v"(found) : "v"(places), "v"(table));
-    return found;
-  }
-
-  // Whole numbers up to 256 are exact in bfloat16.
-  static COLOFUNC_INLINE void widen8(const uint8_t* data, Vector* w) {
-    Float wide[4];
-    InFloat<16>::widen8(data, wide);
-    w[0] = rounded(wide[0], wide[1]);
-    w[1] = rounded(wide[2], wide[3]);
-  }
-
-  // The sixteen numbers of a group, rounded to bfloat16, are a table. They stand in it twice, so that the fifth bit of a place, which
-  // is of the next number, does not count.
-  static COLOFUNC_INLINE void widen4(const uint8_t* data, float scale, float zero, Vector* w) {
-    typedef uint16_t Halves __attribute__((vector_size(64)));
-    const Float numbers = (Float{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale;
-    const Vector table = rounded(numbers, numbers);
-    const Halves words = load<Halves>(data);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) w[j] = looked_up(table, reinterpret_cast<Vector>(words >> (4 * j)));
-  }
-};
-#endif
 
 // ---- formats ----
 
@@ -435,7 +288,7 @@ void multiply(const Problem& problem) {
   }
   if (problem.dtype == ScalarType::BFloat16) pack<Format, BFloat16>(problem, cut, packed.get());
   const int64_t blocks = whole(problem.n, BLOCK_ROWS) / BLOCK_ROWS;
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (BLOCK_ROWS * cut.rows * cut.width));
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (BLOCK_ROWS * cut.rows * cut.width + 1));
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     const Rows<Format, FEW> work{problem, packed.get(), cut, begin * BLOCK_ROWS, std::min(problem.n, end * BLOCK_ROWS)};
 #if COLOFUNC_LEVELS > 1
@@ -459,7 +312,7 @@ void by_rows(const Problem& problem) {
 
 template <class Arithmetic>
 void by_format(const Problem& problem) {
-  if (problem.zero != nullptr) return by_rows<Packed<Arithmetic, true>>(problem);
+  if (problem.int4) return by_rows<Packed<Arithmetic, true>>(problem);
   by_rows<Packed<Arithmetic, false>>(problem);
 }
 
@@ -512,7 +365,7 @@ void packed_linear(
   const Problem problem{
       x.size(0), data.size(0), x.size(1), static_cast<const uint8_t*>(data.data_ptr()), data.stride(0),
       static_cast<const float*>(scale.data_ptr()), scale.stride(0),
-      zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr, zero ? zero->stride(0) : 0,
+      zero.has_value(), zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr, zero ? zero->stride(0) : 0,
       dtype, x.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr()};
   by_level(problem);
 }
