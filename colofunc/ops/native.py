@@ -52,7 +52,10 @@ def ready() -> bool:
 
 
 def limit_level(most: int) -> int:
-    """Use an instruction set no better than this: 0 what the compiler takes for granted, 1 AVX2, 2 AVX-512. Returns the one in use."""
+    """Use an instruction set no better than this: 0 what the compiler takes for granted, 1 AVX2, 2 AVX-512, 3 with AVX512-BF16.
+
+    Returns the one in use.
+    """
     return int(_LIBRARY[0].colofunc_limit_level(most))
 
 
@@ -82,8 +85,9 @@ def _try(mode: str, wanted: tuple[str, str]) -> None:
         _FAILED[wanted] = str(error)
         if mode == "auto":
             warnings.warn(
-                f"{error}. On the CPU random numbers and dropout run in Python, some times slower, and updates that read a narrow gradient "
-                "by torch's kernels; COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require makes it an error",
+                f"{error}. Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, "
+                "and updates that read a narrow gradient by torch's kernels; COLOFUNC_NATIVE=off says that this is meant, "
+                "COLOFUNC_NATIVE=require makes it an error",
                 RuntimeWarning,
                 stacklevel=2,
             )

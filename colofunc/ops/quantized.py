@@ -19,6 +19,14 @@ section 3 and appendix E; here the second scale is one of a row, so that rows ar
 
 Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the packed one. They
 compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and x's dtype, then in that of x.
+
+On the CPU `int8_linear` and `int4_linear` of few rows have a kernel in C++ (`packed_linear_`, `ext/cuda/cpu/linear.cpp`), which widens
+in registers. For x in float32, float16 and bfloat16 it sums products in float32 and rounds the result once, so for each element of y
+
+    |y - exact| <= ((i + 4) 2^-24 + r) sum |x w| + u |exact|
+
+u: 2^-24, 2^-11, 2^-8, half a unit in the last place of the dtype of x. r: 0 for int8, whose numbers are exact in all of them; u for int4,
+whose weight may be rounded to the dtype of x as above. Numbers below 2^-126 may be taken as zero.
 """
 
 from __future__ import annotations
@@ -32,12 +40,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colofunc.errors import RuleError
+from colofunc.ops import native
 from colofunc.ops.define import Operator, define
 
 PARTS = ("data", "scale", "zero", "outer")
 """Names of the tensors that a weight may consist of, in the order in which operators take them."""
-WIDENED_BYTES = 4 << 20
-"""At most this much of a weight is widened at a time, where a single row (or group of columns) is not more."""
+WIDENED_BYTES = 1 << 20
+"""At most this much of a weight is widened at a time, where a single row (or group of columns) is not more. It stays in a core's cache."""
 FP8 = torch.float8_e4m3fn
 # The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them (QLoRA, appendix E).
 NF4_LEVELS = (
@@ -86,7 +95,7 @@ class Format:
 
 def _widen_int8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     data, scale = parts
-    return data.to(dtype) * scale.to(dtype).unsqueeze(1)
+    return data * scale.to(dtype).unsqueeze(1)  # in `dtype`, to which whole numbers are promoted
 
 
 def _widen_fp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -143,6 +152,50 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
+# ---- products in C++ ----
+
+KERNEL_ROWS = 256
+"""Rows of x up to which the kernel is used: with more, widening is a small part and torch's product is the faster one."""
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of x for which `ext/cuda/cpu/linear.cpp` is written."""
+
+
+def _has_kernel(form: Format, x: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the kernel on the CPU takes this product, and is there. It reads rows whose numbers lie side by side."""
+    if form.name not in ("int8", "int4") or x.device.type != "cpu" or x.dtype not in KERNEL_DTYPES:
+        return False
+    columns = form.columns(parts)
+    if x.numel() == 0 or parts[0].numel() == 0 or x.numel() > KERNEL_ROWS * columns:
+        return False
+    if form.name == "int4" and columns != parts[1].shape[1] * form.group:
+        return False
+    if any(part.dim() == 2 and part.stride(1) != 1 for part in parts):
+        return False
+    return native.ready()
+
+
+def _by_kernel(out: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
+    data, scale, *zero = parts
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    packed_linear_.op(out.view(-1, out.shape[-1]), rows, data, scale, zero[0] if zero else None, bias)
+
+
+def _packed_linear_(out: Tensor, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> None:
+    if zero is None:
+        _widened_linear(FORMATS["int8"], out, x, (data, scale), bias)
+    else:
+        _widened_linear(FORMATS["int4"], out, x, (data, scale, zero), bias)
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+packed_linear_ = define(
+    "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, _nothing
+)
+
+
 # ---- their operators ----
 
 
@@ -171,6 +224,15 @@ def _cuts(size: int, other: int, itemsize: int, group: int) -> Iterator[tuple[in
         yield first, min(size, first + step)
 
 
+def _widened_linear(form: Format, out: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
+    """Fill `out` (..., o), from some rows of the weight at a time."""
+    rows, columns = parts[0].shape[0], form.columns(parts)
+    dtype = _wide_dtype(parts, x.dtype)
+    for first, end in _cuts(rows, columns, dtype.itemsize, 1):
+        weight = form.widen(form.rows_of(parts, first, end), dtype).to(x.dtype)
+        out[..., first:end] = F.linear(x, weight, None if bias is None else bias[first:end])
+
+
 def _operators(form: Format) -> Operators:
     """Defines `colofunc::<format>_linear` and its relatives."""
     given = ", ".join(f"Tensor {part}" for part in form.parts)
@@ -178,12 +240,11 @@ def _operators(form: Format) -> Operators:
 
     def linear(x: Tensor, *rest: Any) -> Tensor:
         parts, bias = rest[:count], rest[count]
-        rows, columns = parts[0].shape[0], form.columns(parts)
-        dtype = _wide_dtype(parts, x.dtype)
-        out = x.new_empty((*x.shape[:-1], rows))
-        for first, end in _cuts(rows, columns, dtype.itemsize, 1):
-            weight = form.widen(form.rows_of(parts, first, end), dtype).to(x.dtype)
-            out[..., first:end] = F.linear(x, weight, None if bias is None else bias[first:end])
+        out = x.new_empty((*x.shape[:-1], parts[0].shape[0]))
+        if _has_kernel(form, x, parts):
+            _by_kernel(out, x, parts, bias)
+        else:
+            _widened_linear(form, out, x, parts, bias)
         return out
 
     def linear_fake(x: Tensor, *rest: Any) -> Tensor:

@@ -14,7 +14,7 @@ int best() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx512 && avx2) return 2;
+  if (avx512 && avx2) return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
   if (avx2) return 1;
 #endif
   return 0;

@@ -1,0 +1,158 @@
+"""Kernels in C++ beside what torch has for the same: products with weights in 8 and 4 bits, and a step that decodes one token with them.
+
+A product is x (rows, 4096) bfloat16 with a weight of 4096 x 4096, of which several are used in turn, as those of a model's layers are:
+none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, and the reference
+of our operator, which runs where there is no compiler. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
+with and without `cf.quantize`. Times are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import colofunc as cf
+from bench import Row, Section, pairs, ratio, seconds
+from colofunc.ops import native
+from colofunc.ops.quantized import OPERATORS, Quantized, unpacked
+from colofunc.ops.quantizers import BUILT_IN
+
+SIZE = 4096
+WEIGHTS = 6
+COUNTS = (1, 8, 64)
+ROUNDS = 21
+# The step: its weights are 185 MB in bfloat16.
+WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
+# Products of one round, so that a round is longer than the clock's steps.
+IN_A_ROW = 3
+
+
+def in_turn(product: Callable[[Any], Tensor], weights: Sequence[Any]) -> Callable[[], None]:
+    """Some products, each with the next weight."""
+    following = cycle(weights)
+
+    def run() -> None:
+        for _ in range(IN_A_ROW):
+            product(next(following))
+
+    return run
+
+
+def ours(x: Tensor, weight: Quantized) -> Tensor:
+    found: Tensor = OPERATORS[weight.form].linear(x, *weight.parts, None)
+    return found
+
+
+def reference(x: Tensor, weight: Quantized) -> Tensor:
+    os.environ["COLOFUNC_NATIVE"] = "off"
+    try:
+        return ours(x, weight)
+    finally:
+        os.environ["COLOFUNC_NATIVE"] = "require"
+
+
+def int8_of_torch(weight: Quantized) -> tuple[Tensor, Tensor]:
+    return weight.data, weight.scale.to(torch.bfloat16)
+
+
+def int4_of_torch(weight: Quantized) -> tuple[Tensor, Tensor]:
+    """Its numbers are meant less 8, and its zeros are in units of the weight."""
+    assert weight.zero is not None
+    data = torch._convert_weight_to_int4pack_for_cpu(unpacked(weight.data).to(torch.int32).contiguous(), 1)
+    zeros = (8.0 - weight.zero.to(torch.float32)) * weight.scale
+    return data, torch.stack((weight.scale.T, zeros.T), -1).to(torch.bfloat16).contiguous()
+
+
+def int8_product(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    return torch._weight_int8pack_mm(x, *weight)
+
+
+def int4_product(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    return torch._weight_int4pack_mm_for_cpu(x, weight[0], 128, weight[1])
+
+
+# Scheme -> (name of torch's product, its form of a weight, the product).
+OF_TORCH = {
+    "int8": ("torch._weight_int8pack_mm", int8_of_torch, int8_product),
+    "int4-g128": ("torch._weight_int4pack_mm_for_cpu", int4_of_torch, int4_product),
+}
+
+
+def products(scheme: str) -> list[Row]:
+    """One scheme beside `F.linear`, torch's own product and the reference."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.5 for _ in range(WEIGHTS)]
+    narrow = [w.to(torch.bfloat16) for w in whole]
+    packed = [BUILT_IN[scheme].pack(w) for w in whole]
+    name, form, theirs = OF_TORCH[scheme]
+    formed = [form(w) for w in packed]
+    rows = []
+    for count in COUNTS:
+        x = torch.randn(count, SIZE, generator=generator).to(torch.bfloat16)
+        torch.testing.assert_close(theirs(x, formed[0]), ours(x, packed[0]), rtol=0.05, atol=0.05)
+        found = pairs(
+            in_turn(partial(ours, x), packed), in_turn(partial(F.linear, x), narrow), in_turn(partial(theirs, x), formed),
+            in_turn(partial(reference, x), packed), count=ROUNDS, warm=2,
+        )  # fmt: skip
+        rows += compared(f"{scheme} product, {count} row{'s' if count > 1 else ''}", name, found, scheme == "int8")
+    return rows
+
+
+def compared(what: str, name: str, found: Sequence[tuple[float, ...]], has_target: bool) -> list[Row]:
+    """Columns of `found`: ours, `F.linear`, torch's own product, the reference."""
+    rows = [Row(f"{what}: ours", f"{1e3 * sorted(times[0] for times in found)[len(found) // 2] / IN_A_ROW:.2f} ms")]
+    for column, other, target in ((1, "F.linear in bfloat16", 1.5), (2, name, 1.0), (3, "the reference", None)):
+        middle, text = ratio(found, column, 0)
+        if target is None or not has_target:
+            rows.append(Row(f"{what}: {other} / ours", text))
+        else:
+            rows.append(Row(f"{what}: {other} / ours", text, f"at least {target}", middle >= target))
+    return rows
+
+
+def decode(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One token through all layers."""
+    for layer in range(DEPTH):
+        x = x + F.linear(F.silu(F.linear(x, params[f"{layer}.up.weight"])), params[f"{layer}.down.weight"])
+    return x
+
+
+def decoding() -> list[Row]:
+    """The staged step in bfloat16, int8 and int4, one token at a time."""
+    generator = torch.Generator().manual_seed(0)
+    params = {}
+    for layer in range(DEPTH):
+        for name, shape in (("up", (HIDDEN, WIDTH)), ("down", (WIDTH, HIDDEN))):
+            params[f"{layer}.{name}.weight"] = torch.randn(shape, generator=generator).to(torch.bfloat16) / shape[1] ** 0.5
+    token = torch.randn(1, WIDTH, generator=generator).to(torch.bfloat16)
+    steps = [cf.shard(decode, cf.Mesh()), *(cf.quantize(cf.shard(decode, cf.Mesh()), scheme) for scheme in OF_TORCH)]
+    runs = []
+    for step in steps:
+        runs.append(partial(step, step.init(params, token), token))
+    times = pairs(*runs, count=ROUNDS, warm=2)
+    rows = [Row("a step of one token, weights in bfloat16", seconds(times, 0))]
+    for column, scheme, target in ((1, "int8", 1.5), (2, "int4-g128", 2.0)):
+        middle, text = ratio(times, 0, column)
+        rows.append(Row(f"a step of one token: bfloat16 / {scheme}", text, f"at least {target}", middle >= target))
+    return rows
+
+
+def bench() -> Section:
+    os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
+    native.ready()
+    level = native.limit_level(9)
+    rows = [*products("int8"), *products("int4-g128"), *decoding()]
+    return Section(
+        "Kernels in C++",
+        f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "
+        f"of `native.limit_level`, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
+        f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores",
+        rows,
+    )
