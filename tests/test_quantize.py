@@ -206,7 +206,7 @@ def test_specs_and_globs_that_mean_the_weight_mean_its_numbers() -> None:
 
 
 def test_what_is_no_product_reads_the_widened_weight() -> None:
-    """A table, a convolution, a transposed product: packed in memory, widened in front of the operator."""
+    """A table, a convolution, a transposed product: packed in memory, widened in front of the operator, and of a table what is read."""
     torch.manual_seed(0)
 
     class Others(nn.Module):
@@ -225,10 +225,35 @@ def test_what_is_no_product_reads_the_widened_weight() -> None:
         return model.apply(params, {}, x)[0]
 
     step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8")
-    targets = [node.target for node in step.lower(model.params, tokens()).program.nodes]
-    assert targets.count("colofunc.int8_dequantize") == 2
+    program = step.lower(model.params, tokens()).program
+    widened = [program.values[node.results[0]].shape for node in program.nodes if node.target == "colofunc.int8_dequantize"]
+    assert len(widened) == 3 and {(16, 128), (64, 384)} <= set(widened)  # rows that were looked up, the table, the convolution
     with cf.testing.float64():
         assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_table_over_ranks_is_looked_up_packed(scheme: str) -> None:
+    """Only the rows that are found are widened, also where each rank has a part of the table."""
+    torch.manual_seed(0)
+    model = cf.functional(nn.Embedding(16, 256))
+    sharded = cf.shard(lambda params, ids: model.apply(params, {}, ids)[0].square(), cf.Mesh(tp=2), {"weight": "(tp v) i"})
+    step = cf.quantize(sharded, scheme, where="weight")
+    program = step.lower(model.params, tokens()).program
+    widened = [program.values[node.results[0]].shape for node in program.nodes if node.target.endswith("dequantize")]
+    assert widened and all(rows <= tokens().numel() for rows, _ in widened)
+    assert str(step.init(model.params, tokens())["weight"].data.spec) == "(tp a) b"
+    with cf.testing.float64():
+        assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
+
+
+def test_widened_weights_are_held_one_at_a_time() -> None:
+    """Of eight convolutions in bf16, and their gradients, the largest is beside the packed ones, in bf16, and never two."""
+    model = cf.functional(nn.Sequential(*[nn.Conv1d(64, 64, 3, padding=1) for _ in range(8)]))
+    step = cf.quantize(cf.precision(lambda params, x: model.apply(params, {}, x)[0], "bf16"), "int8")
+    low = step.lower(model.params, torch.ones(1, 64, 4))
+    copies = low.memory().kinds().get("parameter copies", 0)
+    assert 0 < copies < 2 * 64 * 192 * 2
 
 
 def test_a_tied_table_is_looked_up_widened_and_multiplied_packed() -> None:

@@ -36,17 +36,13 @@ from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
-from colofunc.program.editor import Editor
-from colofunc.program.ir import Node, Program
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
+from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
 
-PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
-"""Products whose second operand may be a quantized weight -> the operator of its format in their place."""
 FORMAT_OF = {**DEQUANTIZE, **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()}}
 """Operator that reads a quantized weight -> its format."""
-CAST = "aten._to_copy.default"
 
 
 def quantize(
@@ -303,54 +299,15 @@ def _read_packed(build: Build) -> Build:
     return build.evolve(program=read_packed(build.program))
 
 
-def read_packed(program: Program) -> Program:
-    """Products that read the packed tensors in place of the weight that is made of them."""
-    widened: dict[int, Node] = {}  # a widened weight, cast or not -> what makes it
-    edit = Editor(program)
-    for index, node in enumerate(program.nodes):
-        if node.target in DEQUANTIZE:
-            widened[node.results[0]] = node
-        elif node.target == CAST and node.refs[0] in widened and program.values[node.results[0]].dtype.is_floating_point:
-            widened[node.results[0]] = widened[node.refs[0]]
-        elif node.target in PRODUCTS and node.refs[1] in widened and node.refs[0] not in widened:
-            edit.replace(index, _with_packed(node, widened[node.refs[1]]))
-    return _without_unread(edit.done(), widened)
-
-
 def _linked(build: Build) -> Build:
     """The parts of a weight lie alike along its rows."""
     groups: dict[tuple[int, ...], None] = {}
-    inputs = set(build.program.inputs)
     for node in build.program.nodes:
         form = FORMAT_OF.get(node.target)
         if form is None:
             continue
         first = 0 if node.target in DEQUANTIZE else 1
-        parts = node.refs[first : first + len(FORMATS[form].parts)]
-        if inputs.issuperset(parts):
+        parts = packed_inputs(build.program, node.refs[first : first + len(FORMATS[form].parts)])
+        if parts is not None:
             groups[parts] = None
     return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))
-
-
-def _with_packed(product: Node, source: Node) -> Node:
-    """A product with the parts of a weight in the weight's place."""
-    form, kind = DEQUANTIZE[source.target], PRODUCTS[product.target]
-    parts = source.args[:-1]
-    rest: tuple[Any, ...] = ()
-    if kind == "linear":
-        rest = (product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("b"),)
-    return attrs.evolve(product, target=f"colofunc.{form}_{kind}", args=(product.args[0], *parts, *rest), kwargs=())
-
-
-def _without_unread(program: Program, widened: Mapping[int, Node]) -> Program:
-    """The program without widened weights that nobody reads any more."""
-    read = set(program.outputs)
-    kept: list[Node] = []
-    for node in reversed(program.nodes):
-        if any(out in widened for out in node.results) and not any(out in read for out in node.results):
-            continue
-        read.update(node.refs)
-        kept.append(node)
-    if len(kept) == len(program.nodes):
-        return program
-    return Editor(program).written(reversed(kept))
