@@ -1,5 +1,7 @@
 """cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +290,18 @@ def test_two_steps_share_what_they_have_packed() -> None:
     step = cf.quantize(step_fn, "int8", where=WHERE)
     hidden = [{id(x) for x in step.lower(state, batch).hidden} for batch in (tokens(), tokens()[:4])]
     assert hidden[0] == hidden[1] and not hidden[0] & {id(model.frozen[name]) for name in WHERE}
+    test = cf.quantize(lambda params, batch: model.apply(params, model.buffers, batch)[0], "int8", where=WHERE)
+    assert {id(x) for x in test.lower(state["params"], tokens()).hidden} == hidden[0]
+
+
+def test_what_is_packed_goes_away_with_its_steps() -> None:
+    step_fn, state, model = step_of("adapters")
+    low = cf.quantize(step_fn, "int8", where=WHERE).lower(state, tokens())
+    packed_parts = [weakref.ref(x) for x in low.hidden if x.dtype is torch.int8]
+    assert len(packed_parts) == 2
+    del low
+    gc.collect()
+    assert not any(part() is not None for part in packed_parts) and model.frozen
 
 
 def test_as_a_decorator() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -89,6 +90,11 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Quantizer:
 # ---- which weights, and what they are packed to ----
 
 
+# Weight -> {(quantizer, how often the weight had been written to): what it was packed to}. Steps that train and evaluate one model share
+# it; it lives as long as one of their transforms.
+_SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 @attrs.frozen(eq=False)
 class _Weights:
     """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
@@ -110,11 +116,16 @@ class _Weights:
             raise InputError(
                 f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
             )
-        found = self.known.get(weight)
-        if found is None or found[0] != compat.version(weight):
-            found = self.known[weight] = compat.version(weight), packed(self.quantizer, weight)
-        result: Quantized = found[1]
-        return result
+        version = compat.version(weight)
+        known = self.known.get(weight)
+        if known is None or known[0] != version:
+            shared = _SHARED.setdefault(weight, WeakValueDictionary())
+            result = shared.get((self.quantizer, version))
+            if result is None:
+                result = shared[self.quantizer, version] = packed(self.quantizer, weight)
+            known = self.known[weight] = version, result
+        found: Quantized = known[1]
+        return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
         """A weight that comes quantized. Raises InputError where it is quantized otherwise."""
