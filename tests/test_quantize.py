@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,52 @@ def test_a_weight_that_is_quantized_already_is_named() -> None:
     said = r"cf\.quantize: 'up\.weight' is quantized already, as 'int8', and the step asks for 'nf4'\. Try: the scheme that it has, or"
     with pytest.raises(cf.InputError, match=said):
         cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
+
+
+def product() -> Any:
+    return cf.shard(lambda params, x: x @ params["a.weight"].T, cf.Mesh(a=4))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["plain", "on ranks", "lazy"])
+def test_a_weight_that_is_not_finite_is_named(scheme: str, kind: str) -> None:
+    w = weight()
+    w[7, 3] = float("inf" if scheme == "int8" else "nan")
+    if kind == "on ranks":
+        w = cf.distribute(w, "(a o) i", cf.Mesh(a=4))
+    elif kind == "lazy":
+        w = lazy_tensor(w.shape, w.dtype, partial(torch.clone, w), w.__getitem__)
+    said = r"^cf\.quantize: 'a\.weight' has rows with NaN or infinite numbers, of which no scale can be made\. Try: the weights of an"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(product(), scheme).init({"a.weight": w}, torch.ones(2, 256))
+
+
+BROKEN = {
+    "dtype": (lambda w: attrs.evolve(w, data=w.data.to(torch.int8)), "its data is int8 (12, 128), and nf4 has uint8 (12, 128)"),
+    "scale": (lambda w: attrs.evolve(w, scale=w.scale.float()), "its scale is float32 (12, 4), and nf4 has uint8 (12, 4)"),
+    "rows": (lambda w: attrs.evolve(w, data=w.data[:6]), "its data is uint8 (6, 128), and nf4 has uint8 (12, 128)"),
+    "part": (lambda w: attrs.evolve(w, outer=None), "it has 2 parts, and nf4 has 3"),
+}
+
+
+@pytest.mark.parametrize(("broken", "says"), BROKEN.values(), ids=BROKEN)
+def test_parts_that_do_not_fit_are_named(broken: Any, says: str) -> None:
+    with pytest.raises(cf.InputError) as caught:
+        cf.quantize(product(), "nf4").lower({"a.weight": broken(BUILT_IN["nf4"].pack(weight()))}, torch.ones(2, 256))
+    assert str(caught.value) == (
+        f"cf.quantize: 'a.weight' is no weight of shape (12, 256) in 'nf4': {says}. Try: a checkpoint as cf.save writes it, or the weight "
+        "that it was quantized from"
+    )
+
+
+def test_a_quantizer_that_breaks_its_format_is_named() -> None:
+    wide = cf.ext.Quantizer("wide", form="int8", quantize=lambda w: {"data": w, "scale": w.amax(1)})
+    said = (
+        r"^cf\.quantize: the quantizer 'wide' gives 'a\.weight' of shape \(12, 256\) wrong parts: its data is float32 \(12, 256\), and "
+        r"int8 has int8 \(12, 256\)\. Try: quantize= that returns them so$"
+    )
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(product(), wide).lower({"a.weight": weight()}, torch.ones(2, 256))
 
 
 def test_a_trained_weight_is_named() -> None:

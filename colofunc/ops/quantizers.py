@@ -14,12 +14,14 @@ numbers of a row are the same whichever rows are quantized with it, so a rank ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 
 import attrs
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
 
@@ -119,3 +121,28 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("fp8", form="fp8", quantize=fp8),
     )
 }
+
+
+def misfit(weight: Quantized) -> str:
+    """Which part of a weight is not what its format has for the weight's shape, "" where all of them are."""
+    wanted = _parts_of(weight.form, weight.shape)
+    given = [(part.dtype, tuple(part.shape)) for part in weight.parts]
+    if len(given) != len(wanted):
+        return f"it has {len(given)} parts, and {weight.form} has {len(wanted)}"
+    for name, (dtype, shape), (own_dtype, own_shape) in zip(weight.format.parts, given, wanted, strict=True):
+        if (dtype, shape) != (own_dtype, own_shape):
+            return f"its {name} is {_said(dtype)} {shape}, and {weight.form} has {_said(own_dtype)} {own_shape}"
+    return ""
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(form: str, shape: tuple[int, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """(dtype, shape) of each part of a weight of this shape."""
+    quantizer = next(one for one in BUILT_IN.values() if one.form == form)
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+        parts = quantizer.pack(torch.empty(shape, device="meta")).parts
+    return [(part.dtype, tuple(part.shape)) for part in parts]

@@ -30,10 +30,11 @@ from colofunc import compat
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
+from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantizers import Quantizer
+from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
@@ -122,17 +123,23 @@ class _Weights:
             shared = _SHARED.setdefault(weight, WeakValueDictionary())
             result = shared.get((self.quantizer, version))
             if result is None:
-                result = shared[self.quantizer, version] = packed(self.quantizer, weight)
+                result = shared[self.quantizer, version] = packed(self.quantizer, weight, name)
             known = self.known[weight] = version, result
         found: Quantized = known[1]
         return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
-        """A weight that comes quantized. Raises InputError where it is quantized otherwise."""
+        """A weight that comes quantized. Raises InputError where it is quantized otherwise, or its parts do not fit."""
         if any(matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {self.quantizer.name!r}. Try: "
                 "the scheme that it has, or the weight that it was quantized from"
+            )
+        wrong = misfit(weight)
+        if wrong:
+            raise InputError(
+                f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a checkpoint as cf.save "
+                "writes it, or the weight that it was quantized from"
             )
         return weight
 
@@ -142,21 +149,43 @@ class _Weights:
         return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
 
 
-def packed(quantizer: Quantizer, weight: Tensor) -> Quantized:
-    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for."""
+def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:
+    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for.
+
+    Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
+    """
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-        found = _lazily(quantizer, weight) if isinstance(weight, LazyTensor) else quantizer.pack(weight)
+        found = _lazily(quantizer, weight, name) if isinstance(weight, LazyTensor) else _finite(quantizer.pack(weight), name)
+    wrong = misfit(found)
+    if wrong:
+        raise InputError(
+            f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: {wrong}. Try: "
+            "quantize= that returns them so"
+        )
     give_role("frozen", found.parts)
     return found
 
 
-def _lazily(quantizer: Quantizer, weight: LazyTensor) -> Quantized:
+def _finite(weight: Quantized, name: str) -> Quantized:
+    """The weight. Raises InputError where a scale is not finite, as of rows with NaN or infinite numbers."""
+    for part in weight.parts:
+        for shard in part.parts if isinstance(part, DTensor) else (part,):
+            known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
+            if known and shard.is_floating_point() and not bool(shard.isfinite().all()):
+                raise InputError(
+                    f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
+                    "earlier checkpoint; globs in where= that leave it out"
+                )
+    return weight
+
+
+def _lazily(quantizer: Quantizer, weight: LazyTensor, name: str) -> Quantized:
     like = quantizer.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     names = quantizer.format.parts
 
     def lazy(number: int) -> Tensor:
         def of_rows(rows: Tensor) -> Tensor:
-            return quantizer.pack(rows).parts[number]
+            return _finite(quantizer.pack(rows), name).parts[number]
 
         def read(box: tuple[slice, ...]) -> Tensor | None:
             every = tuple(slice(0, size) for size in weight.shape[1:])
@@ -166,7 +195,7 @@ def _lazily(quantizer: Quantizer, weight: LazyTensor) -> Quantized:
         part = like.parts[number]
         return lazy_tensor(part.shape, part.dtype, lambda: of_rows(make(weight)), read)  # type: ignore[arg-type]
 
-    parts: dict[str, Any] = {name: lazy(number) for number, name in enumerate(names)}
+    parts: dict[str, Any] = {part: lazy(number) for number, part in enumerate(names)}
     return attrs.evolve(like, **parts)
 
 
