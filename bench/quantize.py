@@ -7,6 +7,8 @@ configurations and have no values; bytes are the accountant's. Each plan is made
 
 from __future__ import annotations
 
+import gc
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from colofunc_plugins import tensor
 
 import colofunc as cf
-from bench import Row, Section, fresh
+from bench import Row, Section, forget_peak, fresh, peak_rss_bytes, rss_bytes
 from bench.memory_plans import gb, tokens
 from colofunc.cli import machine
 from colofunc.planner.plan_table import time_text
@@ -24,6 +26,7 @@ from colofunc.planner.plan_table import time_text
 BLOOM_LIMIT_BYTES = 23.2e9
 DIFFUSION_RATIO = 2.5
 LLAMA_BUDGET = "48GB"
+LOADED_WIDTH = 4096
 
 
 def weight_bytes(low: Any) -> int:
@@ -72,10 +75,7 @@ def bloom_run() -> dict[str, Any]:
     step = cf.quantize(cf.shard(logits, cf.Mesh(tp=8), tensor("1d", "tp")), "int8")
     planned = weight_bytes(step.lower(model.params, ids))
     params = step.init(model.params, ids)
-    placed = 0
-    for weight in params.values():
-        for part in weight.parts if isinstance(weight, cf.ext.Quantized) else (weight,):
-            placed += part.local.numel() * part.local.itemsize
+    placed = sum(map(part_bytes, params.values()))
     got = step(params, ids).full()
     one_device = cf.quantize(logits, "int8")(model.params, ids).full()
     plain = cf.shard(logits, cf.Mesh())(model.params, ids).full()
@@ -90,7 +90,56 @@ def bloom_rows() -> list[Row]:
         Row("BLOOM-176B, int8, 8 devices", figure, "at most 23.20 GB of weights each", plan["weights"] <= BLOOM_LIMIT_BYTES),
         Row("BLOOM of 4 layers of 512, int8, run on 8 simulated ranks", f"{run['placed']:,} B of weights a rank; {errors}",
             f"the plan's {run['planned']:,} B", run["placed"] == run["planned"]),
+        load_row("int8"),
+        load_row("nf4"),
     ]  # fmt: skip
+
+
+def loaded(folder: str, scheme: str) -> dict[str, int]:
+    """On one of two real ranks: bytes that it holds behind `init` of a BLOOM in a folder, and how far its peak was above these."""
+    ids = cf.abstract((1, 16), torch.int64)
+    mesh = cf.Mesh(tp=2)
+
+    def placed(path: str, width: int) -> tuple[int, int]:
+        model, logits = bloom(width, 2, 8, 1024, torch.bfloat16)
+        model = cf.load(path, model=model)
+        step = cf.quantize(cf.shard(logits, mesh, tensor("1d", "tp")), scheme)
+        step.lower(model.params, ids)
+        gc.collect()
+        forget_peak()
+        before = rss_bytes()
+        params = step.init(model.params, ids)
+        return sum(map(part_bytes, params.values())), peak_rss_bytes() - before
+
+    placed(f"{folder}/small", 128)  # what is imported and compiled along the way does not count
+    held, grown = placed(f"{folder}/large", LOADED_WIDTH)
+    return {"held": held, "beyond": grown - held}
+
+
+def part_bytes(weight: Any) -> int:
+    """Bytes of a rank's part of a weight, packed or not."""
+    parts = weight.parts if isinstance(weight, cf.ext.Quantized) else (weight,)
+    return sum(part.local.numel() * part.local.itemsize for part in parts)
+
+
+def load_run(scheme: str) -> list[dict[str, int]]:
+    """`loaded` of both ranks."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, width in (("small", 128), ("large", LOADED_WIDTH)):
+            config = BloomConfig(vocab_size=1024, hidden_size=width, n_layer=2, n_head=8)
+            BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{folder}/{name}")
+        return cf.launch(loaded, 2, folder, scheme)
+
+
+def load_row(scheme: str) -> Row:
+    ranks = fresh("quantize", f"m.load_run({scheme!r})")
+    worst = max(rank["beyond"] for rank in ranks)
+    held, largest = max(rank["held"] for rank in ranks), 4 * LOADED_WIDTH * LOADED_WIDTH * 2
+    figure = f"{gb(held)} of weights a rank, peak of the process {gb(worst)} above them"
+    name = f"BLOOM of 2 layers of {LOADED_WIDTH} in bf16, read from safetensors in {scheme} on 2 processes"
+    return Row(name, figure, f"at most its largest tensor, {gb(largest)}, above", worst <= largest)
 
 
 # ---- Stable Diffusion 2 ----
@@ -267,6 +316,6 @@ def llama_row() -> Row:
 def bench() -> Section:
     setting = (
         f"Public configurations, no values; batch 1, 512 x 512 pixels; torch {torch.__version__}. Activations are halved by bf16, and no "
-        "scheme here makes them smaller. Peaks of the host while weights are loaded are not measured."
+        "scheme here makes them smaller."
     )
     return Section("Quantized weights: the published cases", setting, [*bloom_rows(), *diffusion_rows(), llama_row()])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,13 @@ def test_rows_and_columns_on_ranks_are_packed_as_on_one_device(scheme: str, spec
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_lazy_weight_is_packed_row_by_row(scheme: str) -> None:
+@pytest.mark.parametrize("first", ["(a o)", "o"])
+@pytest.mark.parametrize("rows_of_a_block", [1, 2, 100])
+def test_a_lazy_weight_is_packed_while_it_is_read(
+    scheme: str, first: str, rows_of_a_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, and each row once where rows lie on ranks."""
+    monkeypatch.setattr("colofunc.ops.quantizers.BLOCK_BYTES", rows_of_a_block * 256 * 4)
     w, read = weight(), []
 
     def rows(box: tuple[slice, ...]) -> torch.Tensor:
@@ -100,11 +107,28 @@ def test_a_lazy_weight_is_packed_row_by_row(scheme: str) -> None:
     lazy = lazy_tensor(w.shape, w.dtype, lambda: pytest.fail("the whole was made"), rows)
     found = packed(BUILT_IN[scheme], lazy)
     assert not read
-    mesh = cf.Mesh(a=4)
-    for mine, whole in zip(found.parts, BUILT_IN[scheme].pack(w).parts, strict=True):
-        spec = "(a o) ..." if whole.dim() > 1 else "(a o)"
-        assert torch.equal(cf.distribute(mine, spec, mesh).full(), whole)
-    assert {(cut.start, cut.stop) for cut in read} == {(0, 3), (3, 6), (6, 9), (9, 12)}
+    mesh, whole = cf.Mesh(a=2), BUILT_IN[scheme].pack(w)
+    for mine, wanted in zip(found.parts, whole.parts, strict=True):
+        second = "(a i)" if first == "o" else "i"
+        spec = f"{first} {second}" if wanted.dim() == 2 else first
+        assert torch.equal(cf.distribute(mine, spec, mesh).full(), wanted)
+    assert max(rows.stop - rows.start for rows in read) <= rows_of_a_block
+    if first == "(a o)":
+        assert Counter(row for rows in read for row in range(rows.start, rows.stop)) == dict.fromkeys(range(12), 1)
+
+
+def test_a_lazy_weight_that_is_made_whole_is_packed_too() -> None:
+    w = weight()
+    found = packed(BUILT_IN["nf4"], lazy_tensor(w.shape, w.dtype, partial(torch.clone, w)))
+    for mine, wanted in zip(found.parts, BUILT_IN["nf4"].pack(w).parts, strict=True):
+        assert torch.equal(cf.distribute(mine, "(a o) ..." if mine.dim() == 2 else "(a o)", cf.Mesh(a=4)).full(), wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_is_packed_block_by_block_as_at_once(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BUILT_IN[scheme].pack(weight())
+    monkeypatch.setattr("colofunc.ops.quantizers.BLOCK_BYTES", 5 * 256 * 4)
+    assert all(torch.equal(a, b) for a, b in zip(BUILT_IN[scheme].pack(weight()).parts, whole.parts, strict=True))
 
 
 # ---- the operators ----

@@ -38,7 +38,8 @@ from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
-from colofunc.program.lazy import LazyTensor, lazy_tensor, make
+from colofunc.program.lazy import LazyTensor
+from colofunc.program.lazy_packed import packed_lazily
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
@@ -155,7 +156,10 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
     Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
     """
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-        found = _lazily(quantizer, weight, name) if isinstance(weight, LazyTensor) else _finite(quantizer.pack(weight), name)
+        if isinstance(weight, LazyTensor):
+            found = packed_lazily(quantizer, weight, partial(_finite, name))
+        else:
+            found = _finite(name, quantizer.pack(weight))
     wrong = misfit(found)
     if wrong:
         raise InputError(
@@ -166,7 +170,7 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
     return found
 
 
-def _finite(weight: Quantized, name: str) -> Quantized:
+def _finite(name: str, weight: Quantized) -> Quantized:
     """The weight. Raises InputError where a scale is not finite, as of rows with NaN or infinite numbers."""
     for part in weight.parts:
         for shard in part.parts if isinstance(part, DTensor) else (part,):
@@ -177,26 +181,6 @@ def _finite(weight: Quantized, name: str) -> Quantized:
                     "earlier checkpoint; globs in where= that leave it out"
                 )
     return weight
-
-
-def _lazily(quantizer: Quantizer, weight: LazyTensor, name: str) -> Quantized:
-    like = quantizer.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
-    names = quantizer.format.parts
-
-    def lazy(number: int) -> Tensor:
-        def of_rows(rows: Tensor) -> Tensor:
-            return _finite(quantizer.pack(rows), name).parts[number]
-
-        def read(box: tuple[slice, ...]) -> Tensor | None:
-            every = tuple(slice(0, size) for size in weight.shape[1:])
-            rows = weight.source.read((box[0], *every))
-            return None if rows is None else of_rows(rows)[(slice(None), *box[1:])].clone()
-
-        part = like.parts[number]
-        return lazy_tensor(part.shape, part.dtype, lambda: of_rows(make(weight)), read)  # type: ignore[arg-type]
-
-    parts: dict[str, Any] = {part: lazy(number) for number, part in enumerate(names)}
-    return attrs.evolve(like, **parts)
 
 
 # ---- the state ----
