@@ -3,17 +3,17 @@
     {int8, fp8, int4-g128, nf4} x MODES x {weights as arguments, frozen weights beside adapters} x {quantize first, quantize last}
 
 A cell is *equal* when in float64 the outputs of the staged step (of two training steps where there are adapters) are those of the quantized
-function on one device, when the packed tensors on the mesh are bit for bit what one device packs, when products read them packed, and
-when the rows of scales lie where the rows of numbers do.
+function on one device, when the packed tensors on the mesh are bit for bit what one device packs and lie as the mode says, when products
+read them packed, and when the rows of scales lie where the rows of numbers do.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins import tensor, zero
+from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.pipeline import stages
 from torch import nn
 
@@ -25,6 +25,7 @@ from colofunc.transforms.quantize import packed
 
 SCHEMES = ("int8", "fp8", "int4-g128", "nf4")
 WHERE = ("up.weight", "down.weight")
+EXPERTS = ("experts_in", "experts_out")
 KINDS = ("arguments", "adapters")
 ORDERS = ("first", "last")
 
@@ -44,12 +45,34 @@ class Net(nn.Module):
         return rows + self.down(torch.tanh(self.up(self.norm(rows))))
 
 
+class Mixture(Net):
+    """The same, and four experts of which a token goes to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(128, 4, bias=False)
+        self.experts_in = nn.Parameter(torch.randn(4, 64, 128) / 8)  # (experts, 2f, d)
+        self.experts_out = nn.Parameter(torch.randn(4, 128, 32) / 4)  # (experts, d, f)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(tokens)
+        index, weight, _ = cf.moe.route(self.router(rows), 2)
+        return rows + cf.moe.experts(rows, index, weight, self.experts_in, self.experts_out)
+
+
 @attrs.frozen
 class Mode:
-    """How a step is staged beside `cf.quantize`. `training`: it says something of a training step only."""
+    """How a step is staged beside `cf.quantize`.
+
+    `lies`: quantized weight -> how its numbers lie then. `training`: it says something of a training step only. `net`: what is staged,
+    `where`: its quantized weights.
+    """
 
     place: Callable[[Any], Any]
+    lies: Mapping[str, str] = attrs.field(factory=dict)
     training: bool = False
+    net: Callable[[], nn.Module] = Net
+    where: tuple[str, ...] = WHERE
 
 
 def sharded(*plans: Any, **sizes: int) -> Callable[[Any], Any]:
@@ -60,18 +83,47 @@ def on(place: Callable[[Any], Any], transform: Callable[[Any], Any]) -> Callable
     return lambda step: transform(place(step))
 
 
+def pair(up: str, down: str) -> dict[str, str]:
+    """How the two products' weights lie."""
+    return {"up.weight": up, "down.weight": down}
+
+
+def piped(step: Any) -> Any:
+    return cf.pipeline(step, axis="pp", microbatches=2, stages={"up.*": 0, "table.*": 0, "norm.*": 0, "*": 1})
+
+
 DP = sharded(dp=2)
+EVERYWHERE = pair("a b", "a b")
+STAGES = pair("a b @pp=0", "a b @pp=1")
+OVER_EP = {"experts_in": "(ep a) b", "experts_out": "(ep a) b"}
+OVER_BOTH = {"experts_in": "(ep dp) a", "experts_out": "(ep dp) a"}
+ALL = (*WHERE, *EXPERTS)
 MODES = {
-    "alone": Mode(lambda step: step),
+    "alone": Mode(lambda step: step, EVERYWHERE),
     "auto": Mode(sharded(dp=2, tp=2)),
-    "zero1": Mode(sharded(zero(1, "dp"), dp=2)),
-    "zero2": Mode(sharded(zero(2, "dp"), dp=2)),
-    "zero3": Mode(sharded(zero(3, "dp"), dp=4)),
-    "tensor": Mode(sharded(tensor("1d", "tp"), tp=2)),
-    "zero3+tensor": Mode(sharded(zero(3, "dp"), tensor("1d", "tp"), dp=2, tp=2)),
-    "offload": Mode(on(sharded(zero(3, "dp"), dp=2), lambda step: cf.offload(step, policy="host"))),
+    "zero1": Mode(sharded(zero(1, "dp"), dp=2), EVERYWHERE),
+    "zero2": Mode(sharded(zero(2, "dp"), dp=2), EVERYWHERE),
+    "zero3": Mode(sharded(zero(3, "dp"), dp=4), pair("(dp a) b", "(dp a) b")),
+    "tensor": Mode(sharded(tensor("1d", "tp"), tp=2), pair("(tp a) b", "a (tp b)")),
+    "zero3+tensor": Mode(sharded(zero(3, "dp"), tensor("1d", "tp"), dp=2, tp=2), pair("(tp dp a) b", "(dp a) (tp b)")),
+    "offload": Mode(
+        on(sharded(zero(3, "dp"), dp=2), lambda step: cf.offload(step, policy="host")), pair("(dp a) b @host", "(dp a) b @host")
+    ),
     "checkpoint": Mode(on(DP, lambda step: cf.checkpoint(step, policy="nothing")), training=True),
-    "stages": Mode(sharded(stages("pp", {"up.*": 0, "*": 1}), pp=2)),
+    "checkpoint+zero3": Mode(
+        on(sharded(zero(3, "dp"), dp=2), lambda step: cf.checkpoint(step, policy="nothing")), pair("(dp a) b", "(dp a) b"), training=True
+    ),
+    "stages": Mode(sharded(stages("pp", {"up.*": 0, "*": 1}), pp=2), STAGES),
+    "pipeline": Mode(on(sharded(pp=2), piped), STAGES, training=True),
+    "pipeline+zero1": Mode(on(sharded(zero(1, "dp"), pp=2, dp=2), piped), STAGES, training=True),
+    "pipeline+tensor": Mode(
+        on(sharded(tensor("1d", "tp"), pp=2, tp=2), piped), pair("(tp a) b @pp=0", "a (tp b) @pp=1"), training=True
+    ),
+    "experts": Mode(sharded(experts("ep"), ep=2), OVER_EP, net=Mixture, where=ALL),
+    "experts+zero3": Mode(sharded(experts("ep"), zero(3, "dp"), ep=2, dp=2), OVER_BOTH, net=Mixture, where=ALL),
+    "experts+tensor": Mode(
+        sharded(experts("ep"), tensor("1d", "tp"), ep=2, tp=2), pair("(tp a) b", "a (tp b)"), net=Mixture, where=ALL
+    ),
     "accumulate": Mode(on(DP, lambda step: cf.accumulate(step, microbatches=2)), training=True),
     "bf16": Mode(on(DP, lambda step: cf.precision(step, "bf16"))),
 }
@@ -110,10 +162,10 @@ def sample() -> list[Cell]:
     return chosen
 
 
-def step_of(kind: str) -> tuple[Callable[..., Any], Any, cf.Model]:
+def step_of(kind: str, net: Callable[[], nn.Module] = Net) -> tuple[Callable[..., Any], Any, cf.Model]:
     """(step, its argument 0, the model)."""
     torch.manual_seed(0)
-    model = cf.functional(Net())
+    model = cf.functional(net())
     if kind == "arguments":
 
         def forward(params: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -132,15 +184,15 @@ def tokens() -> torch.Tensor:
 
 
 def staged(cell: Cell, step_fn: Callable[..., Any]) -> cf.Staged:
-    place = MODES[cell.mode].place
+    mode = MODES[cell.mode]
     if cell.order == "first":
-        return place(cf.quantize(step_fn, cell.scheme, where=WHERE))
-    return cf.quantize(place(step_fn), cell.scheme, where=WHERE)
+        return mode.place(cf.quantize(step_fn, cell.scheme, where=mode.where))
+    return cf.quantize(mode.place(step_fn), cell.scheme, where=mode.where)
 
 
 def run(cell: Cell) -> float:
     """The largest difference from one device. Raises where the cell is not equal."""
-    step_fn, state, model = step_of(cell.kind)
+    step_fn, state, model = step_of(cell.kind, MODES[cell.mode].net)
     step = staged(cell, step_fn)
     check_packed(cell, step, state, model)
     if cell.mode == "bf16":
@@ -151,16 +203,24 @@ def run(cell: Cell) -> float:
     return worst
 
 
+def targets(program: cf.ext.Program) -> Iterator[str]:
+    """Of all nodes, those of loops' trips too."""
+    for node in program.nodes:
+        yield node.target
+        if node.loop is not None:
+            yield from targets(node.loop.body)
+
+
 def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> None:
     """Products read packed tensors, which are those of one device, and scales lie as numbers do."""
     low = step.lower(state, tokens())
     form = build_registry().quantizers[cell.scheme].form
-    products = [node.target for node in low.program.nodes if node.target.startswith(f"colofunc.{form}")]
-    assert f"colofunc.{form}_linear" in products or cell.mode == "accumulate", products
-    assert not any(target.endswith("dequantize") for target in products), products
+    products = [target for target in targets(low.program) if target.startswith(f"colofunc.{form}")]
+    assert f"colofunc.{form}_linear" in products, products
+    assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)
     weights = model.params if cell.kind == "arguments" else model.frozen
-    for name in WHERE:
+    for name in MODES[cell.mode].where:
         quantizer = build_registry().quantizers[cell.scheme]
         wanted = sources({name: packed(quantizer, weights[name].clone())})
         rows = {}
@@ -168,6 +228,8 @@ def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> No
             got, layout = placed[part]
             assert torch.equal(got, tensor_of_one), part
             rows[part] = [axis for _, axis in layout.dims[0] if axis is not None]
+        lies = placed[name][1].text()
+        assert lies == MODES[cell.mode].lies.get(name, lies), f"{name} lies as {lies}"
         assert all(axes == rows[name] or not rows[name] for axes in rows.values()), rows
 
 
@@ -176,7 +238,7 @@ def parts_on_mesh(cell: Cell, step: cf.Staged, low: Any, state: Any) -> dict[str
     if cell.kind == "arguments":
         placed = step.init(state, tokens())
         found = {}
-        for name in WHERE:
+        for name in MODES[cell.mode].where:
             for part, x in sources({name: placed[name]}).items():
                 found[part] = x.full(), x.sharding
         return found

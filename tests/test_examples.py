@@ -137,3 +137,54 @@ def test_a_pipeline_with_tensor_parallelism_zero_and_experts(monkeypatch: pytest
     assert "pp: pipeline of 2 stages, zb-h1, 4 microbatches, bubble " in out
     assert "dp: expert parallel" in out and "tp: Megatron column/row" in out
     assert "rank 0  0FF" in out and "rank 1  " in out
+
+
+SMALL_QLORA = ("--width", "64", "--first", "30", "--steps", "30", "--length", "32")
+
+
+def test_qlora_learns_as_adapters_of_the_whole_model_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Within a hundredth of a bit, with a quarter of the frozen bytes or less and a lower peak; the adapters go into a folder."""
+    pytest.importorskip("transformers")
+    found = script("qlora", monkeypatch).main([*SMALL_QLORA, "--out", str(tmp_path / "adapters")])
+    wide, narrow = found[""], found["nf4"]
+    assert narrow.after < narrow.before - 0.2 and abs(narrow.after - wide.after) < 0.02
+    assert narrow.frozen_bytes < 0.5 * wide.frozen_bytes and narrow.peak_bytes < wide.peak_bytes
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+def losses(out: str) -> list[str]:
+    """What examples/qlora.py prints without peaks, which are those of another plan on another machine."""
+    return [line.split("peak")[0].strip() for line in out.splitlines() if line]
+
+
+@pytest.fixture
+def tiny_llama(tmp_path: Path) -> tuple[str, ...]:
+    """Arguments of qlora.py for a small LLaMA in a folder, with a tokenizer of characters, and a text."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, bos_token_id=0, eos_token_id=0
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(n): n for n in range(128)}, unk_token="?"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=characters).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text())
+    sizes = "--length 32 --steps 4 --precision bf16"
+    return ("--model", str(tmp_path / "model"), "--data", str(tmp_path / "*.txt"), *sizes.split())
+
+
+@pytest.mark.dist
+@pytest.mark.sweep
+@pytest.mark.parametrize("of_a_folder", [False, True])
+def test_qlora_on_real_ranks_prints_what_simulated_ones_do(
+    of_a_folder: bool, tiny_llama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subprocess_env: dict[str, str]
+) -> None:
+    arguments = tiny_llama if of_a_folder else SMALL_QLORA
+    script("qlora", monkeypatch).main(arguments)
+    simulated = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(EXAMPLES / "qlora.py"), *arguments]
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(done.stdout) == losses(simulated) and "nf4" in simulated

@@ -1,5 +1,9 @@
 """cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
 
+import gc
+import weakref
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +91,13 @@ def test_rows_and_columns_on_ranks_are_packed_as_on_one_device(scheme: str, spec
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_lazy_weight_is_packed_row_by_row(scheme: str) -> None:
+@pytest.mark.parametrize("first", ["(a o)", "o"])
+@pytest.mark.parametrize("rows_of_a_block", [1, 2, 100])
+def test_a_lazy_weight_is_packed_while_it_is_read(
+    scheme: str, first: str, rows_of_a_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, and each row once where rows lie on ranks."""
+    monkeypatch.setattr("colofunc.ops.quantizers.BLOCK_BYTES", rows_of_a_block * 256 * 4)
     w, read = weight(), []
 
     def rows(box: tuple[slice, ...]) -> torch.Tensor:
@@ -97,11 +107,28 @@ def test_a_lazy_weight_is_packed_row_by_row(scheme: str) -> None:
     lazy = lazy_tensor(w.shape, w.dtype, lambda: pytest.fail("the whole was made"), rows)
     found = packed(BUILT_IN[scheme], lazy)
     assert not read
-    mesh = cf.Mesh(a=4)
-    for mine, whole in zip(found.parts, BUILT_IN[scheme].pack(w).parts, strict=True):
-        spec = "(a o) ..." if whole.dim() > 1 else "(a o)"
-        assert torch.equal(cf.distribute(mine, spec, mesh).full(), whole)
-    assert {(cut.start, cut.stop) for cut in read} == {(0, 3), (3, 6), (6, 9), (9, 12)}
+    mesh, whole = cf.Mesh(a=2), BUILT_IN[scheme].pack(w)
+    for mine, wanted in zip(found.parts, whole.parts, strict=True):
+        second = "(a i)" if first == "o" else "i"
+        spec = f"{first} {second}" if wanted.dim() == 2 else first
+        assert torch.equal(cf.distribute(mine, spec, mesh).full(), wanted)
+    assert max(rows.stop - rows.start for rows in read) <= rows_of_a_block
+    if first == "(a o)":
+        assert Counter(row for rows in read for row in range(rows.start, rows.stop)) == dict.fromkeys(range(12), 1)
+
+
+def test_a_lazy_weight_that_is_made_whole_is_packed_too() -> None:
+    w = weight()
+    found = packed(BUILT_IN["nf4"], lazy_tensor(w.shape, w.dtype, partial(torch.clone, w)))
+    for mine, wanted in zip(found.parts, BUILT_IN["nf4"].pack(w).parts, strict=True):
+        assert torch.equal(cf.distribute(mine, "(a o) ..." if mine.dim() == 2 else "(a o)", cf.Mesh(a=4)).full(), wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_is_packed_block_by_block_as_at_once(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BUILT_IN[scheme].pack(weight())
+    monkeypatch.setattr("colofunc.ops.quantizers.BLOCK_BYTES", 5 * 256 * 4)
+    assert all(torch.equal(a, b) for a, b in zip(BUILT_IN[scheme].pack(weight()).parts, whole.parts, strict=True))
 
 
 # ---- the operators ----
@@ -206,7 +233,7 @@ def test_specs_and_globs_that_mean_the_weight_mean_its_numbers() -> None:
 
 
 def test_what_is_no_product_reads_the_widened_weight() -> None:
-    """A table, a convolution, a transposed product: packed in memory, widened in front of the operator."""
+    """A table, a convolution, a transposed product: packed in memory, widened in front of the operator, and of a table what is read."""
     torch.manual_seed(0)
 
     class Others(nn.Module):
@@ -225,10 +252,35 @@ def test_what_is_no_product_reads_the_widened_weight() -> None:
         return model.apply(params, {}, x)[0]
 
     step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8")
-    targets = [node.target for node in step.lower(model.params, tokens()).program.nodes]
-    assert targets.count("colofunc.int8_dequantize") == 2
+    program = step.lower(model.params, tokens()).program
+    widened = [program.values[node.results[0]].shape for node in program.nodes if node.target == "colofunc.int8_dequantize"]
+    assert len(widened) == 3 and {(16, 128), (64, 384)} <= set(widened)  # rows that were looked up, the table, the convolution
     with cf.testing.float64():
         assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_table_over_ranks_is_looked_up_packed(scheme: str) -> None:
+    """Only the rows that are found are widened, also where each rank has a part of the table."""
+    torch.manual_seed(0)
+    model = cf.functional(nn.Embedding(16, 256))
+    sharded = cf.shard(lambda params, ids: model.apply(params, {}, ids)[0].square(), cf.Mesh(tp=2), {"weight": "(tp v) i"})
+    step = cf.quantize(sharded, scheme, where="weight")
+    program = step.lower(model.params, tokens()).program
+    widened = [program.values[node.results[0]].shape for node in program.nodes if node.target.endswith("dequantize")]
+    assert widened and all(rows <= tokens().numel() for rows, _ in widened)
+    assert str(step.init(model.params, tokens())["weight"].data.spec) == "(tp a) b"
+    with cf.testing.float64():
+        assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
+
+
+def test_widened_weights_are_held_one_at_a_time() -> None:
+    """Of eight convolutions in bf16, and their gradients, the largest is beside the packed ones, in bf16, and never two."""
+    model = cf.functional(nn.Sequential(*[nn.Conv1d(64, 64, 3, padding=1) for _ in range(8)]))
+    step = cf.quantize(cf.precision(lambda params, x: model.apply(params, {}, x)[0], "bf16"), "int8")
+    low = step.lower(model.params, torch.ones(1, 64, 4))
+    copies = low.memory().kinds().get("parameter copies", 0)
+    assert 0 < copies < 2 * 64 * 192 * 2
 
 
 def test_a_tied_table_is_looked_up_widened_and_multiplied_packed() -> None:
@@ -263,6 +315,18 @@ def test_two_steps_share_what_they_have_packed() -> None:
     step = cf.quantize(step_fn, "int8", where=WHERE)
     hidden = [{id(x) for x in step.lower(state, batch).hidden} for batch in (tokens(), tokens()[:4])]
     assert hidden[0] == hidden[1] and not hidden[0] & {id(model.frozen[name]) for name in WHERE}
+    test = cf.quantize(lambda params, batch: model.apply(params, model.buffers, batch)[0], "int8", where=WHERE)
+    assert {id(x) for x in test.lower(state["params"], tokens()).hidden} == hidden[0]
+
+
+def test_what_is_packed_goes_away_with_its_steps() -> None:
+    step_fn, state, model = step_of("adapters")
+    low = cf.quantize(step_fn, "int8", where=WHERE).lower(state, tokens())
+    packed_parts = [weakref.ref(x) for x in low.hidden if x.dtype is torch.int8]
+    assert len(packed_parts) == 2
+    del low
+    gc.collect()
+    assert not any(part() is not None for part in packed_parts) and model.frozen
 
 
 def test_as_a_decorator() -> None:
@@ -361,6 +425,52 @@ def test_a_weight_that_is_quantized_already_is_named() -> None:
     said = r"cf\.quantize: 'up\.weight' is quantized already, as 'int8', and the step asks for 'nf4'\. Try: the scheme that it has, or"
     with pytest.raises(cf.InputError, match=said):
         cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
+
+
+def product() -> Any:
+    return cf.shard(lambda params, x: x @ params["a.weight"].T, cf.Mesh(a=4))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["plain", "on ranks", "lazy"])
+def test_a_weight_that_is_not_finite_is_named(scheme: str, kind: str) -> None:
+    w = weight()
+    w[7, 3] = float("inf" if scheme == "int8" else "nan")
+    if kind == "on ranks":
+        w = cf.distribute(w, "(a o) i", cf.Mesh(a=4))
+    elif kind == "lazy":
+        w = lazy_tensor(w.shape, w.dtype, partial(torch.clone, w), w.__getitem__)
+    said = r"^cf\.quantize: 'a\.weight' has rows with NaN or infinite numbers, of which no scale can be made\. Try: the weights of an"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(product(), scheme).init({"a.weight": w}, torch.ones(2, 256))
+
+
+BROKEN = {
+    "dtype": (lambda w: attrs.evolve(w, data=w.data.to(torch.int8)), "its data is int8 (12, 128), and nf4 has uint8 (12, 128)"),
+    "scale": (lambda w: attrs.evolve(w, scale=w.scale.float()), "its scale is float32 (12, 4), and nf4 has uint8 (12, 4)"),
+    "rows": (lambda w: attrs.evolve(w, data=w.data[:6]), "its data is uint8 (6, 128), and nf4 has uint8 (12, 128)"),
+    "part": (lambda w: attrs.evolve(w, outer=None), "it has 2 parts, and nf4 has 3"),
+}
+
+
+@pytest.mark.parametrize(("broken", "says"), BROKEN.values(), ids=BROKEN)
+def test_parts_that_do_not_fit_are_named(broken: Any, says: str) -> None:
+    with pytest.raises(cf.InputError) as caught:
+        cf.quantize(product(), "nf4").lower({"a.weight": broken(BUILT_IN["nf4"].pack(weight()))}, torch.ones(2, 256))
+    assert str(caught.value) == (
+        f"cf.quantize: 'a.weight' is no weight of shape (12, 256) in 'nf4': {says}. Try: a checkpoint as cf.save writes it, or the weight "
+        "that it was quantized from"
+    )
+
+
+def test_a_quantizer_that_breaks_its_format_is_named() -> None:
+    wide = cf.ext.Quantizer("wide", form="int8", quantize=lambda w: {"data": w, "scale": w.amax(1)})
+    said = (
+        r"^cf\.quantize: the quantizer 'wide' gives 'a\.weight' of shape \(12, 256\) wrong parts: its data is float32 \(12, 256\), and "
+        r"int8 has int8 \(12, 256\)\. Try: quantize= that returns them so$"
+    )
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(product(), wide).lower({"a.weight": weight()}, torch.ones(2, 256))
 
 
 def test_a_trained_weight_is_named() -> None:

@@ -13,17 +13,21 @@ numbers of a row are the same whichever rows are quantized with it, so a rank ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 import attrs
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
 
 Numbers = Callable[[Tensor], Mapping[str, Tensor]]
+BLOCK_BYTES = 4 << 20
+"""A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a few times that."""
 
 
 @attrs.frozen
@@ -58,10 +62,26 @@ class Quantizer:
         return "" if prod(shape) else f"{self.name} takes weights with elements"
 
     def pack(self, weight: Tensor) -> Quantized:
-        """The weight in this scheme."""
+        """The weight in this scheme, some rows after the others."""
+        matrix = weight.detach().flatten(1)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        parts = self.quantize(weight.detach().flatten(1).to(wide))
+        step = rows_at_once(matrix.shape)
+        # A tensor of another kind (on ranks, without data) is taken as it is: its rows need not be in one place.
+        if matrix.shape[0] <= step or matrix.is_meta or type(matrix) is not Tensor:
+            parts = dict(self.quantize(matrix.to(wide)))
+        else:
+            parts = {}
+            for first in range(0, matrix.shape[0], step):
+                for name, part in self.quantize(matrix[first : first + step].to(wide)).items():
+                    if name not in parts:
+                        parts[name] = part.new_empty((matrix.shape[0], *part.shape[1:]))
+                    parts[name][first : first + step] = part
         return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts)
+
+
+def rows_at_once(shape: Sequence[int]) -> int:
+    """How many rows of a weight are packed at a time."""
+    return max(1, BLOCK_BYTES // max(1, 4 * prod(shape[1:])))
 
 
 def _steps(largest: Tensor, most: float) -> Tensor:
@@ -119,3 +139,28 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("fp8", form="fp8", quantize=fp8),
     )
 }
+
+
+def misfit(weight: Quantized) -> str:
+    """Which part of a weight is not what its format has for the weight's shape, "" where all of them are."""
+    wanted = _parts_of(weight.form, weight.shape)
+    given = [(part.dtype, tuple(part.shape)) for part in weight.parts]
+    if len(given) != len(wanted):
+        return f"it has {len(given)} parts, and {weight.form} has {len(wanted)}"
+    for name, (dtype, shape), (own_dtype, own_shape) in zip(weight.format.parts, given, wanted, strict=True):
+        if (dtype, shape) != (own_dtype, own_shape):
+            return f"its {name} is {_said(dtype)} {shape}, and {weight.form} has {_said(own_dtype)} {own_shape}"
+    return ""
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(form: str, shape: tuple[int, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """(dtype, shape) of each part of a weight of this shape."""
+    quantizer = next(one for one in BUILT_IN.values() if one.form == form)
+    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
+        parts = quantizer.pack(torch.empty(shape, device="meta")).parts
+    return [(part.dtype, tuple(part.shape)) for part in parts]

@@ -58,7 +58,7 @@ class Given:
     """A value from functions of the caller: of a file, say."""
 
     whole: Callable[[], torch.Tensor]
-    box: Callable[[Box], torch.Tensor] | None = None
+    box: Callable[[Box], torch.Tensor | None] | None = None
 
     def make(self) -> torch.Tensor:
         return self.whole()
@@ -165,9 +165,9 @@ class LazyTensor(torch.Tensor):
 
 
 def lazy_tensor(
-    shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor], read: Callable[[Box], torch.Tensor] | None = None
+    shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor], read: Callable[[Box], torch.Tensor | None] | None = None
 ) -> LazyTensor:
-    """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it."""
+    """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it, or None where it cannot."""
     return LazyTensor(Given(make, read), torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import attrs
 import torch
@@ -29,24 +30,22 @@ from colofunc import compat
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
+from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantizers import Quantizer
+from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
-from colofunc.program.editor import Editor
-from colofunc.program.ir import Node, Program
-from colofunc.program.lazy import LazyTensor, lazy_tensor, make
+from colofunc.program.lazy import LazyTensor
+from colofunc.program.lazy_packed import packed_lazily
+from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
 
-PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
-"""Products whose second operand may be a quantized weight -> the operator of its format in their place."""
 FORMAT_OF = {**DEQUANTIZE, **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()}}
 """Operator that reads a quantized weight -> its format."""
-CAST = "aten._to_copy.default"
 
 
 def quantize(
@@ -93,6 +92,11 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Quantizer:
 # ---- which weights, and what they are packed to ----
 
 
+# Weight -> {(quantizer, how often the weight had been written to): what it was packed to}. Steps that train and evaluate one model share
+# it; it lives as long as one of their transforms.
+_SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 @attrs.frozen(eq=False)
 class _Weights:
     """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
@@ -114,18 +118,29 @@ class _Weights:
             raise InputError(
                 f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
             )
-        found = self.known.get(weight)
-        if found is None or found[0] != compat.version(weight):
-            found = self.known[weight] = compat.version(weight), packed(self.quantizer, weight)
-        result: Quantized = found[1]
-        return result
+        version = compat.version(weight)
+        known = self.known.get(weight)
+        if known is None or known[0] != version:
+            shared = _SHARED.setdefault(weight, WeakValueDictionary())
+            result = shared.get((self.quantizer, version))
+            if result is None:
+                result = shared[self.quantizer, version] = packed(self.quantizer, weight, name)
+            known = self.known[weight] = version, result
+        found: Quantized = known[1]
+        return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
-        """A weight that comes quantized. Raises InputError where it is quantized otherwise."""
+        """A weight that comes quantized. Raises InputError where it is quantized otherwise, or its parts do not fit."""
         if any(matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {self.quantizer.name!r}. Try: "
                 "the scheme that it has, or the weight that it was quantized from"
+            )
+        wrong = misfit(weight)
+        if wrong:
+            raise InputError(
+                f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a checkpoint as cf.save "
+                "writes it, or the weight that it was quantized from"
             )
         return weight
 
@@ -135,32 +150,37 @@ class _Weights:
         return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
 
 
-def packed(quantizer: Quantizer, weight: Tensor) -> Quantized:
-    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for."""
+def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:
+    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for.
+
+    Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
+    """
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-        found = _lazily(quantizer, weight) if isinstance(weight, LazyTensor) else quantizer.pack(weight)
+        if isinstance(weight, LazyTensor):
+            found = packed_lazily(quantizer, weight, partial(_finite, name))
+        else:
+            found = _finite(name, quantizer.pack(weight))
+    wrong = misfit(found)
+    if wrong:
+        raise InputError(
+            f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: {wrong}. Try: "
+            "quantize= that returns them so"
+        )
     give_role("frozen", found.parts)
     return found
 
 
-def _lazily(quantizer: Quantizer, weight: LazyTensor) -> Quantized:
-    like = quantizer.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
-    names = quantizer.format.parts
-
-    def lazy(number: int) -> Tensor:
-        def of_rows(rows: Tensor) -> Tensor:
-            return quantizer.pack(rows).parts[number]
-
-        def read(box: tuple[slice, ...]) -> Tensor | None:
-            every = tuple(slice(0, size) for size in weight.shape[1:])
-            rows = weight.source.read((box[0], *every))
-            return None if rows is None else of_rows(rows)[(slice(None), *box[1:])].clone()
-
-        part = like.parts[number]
-        return lazy_tensor(part.shape, part.dtype, lambda: of_rows(make(weight)), read)  # type: ignore[arg-type]
-
-    parts: dict[str, Any] = {name: lazy(number) for number, name in enumerate(names)}
-    return attrs.evolve(like, **parts)
+def _finite(name: str, weight: Quantized) -> Quantized:
+    """The weight. Raises InputError where a scale is not finite, as of rows with NaN or infinite numbers."""
+    for part in weight.parts:
+        for shard in part.parts if isinstance(part, DTensor) else (part,):
+            known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
+            if known and shard.is_floating_point() and not bool(shard.isfinite().all()):
+                raise InputError(
+                    f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
+                    "earlier checkpoint; globs in where= that leave it out"
+                )
+    return weight
 
 
 # ---- the state ----
@@ -303,54 +323,15 @@ def _read_packed(build: Build) -> Build:
     return build.evolve(program=read_packed(build.program))
 
 
-def read_packed(program: Program) -> Program:
-    """Products that read the packed tensors in place of the weight that is made of them."""
-    widened: dict[int, Node] = {}  # a widened weight, cast or not -> what makes it
-    edit = Editor(program)
-    for index, node in enumerate(program.nodes):
-        if node.target in DEQUANTIZE:
-            widened[node.results[0]] = node
-        elif node.target == CAST and node.refs[0] in widened and program.values[node.results[0]].dtype.is_floating_point:
-            widened[node.results[0]] = widened[node.refs[0]]
-        elif node.target in PRODUCTS and node.refs[1] in widened and node.refs[0] not in widened:
-            edit.replace(index, _with_packed(node, widened[node.refs[1]]))
-    return _without_unread(edit.done(), widened)
-
-
 def _linked(build: Build) -> Build:
     """The parts of a weight lie alike along its rows."""
     groups: dict[tuple[int, ...], None] = {}
-    inputs = set(build.program.inputs)
     for node in build.program.nodes:
         form = FORMAT_OF.get(node.target)
         if form is None:
             continue
         first = 0 if node.target in DEQUANTIZE else 1
-        parts = node.refs[first : first + len(FORMATS[form].parts)]
-        if inputs.issuperset(parts):
+        parts = packed_inputs(build.program, node.refs[first : first + len(FORMATS[form].parts)])
+        if parts is not None:
             groups[parts] = None
     return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))
-
-
-def _with_packed(product: Node, source: Node) -> Node:
-    """A product with the parts of a weight in the weight's place."""
-    form, kind = DEQUANTIZE[source.target], PRODUCTS[product.target]
-    parts = source.args[:-1]
-    rest: tuple[Any, ...] = ()
-    if kind == "linear":
-        rest = (product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("b"),)
-    return attrs.evolve(product, target=f"colofunc.{form}_{kind}", args=(product.args[0], *parts, *rest), kwargs=())
-
-
-def _without_unread(program: Program, widened: Mapping[int, Node]) -> Program:
-    """The program without widened weights that nobody reads any more."""
-    read = set(program.outputs)
-    kept: list[Node] = []
-    for node in reversed(program.nodes):
-        if any(out in widened for out in node.results) and not any(out in read for out in node.results):
-            continue
-        read.update(node.refs)
-        kept.append(node)
-    if len(kept) == len(program.nodes):
-        return program
-    return Editor(program).written(reversed(kept))

@@ -116,12 +116,9 @@ def _seen(program: Any) -> str:
 
 
 def _weights(program: Any, layers: Sequence[Any]) -> set[int]:
-    """Leaves whose dim 0 counts the experts of some layer, as they are or cast."""
-    made, found = program.makers, set()
+    """Leaves whose dim 0 counts the experts of some layer, as they are, cast or quantized."""
+    found: set[int] = set()
     for node in layers:
         for id in node.refs[3:]:
-            while id in made and len(made[id].refs) == 1 and program.values[made[id].refs[0]].shape == program.values[id].shape:
-                id = made[id].refs[0]
-            if id not in made:
-                found.add(id)
+            found.update(cf.ext.reading.stored(program, id))
     return found

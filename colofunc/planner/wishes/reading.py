@@ -7,6 +7,7 @@
     cf.ext.reading.written_attention(program)           softmaxes of scores, where a model does not call attention as one
     cf.ext.reading.experts(program, mesh, "tp", name)   layers of experts, each of which an axis splits as a column and row pair
     cf.ext.reading.routers(program, some)               which of these products say where a token goes
+    cf.ext.reading.stored(program, id)                  the leaves that a weight is kept in: itself, or the parts of a quantized one
 
 A model may make its tokens itself, as a vision transformer does of patches; `origins` walks back to where:
 
@@ -25,6 +26,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.wish import Wish
@@ -32,8 +34,9 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 
 Want = TypeVar("Want")
+VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
-__all__ = ["experts", "moments", "origins", "routers", "rows", "with_moments", "written_attention"]
+__all__ = ["experts", "moments", "origins", "routers", "rows", "stored", "with_moments", "written_attention"]
 
 
 def rows(program: Program, ranks: int, name: str) -> list[Value]:
@@ -70,6 +73,26 @@ def moments(program: Program) -> dict[int, int]:
 def with_moments(program: Program, specs: Mapping[int, Want]) -> dict[int, Want]:
     """Leaf -> spec, and the moments of each of these parameters alike."""
     return {**specs, **{state: specs[id] for state, id in moments(program).items() if id in specs}}
+
+
+def stored(program: Program, id: int) -> tuple[int, ...]:
+    """The leaves that a weight is kept in, all with its dim 0: itself, cast or not; the parts of a quantized one that is widened.
+
+    () where it is computed otherwise.
+    """
+    made, values = program.makers, program.values
+    while id in made:
+        node = made[id]
+        if node.target in DEQUANTIZE:
+            return tuple(part for part in node.refs if part not in made)
+        if len(node.refs) != 1 or not _keeps_dim_0(node, values[node.refs[0]].shape, values[id].shape):
+            return ()
+        id = node.refs[0]
+    return (id,)
+
+
+def _keeps_dim_0(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return before == after or (node.target in VIEWS and before[:1] == after[:1])
 
 
 def _common(a: str, b: str) -> int:
@@ -151,15 +174,38 @@ def experts(
 ) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
     """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
     index, wishes in the name of a plan, weight -> how it lies). `rules`: those that the plan was given."""
-    made, rules = program.makers, rules or Rules(program, mesh)
+    rules = rules or Rules(program, mesh)
     words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
     for index, node in enumerate(program.nodes):
         way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None
         if way is not None:
-            leaves = ((leaf_of(program, made, ref)[0], lies) for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True))
+            leaves: dict[int, Layout] = {}
+            for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True):
+                if lies is not None:
+                    leaves |= _leaves_of(program, rules, ref, lies)
             held = Wish(node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward"))
             wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
-            yield index, wishes, {id: lies for id, lies in leaves if id is not None and lies is not None}
+            yield index, wishes, leaves
+
+
+def _leaves_of(program: Program, rules: Rules, id: int, lies: Layout) -> dict[int, Layout]:
+    """The leaf behind a weight that is to lie so; of a quantized one the parts, as far as they can be split like it."""
+    leaf, _ = leaf_of(program, program.makers, id)
+    if leaf is not None:
+        return {leaf: lies}
+    if not stored(program, id):
+        return {}
+    found, todo = dict[int, Layout](), [(id, lies)]
+    while todo:
+        id, layout = todo.pop()
+        node = program.makers.get(id)
+        if node is None:
+            found[id] = layout
+            continue
+        way = rules.give(node, node.outs.index(id), layout)
+        if way is not None:
+            todo += [(ref, before) for ref, before in zip(node.refs, way.ins, strict=True) if before is not None]
+    return found
 
 
 def routers(program: Program, some: Collection[int]) -> set[int]:

@@ -1,0 +1,321 @@
+"""Quantized weights: the published cases, planned without a machine, and small ones of their kind, run.
+
+BLOOM-176B in int8 on 8 devices (published: 44.06 GB of weights each in fp16, 23.2 GB in int8), the parts of Stable Diffusion 2 for one
+image of 512 x 512 in float32 and in int8 under bf16, and a QLoRA step of LLaMA-70B on one device of 48 GB. Models are of their public
+configurations and have no values; bytes are the accountant's. Each plan is made in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from colofunc_plugins import tensor
+
+import colofunc as cf
+from bench import Row, Section, forget_peak, fresh, peak_rss_bytes, rss_bytes
+from bench.memory_plans import gb, tokens
+from colofunc.cli import machine
+from colofunc.planner.plan_table import time_text
+
+BLOOM_LIMIT_BYTES = 23.2e9
+DIFFUSION_RATIO = 2.5
+LLAMA_BUDGET = "48GB"
+LOADED_WIDTH = 4096
+
+
+def weight_bytes(low: Any) -> int:
+    """Bytes of a rank's weights: what is read of a model, packed or not."""
+    inputs = [low.program.values[id] for id in low.program.inputs]
+    return sum(value.nbytes for value in inputs if value.role in ("frozen", "param", "buffer"))
+
+
+def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+# ---- BLOOM ----
+
+
+def bloom(width: int, layers: int, heads: int, vocabulary: int, dtype: torch.dtype) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """A model without values, and its logits as a function of (params, ids)."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=vocabulary, hidden_size=width, n_layer=layers, n_head=heads, use_cache=False)
+    model = cf.functional(cf.lazy(lambda: BloomForCausalLM(config).to(dtype).eval()))
+
+    def logits(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, input_ids=ids, use_cache=False)[0].logits
+
+    return model, logits
+
+
+def bloom_plan() -> dict[str, Any]:
+    """Bytes of a rank's weights and its peak, for BLOOM's public configuration in bf16."""
+    model, logits = bloom(14336, 70, 112, 250880, torch.bfloat16)
+    mesh = machine("a100-80g", "", "", "")(cf.Mesh(tp=8))
+    step = cf.quantize(cf.shard(logits, mesh, tensor("1d", "tp")), "int8")
+    began = time.process_time()
+    low = step.lower(model.params, cf.abstract((1, 16), torch.int64))
+    took_s = time.process_time() - began
+    return {"weights": weight_bytes(low), "peak": low.memory().peak_bytes["device"], "cpu_s": took_s, "nodes": len(low.program.nodes)}
+
+
+def bloom_run() -> dict[str, Any]:
+    """A small BLOOM in float32 on 8 simulated ranks: bytes of a rank's weights as planned and as placed, and errors of its logits."""
+    torch.manual_seed(0)
+    model, logits = bloom(512, 4, 8, 1024, torch.float32)
+    ids = torch.randint(0, 1024, (2, 16))
+    step = cf.quantize(cf.shard(logits, cf.Mesh(tp=8), tensor("1d", "tp")), "int8")
+    planned = weight_bytes(step.lower(model.params, ids))
+    params = step.init(model.params, ids)
+    placed = sum(map(part_bytes, params.values()))
+    got = step(params, ids).full()
+    one_device = cf.quantize(logits, "int8")(model.params, ids).full()
+    plain = cf.shard(logits, cf.Mesh())(model.params, ids).full()
+    return {"planned": planned, "placed": placed, "one": largest_error(got, one_device), "plain": largest_error(got, plain)}
+
+
+def bloom_rows() -> list[Row]:
+    plan, run = fresh("quantize", "m.bloom_plan()"), fresh("quantize", "m.bloom_run()")
+    figure = f"weights {gb(plan['weights'])} each, peak {gb(plan['peak'])}; {plan['nodes']:,} operators, {plan['cpu_s']:.0f} CPU s to plan"
+    errors = f"logits differ by {run['one']:.1e} of the largest from int8 on one device, by {run['plain']:.1e} from float32"
+    return [
+        Row("BLOOM-176B, int8, 8 devices", figure, "at most 23.20 GB of weights each", plan["weights"] <= BLOOM_LIMIT_BYTES),
+        Row("BLOOM of 4 layers of 512, int8, run on 8 simulated ranks", f"{run['placed']:,} B of weights a rank; {errors}",
+            f"the plan's {run['planned']:,} B", run["placed"] == run["planned"]),
+        load_row("int8"),
+        load_row("nf4"),
+    ]  # fmt: skip
+
+
+def loaded(folder: str, scheme: str) -> dict[str, int]:
+    """On one of two real ranks: bytes that it holds behind `init` of a BLOOM in a folder, and how far its peak was above these."""
+    ids = cf.abstract((1, 16), torch.int64)
+    mesh = cf.Mesh(tp=2)
+
+    def placed(path: str, width: int) -> tuple[int, int]:
+        model, logits = bloom(width, 2, 8, 1024, torch.bfloat16)
+        model = cf.load(path, model=model)
+        step = cf.quantize(cf.shard(logits, mesh, tensor("1d", "tp")), scheme)
+        step.lower(model.params, ids)
+        gc.collect()
+        forget_peak()
+        before = rss_bytes()
+        params = step.init(model.params, ids)
+        return sum(map(part_bytes, params.values())), peak_rss_bytes() - before
+
+    placed(f"{folder}/small", 128)  # what is imported and compiled along the way does not count
+    held, grown = placed(f"{folder}/large", LOADED_WIDTH)
+    return {"held": held, "beyond": grown - held}
+
+
+def part_bytes(weight: Any) -> int:
+    """Bytes of a rank's part of a weight, packed or not."""
+    parts = weight.parts if isinstance(weight, cf.ext.Quantized) else (weight,)
+    return sum(part.local.numel() * part.local.itemsize for part in parts)
+
+
+def load_run(scheme: str) -> list[dict[str, int]]:
+    """`loaded` of both ranks."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, width in (("small", 128), ("large", LOADED_WIDTH)):
+            config = BloomConfig(vocab_size=1024, hidden_size=width, n_layer=2, n_head=8)
+            BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{folder}/{name}")
+        return cf.launch(loaded, 2, folder, scheme)
+
+
+def load_row(scheme: str) -> Row:
+    ranks = fresh("quantize", f"m.load_run({scheme!r})")
+    worst = max(rank["beyond"] for rank in ranks)
+    held, largest = max(rank["held"] for rank in ranks), 4 * LOADED_WIDTH * LOADED_WIDTH * 2
+    figure = f"{gb(held)} of weights a rank, peak of the process {gb(worst)} above them"
+    name = f"BLOOM of 2 layers of {LOADED_WIDTH} in bf16, read from safetensors in {scheme} on 2 processes"
+    return Row(name, figure, f"at most its largest tensor, {gb(largest)}, above", worst <= largest)
+
+
+# ---- Stable Diffusion 2 ----
+
+
+@attrs.frozen
+class Part:
+    """One of the networks, or a small one of its kind.
+
+    `make`: the module. `batch`: shapes and dtypes of its arguments. `result`: what is used of its output.
+    """
+
+    make: Callable[[bool], torch.nn.Module]
+    batch: Callable[[bool], Mapping[str, Any]]
+    result: Callable[[Any], torch.Tensor]
+
+
+def text_encoder(small: bool) -> torch.nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    width, layers, heads = (64, 2, 4) if small else (1024, 23, 16)
+    config = CLIPTextConfig(
+        hidden_size=width, intermediate_size=4 * width, num_attention_heads=heads, num_hidden_layers=layers, hidden_act="gelu",
+        vocab_size=49408, max_position_embeddings=77,
+    )  # fmt: skip
+    return CLIPTextModel(config)
+
+
+def unet(small: bool) -> torch.nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    widths, heads, text = ((32, 64, 128, 128), (2, 4, 8, 8), 64) if small else ((320, 640, 1280, 1280), (5, 10, 20, 20), 1024)
+    return UNet2DConditionModel(
+        sample_size=64, in_channels=4, out_channels=4, layers_per_block=2, block_out_channels=widths, cross_attention_dim=text,
+        down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",), up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        attention_head_dim=heads, use_linear_projection=True,
+    )  # fmt: skip
+
+
+class Decoder(torch.nn.Module):
+    """What makes an image of latents: the half of the autoencoder that inference uses."""
+
+    def __init__(self, small: bool) -> None:
+        from diffusers import AutoencoderKL
+
+        super().__init__()
+        vae = AutoencoderKL(
+            block_out_channels=(32, 32, 64, 64) if small else (128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4,
+            layers_per_block=2, latent_channels=4, up_block_types=("UpDecoderBlock2D",) * 4,
+        )  # fmt: skip
+        self.post_quant_conv, self.decoder = vae.post_quant_conv, vae.decoder
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.post_quant_conv(latents))
+
+
+def latents(small: bool) -> Any:
+    side = 16 if small else 64
+    return cf.abstract((1, 4, side, side))
+
+
+def unet_batch(small: bool) -> dict[str, Any]:
+    text = cf.abstract((1, 77, 64 if small else 1024))
+    return {"sample": latents(small), "timestep": cf.abstract((1,), torch.int64), "encoder_hidden_states": text}
+
+
+PARTS = {
+    "text encoder": Part(text_encoder, lambda small: {"input_ids": cf.abstract((1, 77), torch.int64)}, lambda out: out.last_hidden_state),
+    "UNet": Part(unet, unet_batch, lambda out: out.sample),
+    "VAE decoder": Part(Decoder, lambda small: {"latents": latents(small)}, lambda out: out),
+}
+
+
+def part_of(name: str, small: bool) -> tuple[Any, Callable[[Any, Any], torch.Tensor]]:
+    """The model of a part, without values, and its result as a function of (params, batch)."""
+    part = PARTS[name]
+    model = cf.functional(cf.lazy(lambda: part.make(small).eval()))
+
+    def forward(params: Any, batch: Any) -> torch.Tensor:
+        return part.result(model.apply(params, model.buffers, **batch)[0])
+
+    return model, forward
+
+
+def part_plan(name: str, scheme: str) -> dict[str, Any]:
+    """Bytes of the weights of a part, its peak, and the activations at it; scheme "": float32."""
+    model, forward = part_of(name, small=False)
+    step = cf.shard(forward, machine("rtx3090", "", "", "")(cf.Mesh()))
+    if scheme:
+        step = cf.quantize(cf.precision(step, "bf16"), scheme)
+    low = step.lower(model.params, PARTS[name].batch(False))
+    report = low.memory()
+    return {"weights": weight_bytes(low), "peak": report.peak_bytes["device"], "activations": report.kinds().get("activations", 0)}
+
+
+def part_run(name: str) -> dict[str, float]:
+    """A small part, run: the errors of bf16 and of int8 under bf16 against float32."""
+    torch.manual_seed(0)
+    model, forward = part_of(name, small=True)
+    params = cf.shard(forward, cf.Mesh()).init(model.params, PARTS[name].batch(True))
+    params = {key: weight.full() for key, weight in params.items()}
+    batch = {}
+    for key, like in PARTS[name].batch(True).items():
+        batch[key] = torch.randn(like.shape) if like.dtype.is_floating_point else torch.randint(0, 1000, like.shape)
+    want = cf.shard(forward, cf.Mesh())(params, batch).full()
+    narrow = cf.precision(cf.shard(forward, cf.Mesh()), "bf16")
+    return {
+        "bf16": largest_error(narrow(params, batch).full(), want),
+        "int8": largest_error(cf.quantize(narrow, "int8")(params, batch).full(), want),
+    }
+
+
+def diffusion_rows() -> list[Row]:
+    rows = []
+    wide = {name: fresh("quantize", f"m.part_plan({name!r}, '')") for name in PARTS}
+    small = {name: fresh("quantize", f"m.part_plan({name!r}, 'int8')") for name in PARTS}
+    target = f"at least {DIFFUSION_RATIO} times"
+    for name in PARTS:
+        less = wide[name]["peak"] / small[name]["peak"]
+        figures = [
+            f"{kind} {gb(wide[name][key])} to {gb(small[name][key])}"
+            for kind, key in (("peak", "peak"), ("weights", "weights"), ("activations at the peak", "activations"))
+        ]
+        figure = f"{', '.join(figures)}: {less:.2f} times less"
+        rows.append(Row(f"Stable Diffusion 2, {name} alone", figure, target, less >= DIFFUSION_RATIO))
+    before, after = all_parts(wide), all_parts(small)
+    figure = f"{gb(before)} in float32, {gb(after)} in int8 under bf16: {before / after:.2f} times less"
+    rows.append(Row("all three on one device, one running after the other", figure, target, before / after >= DIFFUSION_RATIO))
+    for name in PARTS:
+        error = fresh("quantize", f"m.part_run({name!r})")
+        rows.append(Row(f"a small {name}, run", f"{error['int8']:.1e} of the largest from float32; bf16 alone {error['bf16']:.1e}"))
+    return rows
+
+
+def all_parts(parts: Mapping[str, Mapping[str, int]]) -> int:
+    """The peak with all weights on the device, and one part running after the other."""
+    weights = sum(part["weights"] for part in parts.values())
+    return weights + max(part["peak"] - part["weights"] for part in parts.values())
+
+
+# ---- LLaMA ----
+
+
+def llama_plan() -> dict[str, Any]:
+    """A QLoRA step (nf4, adapters of rank 16 on all projections) of LLaMA-70B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=32000,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    model = cf.lora(cf.functional(cf.lazy(lambda: LlamaForCausalLM(config).to(torch.bfloat16))), where="*.*_proj", rank=16)
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-4))
+    mesh = machine("l40s", "", "256GiB", "")(cf.Mesh())
+    step = cf.offload(cf.checkpoint(cf.shard(step_fn, mesh)), budget=LLAMA_BUDGET)
+    step = cf.precision(cf.quantize(step, "nf4", where="*_proj.weight"), "bf16")
+    began = time.process_time()
+    low = step.lower(state, tokens(1, 512))
+    took_s = time.process_time() - began
+    peak = dict(low.memory().peak_bytes)
+    return {"weights": weight_bytes(low), "peak": peak, "kinds": low.memory().kinds(), "step_s": low.lanes().end_s, "cpu_s": took_s}
+
+
+def llama_row() -> Row:
+    found = fresh("quantize", "m.llama_plan()")
+    peak = found["peak"]
+    parts = ", ".join(f"{kind} {gb(nbytes)}" for kind, nbytes in list(found["kinds"].items())[:4])
+    memory = f"peak {gb(peak['device'])} ({parts}), {gb(peak.get('host', 0))} on the host"
+    figure = f"weights and adapters {gb(found['weights'])}, {memory}; step {time_text(found['step_s'])} as planned"
+    name = "LLaMA-70B, QLoRA in nf4, 1 x 512 tokens, one L40S"
+    return Row(name, f"{figure}; {found['cpu_s']:.0f} CPU s to plan", f"at most {LLAMA_BUDGET}", peak["device"] <= 48e9)
+
+
+def bench() -> Section:
+    setting = (
+        f"Public configurations, no values; batch 1, 512 x 512 pixels; torch {torch.__version__}. Activations are halved by bf16, and no "
+        "scheme here makes them smaller."
+    )
+    return Section("Quantized weights: the published cases", setting, [*bloom_rows(), *diffusion_rows(), llama_row()])
