@@ -9,7 +9,8 @@ OLDEST_TORCH := 2.11
 # The tests that touch private names of torch most: .ci/run has them run with the oldest torch too.
 OLDEST_PART := $(patsubst %,tests/test_%.py,compat trace trace_inside trace_writes ops operators compiled dtensor precision \
 	optimizers attention_cuda attention_flex cuda_kernels device real_ranks distributed)
-JOBS ?= 2
+# One more than the cores of a small machine: some tests wait for processes. Each takes about 1.5 GB.
+JOBS ?= 3
 ARGS ?=
 
 ifeq ($(origin PY), undefined)

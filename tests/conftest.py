@@ -104,8 +104,9 @@ def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="session")
 def kernels_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds the library of kernels in C++."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache folder that holds the library of kernels in C++, compiled once for all workers: who comes second waits for it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     native_build.build(folder / "native")
     return folder
 

@@ -143,6 +143,8 @@ OWN |= on_packed_weights()
 TRIED_ELSEWHERE = {
     "colofunc.random_fill_": "test_native.py",  # by which random numbers are made on a CPU
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU
+    "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
+    "colofunc.sgd_narrow_": "test_update_narrow.py",
     "colofunc.update": "test_device.py",
     "colofunc.update_": "test_device.py",
     "colofunc.ctc_loss_backward": "below",  # torch has no fake of it, without which no card can be pretended

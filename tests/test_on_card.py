@@ -25,7 +25,7 @@ pytest.importorskip("timm")
 
 QUICK = (
     "gpt2", "llama", "t5", "bert", "vit", "swin", "resmlp", "resnet", "convnext", "efficientnet", "mixtral_dense", "gpt_oss", "whisper",
-    "clip", "kind_uneven", "layer_lstm", "layer_parametrized", "distilbert", "mobilenetv3", "albert",
+    "clip", "kind_uneven", "layer_lstm", "layer_parametrized", "distilbert", "layer_conv2d", "albert",
 )  # fmt: skip
 Wrap = Callable[[Any], Any]
 SEEDS = (0, 1)

@@ -1,8 +1,7 @@
 """Tensors of a trace that a step keeps outside are errors at that trace, with the line that made them."""
 
-import gc
+import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,16 +9,13 @@ import torch
 from colofunc.errors import TraceError
 from colofunc.program.tracing.trace import trace
 
+KEPT = []
+
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    """A global that keeps a tensor is found where the collector looks, as it does in any program (see conftest.py)."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-KEPT = []
+def kept_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global that keeps a tensor is found where the collector looks: what is older than a test is frozen here (see conftest.py)."""
+    monkeypatch.setattr(sys.modules[__name__], "KEPT", [])
 
 
 def keeps_in(holder):
@@ -73,7 +69,6 @@ def test_a_tensor_that_leaves_the_step_is_an_error_at_this_trace(holder, where):
         trace(keeps_in(holder), (torch.ones(3),))
     text = str(caught.value)
     assert where in text and "test_trace_leaks.py:" in text and f"in {holder}" in text and "return the tensor from the step" in text
-    KEPT.clear()
 
 
 def test_what_is_dropped_again_is_no_leak():
