@@ -30,8 +30,8 @@ def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., 
     return kernel
 
 
-# Torch functions that do just what our kernel does, or are an operator of torch without its overload's own way to be called, which
-# takes a microsecond longer; and a kernel that reads the statistics of a norm without strides.
+# Torch functions that are an operator of torch without its overload's own way to be called, which takes a microsecond longer; and a
+# kernel that reads the statistics of a norm without strides.
 _FAST: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.add.out": torch.add,
