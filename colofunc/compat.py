@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -42,9 +43,28 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
+class _FakeMode(FakeTensorMode):
+    """Asks once whether there is a card. Torch asks at every entry, which takes 40 µs where the driver's library is asked (Lightning)."""
+
+    @cached_property
+    def avoid_device_init(self) -> bool:  # type: ignore[override]
+        return bool(super().avoid_device_init)
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _FakeMode(allow_non_fake_inputs=True)
+
+
+_OF_THREAD = threading.local()
+
+
+def fake_mode_of_thread() -> FakeTensorMode:
+    """The same, one for all calls of a thread: a new mode formats the whole stack, a millisecond where that is deep."""
+    mode: FakeTensorMode | None = getattr(_OF_THREAD, "mode", None)
+    if mode is None:
+        mode = _OF_THREAD.mode = fake_mode()
+    return mode
 
 
 @contextmanager

@@ -168,7 +168,7 @@ _IN_ORDER = frozenset({torch.ops.aten.im2col.default})
 def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta]) -> Results:
     """Run `func` on fake tensors. The n-th `Ref` in args then kwargs has the type `metas[n]`."""
     try:
-        results = _run(func, args, kwargs, metas, compat.fake_mode())
+        results = _run(func, args, kwargs, metas, compat.fake_mode_of_thread())
     except TypeError:
         # Some of torch's shape functions fall over a batch without elements (upsampling); the kernel has nothing to compute there.
         if not metas or any(0 not in m.shape for m in metas):
