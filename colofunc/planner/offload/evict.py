@@ -60,6 +60,8 @@ class Facts:
         self.needs: list[list[int]] = [[] for _ in range(self.size)]
         self.next_use: list[list[int]] = []  # of each device use: the next one, `never` if a host write comes before
         self.versions: list[list[Version]] = []
+        self.unsaved: list[list[int]] = []  # at each device use: the version that an eviction behind it has to store, or -1
+        self.fixed = [item.fixed for item in trace.items]
         for index, item in enumerate(trace.items):
             for p in self.uses[index]:
                 self.needs[p].append(index)
@@ -80,6 +82,13 @@ class Facts:
                 last = w == writes[-1]
                 versions.append(Version(w, end, not last and end not in item.host_uses, host_read, item.home and last))
         self.versions.append(versions)
+        self.unsaved.append([_unsaved(versions, use) for use in uses])
+
+
+def _unsaved(versions: list[Version], use: int) -> int:
+    """The version that is on the device behind a use, where nothing else asks for it to be stored; else -1."""
+    at = bisect_right(versions, use, key=lambda v: v.written) - 1
+    return at if at >= 0 and versions[at].host_read < 0 and not versions[at].outlives else -1
 
 
 def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
@@ -107,41 +116,34 @@ class _Belady:
         self.dead: list[int] = []
 
     def run(self) -> list[list[Stay]]:
-        nbytes, resident = self.facts.nbytes, self.resident
-        for p, needs in enumerate(self.facts.needs):
+        """Thousands of positions for each of hundreds of candidates pass here, so what is read often has a name of its own."""
+        facts, resident, seen, following, room = self.facts, self.resident, self.seen, self.next, self.room
+        nbytes, next_use, never, unsaved, fixed = facts.nbytes, facts.next_use, facts.never, facts.unsaved, facts.fixed
+        for p, needs in enumerate(facts.needs):
             for item in self.dead:
                 self._close(item, p - 1)
             self.dead.clear()
             mine = [item for item in needs if not resident[item]]
             for item in mine:
-                if self.next[item] < 0:
+                if following[item] < 0:
                     self.since[item] = p
                     self.held += nbytes[item]
-                self.next[item] = p
-            if self.held > self.room[p]:
+                following[item] = p
+            if self.held > room[p]:
                 self._make_room(p, sum(nbytes[item] for item in mine))
             for item in mine:
-                self._look_ahead(item)
+                use = seen[item]
+                seen[item] += 1
+                following[item] = ahead = next_use[item][use]
+                if ahead == never:
+                    self.dead.append(item)
+                elif not fixed[item]:
+                    version = unsaved[item][use]
+                    dirty = version >= 0 and self.stored[item] != version
+                    heappush(self.far, (-ahead, dirty, nbytes[item], item))
         for item in self.dead:
-            self._close(item, self.facts.size - 1)
+            self._close(item, facts.size - 1)
         return self.stays
-
-    def _look_ahead(self, item: int) -> None:
-        ahead = self.facts.next_use[item][self.seen[item]]
-        self.seen[item] += 1
-        self.next[item] = ahead
-        if ahead == self.facts.never:
-            self.dead.append(item)
-        elif not self.facts.trace.items[item].fixed:
-            heappush(self.far, (-ahead, self._dirty(item), self.facts.nbytes[item], item))
-
-    def _dirty(self, item: int) -> bool:
-        """Would evicting it now cost a store that nothing else asks for?"""
-        versions = self.facts.versions[item]
-        if not versions:
-            return False
-        at = bisect_right(versions, self.facts.uses[item][self.seen[item] - 1], key=lambda v: v.written) - 1
-        return at >= 0 and versions[at].host_read < 0 and not versions[at].outlives and self.stored[item] != at
 
     def _make_room(self, p: int, need: int) -> None:
         room, gone = max(self.room[p], need), []
@@ -252,6 +254,7 @@ class _Spread:
         for store in _stores(facts, stays):
             self.stores.setdefault(store.start, []).append(store)
             (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(store)
+        self.stirring = {*self.stores, *self.lows, *self.limits}  # positions at which something happens to a store
         self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
         self.kept: list[_Store] = []  # those whose bytes nothing else needs
         self.extra = 0
@@ -263,25 +266,31 @@ class _Spread:
         self.copies: list[Copy] = []
 
     def run(self) -> tuple[float, list[Copy]]:
-        lanes = self.facts.lanes
-        for p in range(self.facts.size):
-            self._store(p)
-            late = [index for index in self.due.get(p, ()) if not self.started[index]]
-            for index in sorted(late, key=lambda index: self.ready.get(self.queue[index].item, 0.0)):
-                self._fetch(index, p)
-            take = 0.0 if lanes.on_host[p] else lanes.seconds[p]
-            if self.head < len(self.queue):
-                self._hoist(p, take)
-            self.now = max(self.now, self.landing.get(p, 0.0))
-            if lanes.on_host[p]:
+        lanes, landing, end = self.facts.lanes, self.landing, self.end
+        for p, seconds in enumerate(lanes.seconds):
+            if self.kept or p in self.stirring:
+                self._store(p)
+            if p in self.due:
+                late = [index for index in self.due[p] if not self.started[index]]
+                for index in sorted(late, key=lambda index: self.ready.get(self.queue[index].item, 0.0)):
+                    self._fetch(index, p)
+            on_host = lanes.on_host[p]
+            take = 0.0 if on_host else seconds
+            soon = max(self.now, landing.get(p, 0.0)) + take
+            if self.head < len(self.queue) and (self.up < soon or self.up <= self.now):
+                self._hoist(p, soon)
+            self.now = max(self.now, landing.get(p, 0.0))
+            if on_host:
                 self._host(p)
-            else:
-                begin = self.now
-                for q in lanes.waits.get(p, ()):
-                    begin = max(begin, self.end[q])
-                for item in lanes.host_uses.get(p, ()):
+                continue
+            begin = self.now
+            if p in lanes.waits:
+                for q in lanes.waits[p]:
+                    begin = max(begin, end[q])
+            if p in lanes.host_uses:
+                for item in lanes.host_uses[p]:
                     begin = max(begin, self.ready.get(item, 0.0))
-                self.now = self.end[p] = begin + take
+            self.now = end[p] = begin + take
         self._store(self.facts.size)
         for store in list(self.storing.values()):
             self._await(store, store.limit)
@@ -349,10 +358,10 @@ class _Spread:
         self.started[index] = True
         self.copies.append(Copy(p, True, stay.item, stay.first, stay.first))
 
-    def _hoist(self, p: int, take: float) -> None:
+    def _hoist(self, p: int, soon: float) -> None:
+        """Starts what fits, until the engine is busy up to where this position ends."""
         while self.head < len(self.queue) and self.started[self.head]:
             self.head += 1
-        soon = max(self.now, self.landing.get(p, 0.0)) + take
         for index in range(self.head, min(self.head + 8, len(self.queue))):
             if self.up >= soon and self.up > self.now:
                 return
@@ -380,9 +389,9 @@ class _Spread:
     def _fits(self, index: int, p: int) -> bool:
         stay = self.queue[index]
         room = self.budget - self.facts.nbytes[stay.item]
-        over = self.bytes[p : stay.first] > room
-        if over.any():
-            self.blocked[index] = stay.first - int(over[::-1].argmax())
+        ahead = self.bytes[p : stay.first]
+        if np.maximum.reduce(ahead) > room:
+            self.blocked[index] = stay.first - int((ahead[::-1] > room).argmax())
             return False
         short = int(self.bytes[p]) + self.extra - room
         if short > 0 and self.push:

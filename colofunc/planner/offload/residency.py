@@ -171,6 +171,7 @@ class Search:
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
         self.known: dict[tuple[object, int, int, bool], tuple[float, int]] = {}
+        self.spreads: dict[tuple[object, ...], tuple[float, list[Copy]]] = {}
         self.gave_up = False  # a linear program took too many iterations, and this is found without it
         self.best: _Found | None = None
         self.front: list[_Found] = []  # those that nothing beats in seconds and bytes
@@ -259,7 +260,7 @@ class Search:
         if key not in self.known:
             self.left -= 1
             residents, stays = chosen()
-            seconds, copies = spread(self.facts, stays, residents, key[2], self.links, key[3])
+            seconds, copies = self._spread(tuple(residents), stays, key[2], key[3])
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
             found = _Found(*rank, copies, residents, key[1], key[2], key[3])
             if self.best is None or rank < self.best.rank:
@@ -267,6 +268,13 @@ class Search:
             if all(one.seconds > rank[0] or one.moved > rank[1] for one in self.front):
                 self.front = [found, *(one for one in self.front if one.seconds < rank[0] or one.moved < rank[1])]
         return self.known[key]
+
+    def _spread(self, residents: tuple[int, ...], stays: list[list[Stay]], spent: int, push: bool) -> tuple[float, list[Copy]]:
+        """Rooms that are nearly alike evict the same, so more than half of the candidates have been spread before."""
+        asked = residents, tuple(map(tuple, stays)), spent, push
+        if asked not in self.spreads:
+            self.spreads[asked] = spread(self.facts, stays, residents, spent, self.links, push)
+        return self.spreads[asked]
 
     def _result(self, best: _Found) -> Residency:
         nbytes = self.facts.nbytes
