@@ -1,11 +1,16 @@
 """The scripts of examples/ do what they say, run as their users run them."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import multiprocessing
+import runpy
 import signal
 import subprocess
 import sys
 import types
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -79,6 +84,25 @@ def test_a_fine_tuning_that_is_killed_goes_on_bit_for_bit(tiny_lm, tmp_path: Pat
     assert after < before - 0.1
 
 
+class Sent(io.TextIOBase):
+    """Lines that are printed, sent one by one."""
+
+    def __init__(self, to: Connection) -> None:
+        self.to = to
+
+    def write(self, text: str) -> int:
+        self.to.send(text)
+        return len(text)
+
+
+def finetune(arguments: list[str], end: Connection) -> None:
+    """finetune_lm.py in a process of its own; what it prints goes to `end`, and then None."""
+    with contextlib.redirect_stdout(Sent(end)):
+        runpy.run_path(str(EXAMPLES / "finetune_lm.py"))["main"](arguments)
+    end.send(None)
+
+
+@pytest.mark.dist  # from the server of warm processes; the test above starts the script as its users do
 def test_with_its_state_on_disk_the_losses_are_the_same_also_behind_a_kill(
     tiny_lm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +110,18 @@ def test_with_its_state_on_disk_the_losses_are_the_same_also_behind_a_kill(
     nvme.mkdir()
     sizes = (*tiny_lm, "--dp", "1", "--tp", "1")
     whole = main([*sizes, "--out", str(tmp_path / "whole")])
-    command = [sys.executable, str(EXAMPLES / "finetune_lm.py"), *sizes, "--disk", str(nvme), "--out", str(tmp_path / "killed")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        for line in run.stdout:
-            if line.startswith("step 4"):
-                left = [path.name for path in nvme.iterdir()]
-                run.kill()
-                break
-    assert run.wait() == -signal.SIGKILL and left  # its files lie there until the next one comes
+    context = multiprocessing.get_context("forkserver")
+    printed, end = context.Pipe(duplex=False)
+    run = context.Process(target=finetune, args=([*sizes, "--disk", str(nvme), "--out", str(tmp_path / "killed")], end))
+    run.start()
+    end.close()
+    for line in iter(printed.recv, None):
+        if line.startswith("step 4"):
+            left = [path.name for path in nvme.iterdir()]
+            run.kill()
+            break
+    run.join()
+    assert run.exitcode == -signal.SIGKILL and left  # its files lie there until the next one comes
     rest = main([*sizes, "--disk", str(nvme), "--out", str(tmp_path / "killed")])
     assert 2 <= len(rest) < 8 and rest == whole[-len(rest) :]
     a, b = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed"))
@@ -139,7 +167,7 @@ def test_a_pipeline_with_tensor_parallelism_zero_and_experts(monkeypatch: pytest
     assert "rank 0  0FF" in out and "rank 1  " in out
 
 
-SMALL_QLORA = ("--width", "64", "--first", "30", "--steps", "30", "--length", "32")
+SMALL_QLORA = ("--width", "64", "--first", "20", "--steps", "20", "--length", "32")
 
 
 def test_qlora_learns_as_adapters_of_the_whole_model_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

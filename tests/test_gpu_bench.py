@@ -52,7 +52,7 @@ SWEPT = {
         "waits, dropout", "waits, all state and updates on the host", "waits, microbatches", "waits, ZeRO-3 on two simulated ranks",
         "waits, a ring of two simulated ranks", "waits, experts on two simulated ranks",
     ),
-    7: ("OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
+    7: ("LLaMA", "OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
     10: ("exposed copies", "disk"),
     12: ("speed",),
 }  # fmt: skip

@@ -97,9 +97,16 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("greedy", [False, True], ids=["even", "greedy"])
-@pytest.mark.parametrize("capacity", [None, 0.5])
-@pytest.mark.parametrize("place", PLACES)
+# Each place with each capacity and each kind of routing; every other pair of these two, by turns, is in the sweep.
+ROUTED = [
+    pytest.param(place, capacity, greedy, marks=pytest.mark.sweep if (p + c + greedy) % 2 else (), id=f"{place}-{capacity}-{routing}")
+    for p, place in enumerate(PLACES)
+    for c, capacity in enumerate((None, 0.5))
+    for greedy, routing in enumerate(("even", "greedy"))
+]
+
+
+@pytest.mark.parametrize(("place", "capacity", "greedy"), ROUTED)
 def test_numbers_of_one_device(place, capacity, greedy) -> None:
     step, state, batch = own(*PLACES[place](), capacity=capacity, greedy=greedy, aux=0.1)
     low = check(step, state, batch).low
@@ -201,8 +208,9 @@ def trained(step, state, batch):
     return {name: (p.full() - state["params"][name]).abs().amax((1, 2)) for name, p in new["params"].items() if ".experts." in name}
 
 
-# One family on every stage and every family on one stage; the others, which are the same paths again, in the sweep.
-EVERY = [pytest.param(f, s, marks=() if f == "mixtral" or s == "zero3" else pytest.mark.sweep) for f in FAMILIES for s in STAGES]
+# Every family and every stage at least once, the family with most operators on the smallest mesh; the others in the sweep.
+BY_DEFAULT = {("deepseek_v3", "ep2"), ("qwen3_moe", "ep4"), ("olmoe", "zero1"), ("mixtral", "zero3"), ("mixtral", "zero3 all")}
+EVERY = [pytest.param(f, s, marks=() if (f, s) in BY_DEFAULT else pytest.mark.sweep) for f in FAMILIES for s in STAGES]
 
 
 @pytest.mark.parametrize(("family", "stage"), EVERY)

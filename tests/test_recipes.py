@@ -4,6 +4,8 @@ import importlib.util
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOPOLOGY = "4xa100-80g"  # no free communication: what is split is split because it was wished
 
 
-@pytest.fixture
-def evoformer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    return script("evoformer", monkeypatch)
+@pytest.fixture(scope="module")
+def evoformer() -> Iterator[types.ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield script("evoformer", patch)
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
@@ -32,6 +35,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+@cache  # two tests look at the same plan
 def lowered(evoformer: types.ModuleType, depth: int, **axes: int) -> Any:
     step, state = evoformer.make_step(depth, d=16, c=8)
     return cf.shard(step, cf.Mesh(**axes, topology=TOPOLOGY), evoformer.DynamicAxial()).lower(state, evoformer.alignments(2, 8, 12, 0))
@@ -48,7 +52,8 @@ def test_an_evoformer_learns_which_positions_belong_together(evoformer: types.Mo
     assert losses[0] > 0.5 and losses[-1] < 0.15  # each step has new alignments: this is not memory
 
 
-@pytest.mark.parametrize("axes", [dict(dap=2), dict(dap=4)])
+# Two ranks are those of the test beside ZeRO as well.
+@pytest.mark.parametrize("axes", [pytest.param(dict(dap=2), marks=pytest.mark.sweep), dict(dap=4)])
 def test_an_evoformer_equals_one_device(evoformer: types.ModuleType, axes: dict[str, int]) -> None:
     step, state = evoformer.make_step(1, d=16, c=8)
     staged = cf.shard(step, cf.Mesh(**axes, topology=TOPOLOGY), evoformer.DynamicAxial())

@@ -36,10 +36,10 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
-def gpt2() -> Any:
+def gpt2(layers: int) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=layers, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     return transformers.GPT2LMHeadModel(config).double()
 
@@ -53,12 +53,12 @@ def arguments(path: Path, **options: Any) -> Any:
     return transformers.TrainingArguments(**{**common, **options})
 
 
-def trainer(path: Path, mesh: cf.Mesh | None, cls: Any = None, **options: Any) -> Any:
+def trainer(path: Path, mesh: cf.Mesh | None, cls: Any = None, layers: int = 1, **options: Any) -> Any:
     keys = ("compute_loss_func", "compute_metrics", "callbacks", "chain", "plans", "read")
     more = {key: options.pop(key) for key in keys if key in options}
     more |= {} if mesh is None else {"mesh": mesh}
     cls = cls or (transformers.Trainer if mesh is None and "chain" not in more else ColofuncTrainer)
-    return cls(gpt2(), arguments(path, **options), train_dataset=Tokens(22), eval_dataset=Tokens(7, seed=1), **more)
+    return cls(gpt2(layers), arguments(path, **options), train_dataset=Tokens(22), eval_dataset=Tokens(7, seed=1), **more)
 
 
 def history(run: Any, keys: tuple[str, ...] = ("loss", "grad_norm", "learning_rate", "eval_loss")) -> list[float]:
@@ -84,7 +84,7 @@ def test_losses_norms_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path
 
 
 def test_plans_place_what_they_name(tmp_path: Path) -> None:
-    run = trainer(tmp_path, MESHES[1], plans={"*.c_fc.weight": "i (tp o)"}, max_steps=1)
+    run = trainer(tmp_path, MESHES[1], layers=2, plans={"*.c_fc.weight": "i (tp o)"}, max_steps=1)
     run.train()
     assert "tp" in str(run._loop.state["params"]["transformer.h.1.mlp.c_fc.weight"].spec).split(" ", 1)[1]
 
@@ -337,7 +337,7 @@ def test_deepspeed_and_fsdp_clash(tmp_path: Path) -> None:
         args = arguments(tmp_path)
         setattr(args, name, "on")  # with the packages, their own checks of their options come first
         with pytest.raises(cf.InputError, match=rf"TrainingArguments\({name}='on'\) clashes .* Try: drop it"):
-            ColofuncTrainer(gpt2(), args, mesh=DP)
+            ColofuncTrainer(gpt2(1), args, mesh=DP)
 
 
 def test_the_pages_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
