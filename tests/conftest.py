@@ -92,11 +92,16 @@ WARM = "colofunc colofunc_plugins transformers.trainer transformers.models.gpt2.
 """What real ranks use, by far the most of their start; a package that is not installed is passed over."""
 
 
+@pytest.fixture
+def as_users_start() -> None:
+    """Asked for by a test whose ranks start as users get them (see `warm_ranks`)."""
+
+
 @pytest.fixture(autouse=True)
 def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks come from a server that has imported what they use, four seconds of work less for each; and as users get them where just
-    that is tested, or what they print (a server has the files that were open at its start)."""
-    own = request.path.stem == "test_distributed" or "capfd" in request.fixturenames
+    that is tested (`as_users_start`), or what they print (a server has the files that were open at its start)."""
+    own = {"as_users_start", "capfd"} & set(request.fixturenames)
     if request.node.get_closest_marker("dist") and not own:
         multiprocessing.set_forkserver_preload(["pytest", "torch.fx.experimental.proxy_tensor", *WARM.split()])
         monkeypatch.setattr("colofunc.executors.launch.START", "forkserver")

@@ -89,7 +89,7 @@ def test_state_stays_where_it_is_at_another_length(plans: Any, searches: Searche
 
 
 def perceptron(width: int) -> tuple[Any, Any]:
-    layers = [make for _ in range(3) for make in (torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))]
+    layers = [make for _ in range(2) for make in (torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))]
     model = cf.functional(torch.nn.Sequential(*layers))
     return cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out, x: out.square().mean(), inputs=lambda x: ((x,), {}))
 
@@ -118,15 +118,15 @@ def test_a_large_step_is_searched_from_the_plan_of_the_first_length(searches: Se
 
 def test_a_second_length_keeps_to_its_budget_with_little_work(searches: Searches) -> None:
     step_fn, state = language()
-    batch = tokens(12, rows=16)
-    whole = cf.shard(step_fn, MESH).lower(state, batch).memory().peak_bytes["device"]
+    batch, mesh = tokens(12, rows=16), cf.Mesh(dp=2, topology="ideal")  # each sharding is finished with a search of its own
+    whole = cf.shard(step_fn, mesh).lower(state, batch).memory().peak_bytes["device"]
     least = int(0.8 * whole)
-    step = cf.checkpoint(cf.shard(step_fn, MESH), budget=least)
+    step = cf.checkpoint(cf.shard(step_fn, mesh), budget=least)
     step.lower(state, tokens(8, rows=16))
     before = searches.finished
     second = step.lower(state, batch)
     assert searches.finished - before <= 2 + jointly.NEARBY
-    new = cf.checkpoint(cf.shard(step_fn, MESH), budget=least).lower(state, batch)
+    new = cf.checkpoint(cf.shard(step_fn, mesh), budget=least).lower(state, batch)
     assert second.memory().peak_bytes["device"] <= least
     assert second.plan.cost_s <= 1.01 * new.plan.cost_s
 
@@ -161,6 +161,6 @@ def test_numbers_at_many_lengths(plans: Any) -> None:
     step = cf.shard(step_fn, MESH, *plans, donate=())
     with cf.testing.float64():
         placed = step.init(state, tokens(8))
-        for length in (8, 12, 7, 5, 16):
+        for length in (8, 7, 12):  # the first one, one that two ranks cannot split evenly, and one that they can
             got = step(placed, tokens(length))[1]["loss"]
             assert abs(float(got) - float(step.eager(state, tokens(length))[1]["loss"])) <= 1e-10

@@ -65,10 +65,11 @@ def rows(n: int = 22) -> DataLoader:
     return DataLoader(data, batch_size=4)
 
 
-def fit(module: pl.LightningModule, strategy: Any, path: Path, ckpt: Any = None, **options: Any) -> pl.Trainer:
+def fit(module: pl.LightningModule, strategy: Any, path: Path, ckpt: Any = None, data: Any = None, **options: Any) -> pl.Trainer:
+    """data: by default the last batch is smaller than the others, for which a step is planned once more."""
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, default_root_dir=path, **{"max_epochs": 2, **quiet, **options})
-    trainer.fit(module, rows(), rows(8), ckpt_path=ckpt)
+    trainer.fit(module, data or rows(), rows(8), ckpt_path=ckpt)
     return trainer
 
 
@@ -107,7 +108,7 @@ def test_accumulated_gradients(tmp_path: Path) -> None:
 
 
 def test_sgd_with_momentum(tmp_path: Path) -> None:
-    pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), DP, tmp_path, max_epochs=1)
+    pair(lambda: Tiny(torch.optim.SGD, momentum=0.9), DP, tmp_path, data=rows(16), max_epochs=1)
 
 
 class Tied(Tiny):
@@ -127,7 +128,7 @@ class Tied(Tiny):
 
 
 def test_modules_as_they_come(tmp_path: Path) -> None:
-    pair(Tied, DP, tmp_path, max_epochs=1)
+    pair(Tied, DP, tmp_path, data=rows(16), max_epochs=1)
 
 
 @pytest.mark.parametrize("make", [Tiny, lambda: Tiny(torch.optim.SGD, momentum=0.9, dampening=0.2)], ids=["adamw", "sgd"])
@@ -136,10 +137,10 @@ def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(make: Any, tmp_path:
     whole, first, again, plain = (make() for _ in range(4))
     for module in (first, again, plain):
         module.load_state_dict(whole.state_dict())
-    fit(whole, "auto", tmp_path, max_epochs=3)
+    fit(whole, "auto", tmp_path, max_epochs=2)
     fit(first, ColofuncStrategy(mesh=DP), tmp_path, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
-    fit(again, ColofuncStrategy(mesh=DP_TP), tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
-    fit(plain, "auto", tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=3)
+    fit(again, ColofuncStrategy(mesh=DP_TP), tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=2)
+    fit(plain, "auto", tmp_path, ckpt=tmp_path / "one.ckpt", max_epochs=2)
     for module in (again, plain):
         assert first.seen + module.seen == pytest.approx(whole.seen, rel=1e-10)
 
@@ -287,8 +288,8 @@ def test_lightnings_precisions(precision: str, dtype: torch.dtype, tolerance: fl
     torch.manual_seed(0)
     mine, theirs = Narrow(), Narrow()
     mine.load_state_dict(theirs.state_dict())
-    a = fit(mine, ColofuncStrategy(mesh=DP), tmp_path, precision=precision, max_epochs=1)
-    b = fit(theirs, "auto", tmp_path, precision=precision, max_epochs=1)
+    a = fit(mine, ColofuncStrategy(mesh=DP), tmp_path, data=rows(16), precision=precision, max_epochs=1)
+    b = fit(theirs, "auto", tmp_path, data=rows(16), precision=precision, max_epochs=1)
     assert {p.dtype for p in a.strategy.loop.state["params"].values()} == {dtype}
     assert mine.seen == pytest.approx(theirs.seen, rel=tolerance)
     assert float(a.callback_metrics["val_loss"]) == pytest.approx(float(b.callback_metrics["val_loss"]), rel=tolerance)

@@ -1,5 +1,6 @@
 """Several functions on one state: training, evaluating, sampling; nothing is moved, nothing is planned twice. And `step.eager`."""
 
+import functools
 import sys
 from typing import Any
 
@@ -32,17 +33,27 @@ def next_token(out: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
+def training(mesh: cf.Mesh, model: Any) -> tuple[Any, Any, Any, Any]:
+    """(model, training function, its state, training step)"""
+    train_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=next_token, inputs=lambda batch: ((batch,), {}))
+    plans = (ZERO,) if "tp" not in mesh.shape else (WISH,)
+    return model, train_fn, state, cf.shard(train_fn, mesh, *plans)
+
+
+@functools.cache
+def language_on(mesh: cf.Mesh) -> tuple[Any, Any, Any, Any]:
+    """Planned once for all tests: a step keeps no state, and `init` copies."""
+    return training(mesh, language())
+
+
 def steps(mesh: cf.Mesh, model: Any = None) -> tuple[Any, Any, Any, Any]:
     """(training step, its placed state, evaluation, the functions) on one state."""
-    model = model or language()
-    train_fn, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-2), loss=next_token, inputs=lambda batch: ((batch,), {}))
+    model, train_fn, state, train = training(mesh, model) if model else language_on(mesh)
 
     def evaluate(state: Any, batch: torch.Tensor) -> torch.Tensor:
         out, _ = model.apply(state["params"], state["buffers"], batch)
         return next_token(out, batch)
 
-    plans = (ZERO,) if "tp" not in mesh.shape else (WISH,)
-    train = cf.shard(train_fn, mesh, *plans)
     return train, train.init(state, tokens()), cf.shard(evaluate, mesh), (train_fn, evaluate, state)
 
 
@@ -300,6 +311,13 @@ def with_frozen() -> tuple[Any, Any, Any]:
     return model, *made
 
 
+@functools.cache
+def offloaded_step() -> tuple[Any, Any, Any]:
+    """(training function, state, offloaded step), planned once for all tests of what comes beside it."""
+    _, train_fn, state = with_frozen()
+    return train_fn, state, cf.offload(cf.shard(train_fn, MESHES[0]), policy="host")
+
+
 def tiers(step: Any, state: Any) -> dict[str, str]:
     low = step.lower(state, tokens())
     names = [low.program.values[i].name for i in low.program.inputs]
@@ -316,8 +334,7 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_an_offloaded_step_decides_no_tier_of_another(other: str) -> None:
-    _, train_fn, state = with_frozen()
-    offloaded = cf.offload(cf.shard(train_fn, MESHES[0]), policy="host")
+    train_fn, state, offloaded = offloaded_step()
     placed, _ = offloaded(offloaded.init(state, tokens()), tokens())
     assert "host" in tiers(offloaded, placed).values()
     step = OTHERS[other](train_fn)

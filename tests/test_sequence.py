@@ -106,8 +106,15 @@ def test_heads_that_the_axis_does_not_divide(shape: str) -> None:
     assert proved("ulysses", calls(**HEADS[shape]), mesh(a=3)) == {"{a: heads}"}
 
 
-@pytest.mark.parametrize("shape", HEADS)
-@pytest.mark.parametrize("plan", ["ring", "gather_kv"])
+# All heads in a ring; gathered keys with heads to fill up, and with a bias. The others in the sweep.
+INSIDE = [
+    pytest.param(plan, shape, marks=() if plan == "ring" or shape in ("heads that do not divide", "bias of columns") else pytest.mark.sweep)
+    for plan in ("ring", "gather_kv")
+    for shape in HEADS
+]
+
+
+@pytest.mark.parametrize(("plan", "shape"), INSIDE)
 def test_blocks_of_keys_inside_an_exchange_of_heads(plan: str, shape: str) -> None:
     """Each rank has some heads of its column of ranks' rows, and these go round the others."""
     found = proved(plan, calls(**HEADS[shape]), mesh(a=2, o=3))
@@ -122,7 +129,7 @@ def test_beside_another_axis(plan: str) -> None:
     assert {name.split(", ")[1].strip("}") for name in found if ", " in name} >= {"o: b", "o: r"}
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([2, 3, 4]))
@@ -160,8 +167,8 @@ class Ring:
 # ---- whole models ----
 
 
-def built(family: str, rows: int = 2, tokens: int = 16, **more: Any) -> Any:
-    """(step, state, batch) of a small unmodified model."""
+def built(family: str, rows: int = 2, tokens: int = 16, optimizer: Any = torch.optim.SGD, **more: Any) -> Any:
+    """(step, state, batch) of a small unmodified model. Plans are about tokens: an optimizer of few operators is planned sooner."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     base = dict(vocab_size=32, bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=0)
@@ -178,7 +185,7 @@ def built(family: str, rows: int = 2, tokens: int = 16, **more: Any) -> Any:
     net = cls(cls.config_class(**{**base, **options, **more})).double()
     ids = torch.randint(2, 32, (rows, tokens))
     labels = torch.where(torch.arange(tokens) < 3, -100, ids)
-    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
+    step, state = cf.train_step(cf.functional(net), cf.adapt(optimizer, lr=1e-2), clip=1.0)
     return step, state, {"input_ids": ids, "labels": labels}
 
 
@@ -279,8 +286,8 @@ COMBINED: dict[str, Any] = {
 }
 
 
-# Another order of axes and padded heads stand beside another plan as well.
-TWICE = ("two axes, contiguous, in the other order", "two plans, heads padded")
+# Another order of axes, padded heads and few key heads stand beside another plan as well, a ring beside ZeRO and tensor on three axes.
+TWICE = ("two axes, contiguous, in the other order", "two axes, more ranks than key heads", "two plans, heads padded", "zero", "tensor")
 BESIDE = [pytest.param(name, marks=pytest.mark.sweep if name in TWICE else ()) for name in COMBINED]
 
 
@@ -296,7 +303,8 @@ def test_beside_other_plans(name: str) -> None:
 
 
 def test_ring_tensor_and_zero_on_three_axes() -> None:
-    low = equal(*built("llama"), mesh(dp=2, cp=2, tp=2), ring("cp", balance=None), tensor("1d", "tp"), zero(3, "dp"), steps=1)
+    made = built("llama", optimizer=torch.optim.AdamW)
+    low = equal(*made, mesh(dp=2, cp=2, tp=2), ring("cp", balance=None), tensor("1d", "tp"), zero(3, "dp"), steps=1)
     assert words(low, "cp") == {"ring"} and words(low, "tp") == {"g"} and words(low, "dp") == {"b"}
 
 

@@ -38,7 +38,7 @@ def fused(cut: str) -> Any:
     torch.manual_seed(0)
     net, ids = Fused(cut).double(), torch.randint(0, 32, (2, 16))
     loss = lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())  # noqa: E731
-    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3), loss=loss, inputs=lambda b: ((b["ids"],), {}))
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2), loss=loss, inputs=lambda b: ((b["ids"],), {}))
     return step, state, {"ids": ids, "labels": ids.clone()}
 
 
@@ -96,11 +96,11 @@ def vision(**more: Any) -> Any:
     """A vision transformer of timm on images of 4 by 4 patches."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    size = dict(img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=8)
+    size = dict(img_size=16, patch_size=4, embed_dim=16, depth=1, num_heads=4, num_classes=8)
     net = timm.models.vision_transformer.VisionTransformer(**size, **more).double()
     batch = {"x": torch.randn(2, 3, 16, 16, dtype=torch.float64), "y": torch.tensor([1, 5])}
     loss = lambda out, batch: F.cross_entropy(out, batch["y"])  # noqa: E731
-    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3), loss=loss, inputs=lambda b: ((b["x"],), {}))
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2), loss=loss, inputs=lambda b: ((b["x"],), {}))
     return step, state, batch
 
 
@@ -174,7 +174,7 @@ def gemma2() -> Any:
     size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
     ends = dict(vocab_size=32, bos_token_id=1, eos_token_id=1, pad_token_id=0)
     config = transformers.Gemma2Config(sliding_window=8, query_pre_attn_scalar=4, attn_implementation="eager", **ends, **size)
-    step, state = cf.train_step(cf.functional(transformers.Gemma2ForCausalLM(config).double()), cf.adapt(torch.optim.AdamW, lr=1e-3))
+    step, state = cf.train_step(cf.functional(transformers.Gemma2ForCausalLM(config).double()), cf.adapt(torch.optim.SGD, lr=1e-2))
     ids = torch.randint(2, 32, (2, 16))
     return step, state, {"input_ids": ids, "labels": ids}
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colofunc import env
 from colofunc.errors import MeshError, TopologyError
+from colofunc.executors.launch import launch
 from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology
 from colofunc.mesh.profile import fit, profile_mesh
-
-ROOT = Path(__file__).parents[1]
-
 
 # --- presets and names
 
@@ -240,45 +237,21 @@ def test_profile_of_a_gpu() -> None:
     assert math.isclose(found.tier("device").capacity_bytes or 0, torch.cuda.mem_get_info()[1], rel_tol=0.05)
 
 
-_TWO_RANKS = """
-import sys, time
-import torch, torch.distributed as dist
-from colofunc.errors import MeshError
-from colofunc.mesh import Mesh
-from colofunc.mesh.profile import profile_mesh
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-mesh = Mesh(dp=-1, one=1)
-assert mesh.size == 2 and mesh.rank == dist.get_rank() and mesh.is_main == (mesh.rank == 0)
-start = time.perf_counter()
-found = profile_mesh(mesh, sizes=(4096, 65536, 1 << 20, 1 << 33), seconds=2.0)
-took_s = time.perf_counter() - start
-every = [None, None]
-dist.all_gather_object(every, found)
-assert every[0] == every[1]
-try:
-    profile_mesh(Mesh(dp=4))
-except MeshError as error:
-    assert "has 4 ranks, the process group 2" in str(error)
-else:
-    raise AssertionError("a mesh larger than the process group was profiled")
-if mesh.is_main:
-    found.save(sys.argv[1])
-    print("took", took_s)
-dist.destroy_process_group()
-"""
+def profile_on_two_ranks(path: str) -> list[Topology]:
+    mesh = Mesh(dp=-1, one=1)
+    assert mesh.size == 2 and mesh.rank == dist.get_rank() and mesh.is_main == (mesh.rank == 0)
+    found = profile_mesh(mesh, sizes=(4096, 65536, 1 << 20, 1 << 33), seconds=1.0)
+    with pytest.raises(MeshError, match="has 4 ranks, the process group 2"):
+        profile_mesh(Mesh(dp=4))
+    if mesh.is_main:
+        found.save(path)
+    return found
 
 
 @pytest.mark.dist
 def test_two_processes_measure_the_same_figures(tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(_TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "run.py"), str(tmp_path / "t.json")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = launch(profile_on_two_ranks, 2, str(tmp_path / "t.json"), timeout_s=120)
+    assert first == second
     found = Topology.load(tmp_path / "t.json")
     assert [(m.axis, m.size, m.kind) for m in found.measured] == [("dp", 2, kind) for kind in KINDS]
     mesh = Mesh(dp=2, topology=found)

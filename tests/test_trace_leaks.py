@@ -1,5 +1,6 @@
 """Tensors of a trace that a step keeps outside are errors at that trace, with the line that made them."""
 
+import gc
 import sys
 import types
 
@@ -10,6 +11,13 @@ from colofunc.errors import TraceError
 from colofunc.program.tracing.trace import trace
 
 KEPT = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """A leak is looked for among all objects; those that other tests have left are frozen like what was imported (see conftest.py)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
