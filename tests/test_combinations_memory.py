@@ -80,7 +80,7 @@ def test_the_sample_has_each_column_beside_each_mode_on_two_axes_and_the_sweep_b
 def test_a_column_that_does_nothing_is_seen() -> None:
     """The signature of each column, and of a budget, on a step that has neither."""
     step, state, batch = step_of("dense", layers=1)
-    plain = matrix.staged(Cell("zero1"), step)
+    plain = matrix.staged(Cell("zero1", ranks=2), step)
     low = plain.lower(state, batch)
     whole = low.memory().peak_bytes["device"]
     for column in MEMORY.values():
