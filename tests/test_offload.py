@@ -50,7 +50,7 @@ def test_within_every_budget_down_to_the_least_and_what_runs_is_what_was_counted
     step, *args = training()
     whole = peak(cf.shard(step, one()), *args)
     held = []
-    for share in (1.0, 0.8, 0.6, 0.4, 0.25):
+    for share in (1.0, 0.6, 0.25):
         staged = cf.offload(cf.shard(step, one()), budget=int(whole * share))
         low = staged.lower(*args)
         held.append(low.memory().peak_bytes["device"])
@@ -63,7 +63,7 @@ def test_within_every_budget_down_to_the_least_and_what_runs_is_what_was_counted
 
 def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host waits for the device does not: gradients of biases stand behind those of weights on their way."""
-    step, *args = training(layers=6, d=768, rows=2048)
+    step, *args = training(layers=4, d=768, rows=2048)
     whole = peak(cf.shard(step, one()), *args)
     planned, write = [], offload.write
 
@@ -79,9 +79,9 @@ def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) ->
         assert low.plan.cost_s == pytest.approx(low.lanes().end_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("share", [0.7, 0.3])
+@pytest.mark.parametrize("share", [0.7, 0.35])
 def test_the_simulated_mesh_measures_the_same_bytes_in_both_tiers(share: float) -> None:
-    step, *args = training(tied=True)
+    step, *args = training(layers=3, tied=True)
     mesh = one()
     whole = peak(cf.shard(step, mesh), *args)
     staged = cf.offload(cf.shard(step, mesh), budget=int(whole * share))
@@ -166,7 +166,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_beside_other_modes_the_budget_holds_and_the_numbers_are_equal(name: str) -> None:
-    step, *args = training(pairs=True)
+    step, *args = training(layers=2, pairs=True)
     mesh, plans, share = CHAINS[name]
     budget = int(peak(cf.shard(step, mesh, *plans), *args) * share)
     staged = cf.offload(cf.shard(step, mesh, *plans), budget=budget)
@@ -176,7 +176,7 @@ def test_beside_other_modes_the_budget_holds_and_the_numbers_are_equal(name: str
 
 @pytest.mark.parametrize("wrap", [lambda s: cf.accumulate(s, microbatches=4), lambda s: cf.checkpoint(s)], ids=["accumulate", "checkpoint"])
 def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> None:
-    step, *args = training()
+    step, *args = training(layers=2)
     base = cf.shard(step, one())
     budget = int(peak(wrap(base), *args) * 0.75)
     inside, outside = cf.offload(wrap(base), budget=budget), wrap(cf.offload(base, budget=budget))
@@ -186,7 +186,7 @@ def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> No
 
 
 def test_a_loop_over_microbatches_copies_in_every_trip() -> None:
-    step, *args = training()
+    step, *args = training(layers=2)
     base = cf.accumulate(cf.shard(step, one()), microbatches=4)
     budget = int(peak(base, *args) * 0.5)
     low = cf.offload(base, budget=budget).lower(*args)
@@ -251,7 +251,7 @@ def test_no_disk_is_none() -> None:
 
 
 def test_a_missing_wait_shows_as_nan() -> None:
-    step, *args = training()
+    step, *args = training(layers=2)
     mesh = one()
     low = cf.offload(cf.shard(step, mesh), budget=int(peak(cf.shard(step, mesh), *args) * 0.5)).lower(*args)
     assert any(node.target == "colofunc.to_device_start" for node in low.program.nodes)
@@ -266,7 +266,7 @@ def test_a_missing_wait_shows_as_nan() -> None:
 
 
 def test_compare_looks_at_the_program_with_copies() -> None:
-    step, *args = training()
+    step, *args = training(layers=2)
     for chain in (cf.shard(step, one()), cf.accumulate(cf.shard(step, one()), 2)):
         low = cf.offload(chain, budget=int(peak(chain, *args) * 0.6)).lower(*args)
         assert copies(low) and low.compare(*args).first is None and low.check_finite(*args).first is None
@@ -311,19 +311,19 @@ def test_on_real_ranks() -> None:
 
 
 def test_a_host_without_room_is_named_and_more_is_made_again_instead() -> None:
-    step, *args = training(layers=6, rows=512)
-    tiers = tuple(attrs.evolve(t, capacity_bytes=120_000) if t.name == "host" else t for t in one().topology.tiers)
+    step, *args = training(layers=2, rows=512)
+    tiers = tuple(attrs.evolve(t, capacity_bytes=55_000) if t.name == "host" else t for t in one().topology.tiers)
     tight = cf.Mesh(topology=attrs.evolve(one().topology, tiers=tiers))
     budget = int(peak(cf.shard(step, tight), *args) * 0.6)
     with pytest.raises(cf.CapacityError, match="of host memory a rank, the topology has"):
         cf.offload(cf.shard(step, tight), policy="host").lower(*args)
     low = cf.offload(cf.checkpoint(cf.shard(step, tight)), budget=budget).lower(*args)
-    assert low.memory().peak_bytes["device"] <= budget and low.memory().peak_bytes.get("host", 0) <= 120_000
+    assert low.memory().peak_bytes["device"] <= budget and low.memory().peak_bytes.get("host", 0) <= 55_000
 
 
 def test_ranks_of_a_node_share_its_host() -> None:
     """Twice the ranks on a node: half the room for each, and an update on the host takes twice as long; on two nodes they have one each."""
-    step, *args = training(layers=2)
+    step, *args = training(layers=1)
     topology = cf.Mesh(dp=2, topology="8xa100-40g").topology
     state = sum(x.nbytes for x in _tensors(args[0]))
     tiers = tuple(attrs.evolve(t, capacity_bytes=int(state * 1.8)) if t.name == "host" else t for t in topology.tiers)
