@@ -68,7 +68,7 @@ def test_random_plans_are_never_slower_than_the_disk_as_an_afterthought(seed: in
 
 def test_making_again_is_weighed_against_the_disk(tmp_path: Path) -> None:
     """Activations that go to disk and back take longer than to make them again: with `checkpoint` they are."""
-    step, *args = training(layers=2, d=64, rows=4096)
+    step, *args = training(layers=1, d=64, rows=4096)
     base = cf.shard(step, slower(one(), 8))
     moved = cf.offload(base, budget=int(0.5 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
     either = cf.offload(cf.checkpoint(base), budget=int(0.5 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
@@ -77,7 +77,7 @@ def test_making_again_is_weighed_against_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_for_two_versions_is_named(tmp_path: Path) -> None:
-    step, *args = training(layers=2)
+    step, *args = training(layers=0)
     state = peak(cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path), *args, tier="disk")
     enough, short = (cf.offload(cf.shard(step, disk_bytes(one(), n)), policy="disk", disk=tmp_path) for n in (2 * state, 2 * state - 1))
     assert peak(enough, *args, tier="disk") == state

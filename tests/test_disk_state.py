@@ -89,7 +89,7 @@ def test_where_the_host_has_room_nothing_lies_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_too_small_for_the_largest_piece_is_named(tmp_path: Path) -> None:
-    step, *args = training(layers=2)
+    step, *args = training(layers=0)
     with pytest.raises(cf.CapacityError, match=r"and not on disk takes .* of host memory a rank"):
         cf.offload(cf.shard(step, one()), policy="host", host=10_000, disk=tmp_path).lower(*args)
     with pytest.raises(cf.CapacityError, match=r'cf\.offload\(disk="DIR"\)'):
@@ -97,11 +97,11 @@ def test_a_host_that_is_too_small_for_the_largest_piece_is_named(tmp_path: Path)
 
 
 def test_a_larger_host_reads_less(tmp_path: Path) -> None:
-    step, *args = training(layers=4)
+    step, *args = training(layers=2)
     base = cf.shard(step, one())
     whole = peak(cf.offload(base, policy="host"), *args, tier="host")
     moved = []
-    for share in (0.4, 0.6, 0.8, 1.0):
+    for share in (0.4, 0.7, 1.0):
         program = cf.offload(base, policy="host", host=int(whole * share), disk=tmp_path).lower(*args).program
         ends = [(program.values[n.refs[-1]], n) for n in program.nodes if is_copy(n)]
         moved.append(sum(v.nbytes for v, n in ends if v.tier == "disk"))
