@@ -42,10 +42,10 @@ def again(staged: Any, *args: Any) -> int:
 
 
 def test_within_every_budget_down_to_the_least_and_less_is_never_cheaper() -> None:
-    step, *args = training()
+    step, *args = training(layers=4)
     whole = peak(cf.shard(step, cf.Mesh()), *args)
     spent, peaks = [], []
-    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+    for share in (1.0, 0.9, 0.75, 0.6, 0.4):
         staged = cf.checkpoint(step, budget=int(whole * share))
         try:
             low = staged.lower(*args)
@@ -67,7 +67,7 @@ def test_what_is_made_again_has_the_same_numbers_with_dropout_too(share: float) 
 
 
 def test_beside_sharding_a_gather_of_parameters_may_be_made_again() -> None:
-    step, *args = training(layers=4, d=32, rows=64)
+    step, *args = training(layers=2, d=32, rows=64)
     mesh = cf.Mesh(dp=4, topology=AMPLE)
     plain = cf.shard(step, mesh, zero(3, "dp", regather=False))
     staged = cf.checkpoint(plain, policy="nothing")
@@ -78,7 +78,7 @@ def test_beside_sharding_a_gather_of_parameters_may_be_made_again() -> None:
 
 
 def test_order_of_transforms_does_not_matter_and_it_composes_with_accumulate() -> None:
-    step, *args = training(layers=4)
+    step, *args = training(layers=2)
     mesh = cf.Mesh(dp=2, tp=2, topology=AMPLE)
     one = cf.accumulate(cf.shard(step, mesh, zero(1, "dp"), tensor("1d", "tp")), microbatches=2)
     least = int(peak(one, *args) * 0.8)
@@ -104,7 +104,7 @@ def test_policies_keep_what_they_say() -> None:
 
 
 def test_every_n_stages_holds_fewer_inputs() -> None:
-    step, *args = training(layers=8, rows=1024, d=8)
+    step, *args = training(layers=6, rows=1024, d=8)
     one, two = (peak(cf.checkpoint(step, policy=cf.every(n)), *args) for n in (1, 3))
     assert one < peak(cf.shard(step, cf.Mesh()), *args) and two != one
 
@@ -152,7 +152,7 @@ def test_a_step_without_backward_is_left_alone() -> None:
 @pytest.mark.parametrize("policy", ["nothing", "dots"])
 def test_a_language_model_as_it_is(policy: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=16, vocab_size=64, bos_token_id=1, eos_token_id=1)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=64, bos_token_id=1, eos_token_id=1)
     torch.manual_seed(0)
     model = cf.functional(transformers.GPT2LMHeadModel(config).double())
     step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
