@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 import pytest
@@ -52,13 +53,18 @@ def test_what_holds_more_and_takes_longer_is_on_no_line() -> None:
     assert jointly_planned._line([(100, 1.0), (60, 5.0), (10, 4.0), (10, 4.5), (40, 2.0)]) == [(10, 4.0), (40, 2.0), (100, 1.0)]
 
 
-@pytest.mark.parametrize("seed", [22, 61, 71, 89, 116, 165, 3032, 3208, 3255])
+def seeds(*quick: int, sweep: tuple[int, ...]) -> list[Any]:
+    """Of the seeds that show one thing those that take least are in the default run, the others in the sweep."""
+    return [*quick, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in sweep)]
+
+
+@pytest.mark.parametrize("seed", seeds(22, 61, 89, 116, 3208, sweep=(71, 165, 3032, 3255)))
 def test_decisions_to_which_no_price_of_memory_leads(seed: int) -> None:
     """Found by prices alone: nothing that fits (22, 71, 3032), or what takes up to 2.8 times as long as it need."""
     assert jointly.counted([made(seed)]).near == 1
 
 
-@pytest.mark.parametrize("seed", [22, 42, 71, 102, 3022, 5099])
+@pytest.mark.parametrize("seed", seeds(22, 3022, sweep=(42, 71, 102, 5099)))
 def test_where_nothing_fits_operators_are_looked_at_that_are_too_large_alone(seed: int) -> None:
     """A larger step has too many shardings to look at all; prices alone find none here that fits."""
     assert Deciding(made(seed), few=False, room=False).seconds() == INF
@@ -66,7 +72,7 @@ def test_where_nothing_fits_operators_are_looked_at_that_are_too_large_alone(see
 
 
 def test_decisions_are_within_five_percent_of_the_best_there_is() -> None:
-    counts = jointly.counted(jointly.steps(range(12)))
+    counts = jointly.counted(jointly.steps(range(9)))
     assert counts.near == len(counts.ratios) >= 6
 
 
@@ -79,7 +85,7 @@ def test_many_decisions(seeds: range, layers: int, part: float | None, few: bool
 
 
 def test_never_slower_than_the_separate_choices() -> None:
-    assert jointly.slower(jointly.steps(range(2000, 2008))) == (8, 0)
+    assert jointly.slower(jointly.steps(range(2000, 2004))) == (4, 0)
 
 
 def perceptron() -> tuple[object, object, object]:
