@@ -214,7 +214,7 @@ QUICK = (
     Narrow(Cell(tensor="1d+sp", context="ulysses", precision="bf16"), "both", share=0.5, split=True),
     Narrow(Cell(tensor="2d", precision="bf16"), "both", share=0.4, split=True),
     Narrow(Cell("zero3"), "checkpoint", share=0.6, split=True),
-    Narrow(Cell(tensor="1d", ranks=2), "offload", share=0.4, split=True),
+    Narrow(Cell(tensor="1d", ranks=2), "offload", share=0.4),
 )
 """Each mode beside each column, on two axes: grids over three take as long to plan as all of these, microbatches twice as long
 (`test_offload` and `test_checkpoint` have them); both are in the sweep."""
