@@ -15,8 +15,8 @@ import torch
 
 import colofunc as cf
 from colofunc.errors import PlanError
-from colofunc.planner.fitted import Finish, Fitted
-from colofunc.planner.jointly import Proposed, together
+from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.joint import Proposed, together
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import offload
 from colofunc.planner.recompute.fastest import fit

@@ -22,7 +22,7 @@ from bench._orders import partitioned, sequential
 from bench.memory_plans import adamw, gpt
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import Row, Section, fresh, memory_plans
 from bench._caching import STEPS, needed_bytes
-from colofunc.mesh.found import FRAGMENTS
+from colofunc.mesh.detection import FRAGMENTS
 
 NAMES = (
     "SD2 UNet, 16 images, float32, all kept", "SD2 UNet, 16 images, bf16, all kept", "SD2 UNet, 16 images, bf16, made again",

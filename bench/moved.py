@@ -22,7 +22,7 @@ from bench.memory_plans import gb, opt
 from colofunc.cli import axes_of, machine
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload.evict import Facts, evict, spread
-from colofunc.planner.offload.fewest import fewest
+from colofunc.planner.offload.least_traffic import fewest
 from colofunc.planner.offload.residency import Item, Links, Trace
 from colofunc.planner.plan_table import time_text
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from bench import Row, Section
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.measure import measure
 
 # p, m, F, B, W, communication in ms; bubbles of 1F1B, interleaved (v chunks), ZB-H1, ZB-H2.

@@ -12,9 +12,9 @@ from typing import Any, cast
 import attrs
 
 import colofunc as cf
-from colofunc.compiler.decide import Decided
+from colofunc.compiler.decisions import Decided
 from colofunc.compiler.least_budget import Tried
-from colofunc.planner.fitted import Fitted
+from colofunc.planner.candidate import Fitted
 from colofunc.program.ir import Program
 
 LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")

@@ -28,7 +28,7 @@ import narrow
 from matrix import Cell, signature, staged, step_of
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.measure import measure
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program

@@ -12,7 +12,7 @@ from loaded import MESH, equal, samples, script
 from torch.utils.data import DataLoader, DistributedSampler
 
 import colofunc as cf
-from colofunc.functional.ahead import Ahead
+from colofunc.functional.prefetch import Ahead
 
 # ---- reading ahead ----
 

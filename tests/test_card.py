@@ -8,7 +8,7 @@ import torch
 
 import colofunc as cf
 from colofunc.mesh.card import KEPT_FRAGMENTS, TIGHT_FRAGMENTS, CardMemory, card_memory
-from colofunc.mesh.found import COLLECTIVES_BYTES, CONTEXT_BYTES, LIBRARIES_BYTES
+from colofunc.mesh.detection import COLLECTIVES_BYTES, CONTEXT_BYTES, LIBRARIES_BYTES
 from colofunc.mesh.presets import PRESETS
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import colofunc as cf
 from colofunc.compiler import budget
-from colofunc.compiler.decide import Decided, decide
+from colofunc.compiler.decisions import Decided, decide
 from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch

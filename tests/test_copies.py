@@ -19,9 +19,9 @@ from pretended import Machine
 from test_offload import one, training
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.copies import Copier, Copying, Engines
-from colofunc.executors.in_use import Flights
+from colofunc.executors.pages_in_use import Flights
 from colofunc.executors.pools import Pool
 from colofunc.executors.simulated import SimulatedProgram, compile_program
 from colofunc.program.ir import Node, Program, Ref, Value

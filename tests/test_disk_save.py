@@ -14,8 +14,8 @@ from test_offload import one, peak, training
 
 import colofunc as cf
 from colofunc.errors import CheckpointError, DiskError
-from colofunc.executors.disk import held as disk_held
-from colofunc.executors.disk.held import Held, Holds
+from colofunc.executors.disk import kept_versions as disk_held
+from colofunc.executors.disk.kept_versions import Held, Holds
 from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint.folder import Writing
 from colofunc.functional.checkpoint.parts import Ranks

@@ -9,8 +9,8 @@ import torch
 from colofunc_plugins import experts
 
 import colofunc as cf
-from colofunc.planner.wishes.alike import alike
 from colofunc.planner.wishes.combined import _refined
+from colofunc.planner.wishes.layout_equality import alike
 from colofunc.testing import check
 
 ROWS, TOKENS = 8, 16

@@ -19,7 +19,7 @@ from bench import jointly
 from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
-from colofunc.planner import jointly as jointly_planned
+from colofunc.planner import joint as jointly_planned
 
 # ---- tests ----
 

@@ -10,7 +10,7 @@ from colofunc_plugins import tensor, zero
 import colofunc as cf
 from colofunc.compiler import budget, planning
 from colofunc.compiler.completion import Completion
-from colofunc.planner import jointly
+from colofunc.planner import joint
 from colofunc.testing import check, models
 
 MESH = cf.Mesh(dp=2, tp=2, topology="ideal")
@@ -125,7 +125,7 @@ def test_a_second_length_keeps_to_its_budget_with_little_work(searches: Searches
     step.lower(state, tokens(8, rows=16))
     before = searches.finished
     second = step.lower(state, batch)
-    assert searches.finished - before <= 2 + jointly.NEARBY
+    assert searches.finished - before <= 2 + joint.NEARBY
     new = cf.checkpoint(cf.shard(step_fn, mesh), budget=least).lower(state, batch)
     assert second.memory().peak_bytes["device"] <= least
     assert second.plan.cost_s <= 1.01 * new.plan.cost_s

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.measure import measure

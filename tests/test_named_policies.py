@@ -16,9 +16,9 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.budget import _fastest_of
-from colofunc.compiler.decide import Decided
+from colofunc.compiler.decisions import Decided
 from colofunc.compiler.least_budget import Tried, least_budget
-from colofunc.planner.fitted import Fitted
+from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy
 from colofunc.plugins import build_registry

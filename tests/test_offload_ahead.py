@@ -13,8 +13,8 @@ from test_offload import training
 
 import colofunc as cf
 from colofunc.executors.copies import COPIER, Copying
-from colofunc.executors.in_use import IN_USE, Flights
 from colofunc.executors.pages import pages
+from colofunc.executors.pages_in_use import IN_USE, Flights
 from colofunc.executors.pools import pinned_like
 from colofunc.planner.offload.policies import HOST
 

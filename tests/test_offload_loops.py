@@ -8,7 +8,7 @@ from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.measure import measure
 from colofunc.program.memory import lies
 from colofunc.program.passes.tiered import Tiered

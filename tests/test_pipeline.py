@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.check import check_program

@@ -21,7 +21,7 @@ from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
 from colofunc.planner.wishes.wish import Wish, wishes_of
-from colofunc.planner.wishes.wished import constraints_of
+from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.spec.conversions.conversion import conversion_s

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from colofunc_plugins import ring, tensor
 
 import colofunc as cf
-from colofunc.planner.wishes import follow
+from colofunc.planner.wishes import propagation
 from colofunc.planner.wishes.wish import wishes_of
 from colofunc.plugins import build_registry
 from colofunc.plugins.hookspecs import HOOKS
@@ -238,7 +238,7 @@ def test_named_plans_ask_the_rules_that_they_are_given(plan: Any, monkeypatch: p
     step = cf.testing.programs.attention_block(batch=4)
     program = trace(step[0], step[1:]).program
     rules = cf.ext.Rules(program, mesh)
-    monkeypatch.setattr(follow, "build_registry", lambda plugins: pytest.fail("a plan made rules of its own"))
+    monkeypatch.setattr(propagation, "build_registry", lambda plugins: pytest.fail("a plan made rules of its own"))
     assert wishes_of(plan, program, mesh=mesh, rules=rules)
 
 

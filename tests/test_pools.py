@@ -10,7 +10,7 @@ from colofunc_plugins import zero
 from test_offload import one, peak, training
 
 import colofunc as cf
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.pools import Pool
 from colofunc.executors.simulated import compile_program

@@ -17,13 +17,13 @@ import torch
 import colofunc as cf
 from colofunc.env import Launch
 from colofunc.errors import CollectiveError, InputError
-from colofunc.executors import joining, lookout, presence, watch
+from colofunc.executors import lookout, presence, rendezvous, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.groups import Groups
-from colofunc.executors.joining import Arrivals, Meeting
 from colofunc.executors.lifeline import Lifelines
 from colofunc.executors.places import place_of
 from colofunc.executors.presence import Limits, Process, last_words, ranks_text, started
+from colofunc.executors.rendezvous import Arrivals, Meeting
 
 
 def wait_for_one_another():
@@ -169,7 +169,7 @@ time.sleep(60)
 def not_started(monkeypatch):
     """Processes that the machine shows, for a rank that waits for one that has not come."""
     shown = {0: [os.getpid()]}
-    monkeypatch.setattr(joining, "started_here", lambda: shown)
+    monkeypatch.setattr(rendezvous, "started_here", lambda: shown)
     return shown
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_ended_before_it_joined_is_an_error(not_started):
 
 def test_a_rank_that_is_stopped_before_it_joined_is_named_behind_what_started_it(not_started, monkeypatch):
     not_started[1] = [4711, 4712]  # `timeout` and what it runs
-    monkeypatch.setattr(joining, "process_state", {4711: "running", 4712: "stopped"}.get)
+    monkeypatch.setattr(rendezvous, "process_state", {4711: "running", 4712: "stopped"}.get)
     with pytest.raises(CollectiveError, match=r"has waited \d s for rank 1 \(its process 4712 is stopped\) to join"):
         waiting(0.3, 0.02, lambda: [1])
 
@@ -225,18 +225,18 @@ def test_processes_of_a_run_are_known_by_the_variables_they_were_started_with(mo
     sleep = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
     others = [dict(run, RANK="1"), dict(run, RANK="1", MASTER_PORT="12346")]
     children = [subprocess.Popen(sleep, env=other, stdout=subprocess.PIPE) for other in others]
-    real = joining._started_with
+    real = rendezvous._started_with
     try:
         [child.stdout.read(1) for child in children]
-        monkeypatch.setattr(joining, "_started_with", lambda process: {} if process == "self" else real(process))
-        assert joining.started_here() is None
-        monkeypatch.setattr(joining, "_started_with", lambda process: dict(run, RANK="0") if process == "self" else real(process))
-        assert joining.started_here() == {1: [children[0].pid]}
+        monkeypatch.setattr(rendezvous, "_started_with", lambda process: {} if process == "self" else real(process))
+        assert rendezvous.started_here() is None
+        monkeypatch.setattr(rendezvous, "_started_with", lambda process: dict(run, RANK="0") if process == "self" else real(process))
+        assert rendezvous.started_here() == {1: [children[0].pid]}
     finally:
         for child in children:
             child.kill()
             child.communicate()
-    assert joining.started_here() == {}
+    assert rendezvous.started_here() == {}
 
 
 def test_ranks_find_one_another_before_there_is_a_group(not_started, monkeypatch):
@@ -245,11 +245,11 @@ def test_ranks_find_one_another_before_there_is_a_group(not_started, monkeypatch
     main, other = (Launch(rank, 2, rank, 2, "127.0.0.1", port) for rank in range(2))
     with pytest.raises(CollectiveError, match=rf"rank 1 has waited .* for rank 0 .* to join at 127.0.0.1:{port}"):
         Meeting.at(other, Limits(0.3, 0.1))
-    monkeypatch.setattr(joining, "_MEETINGS", count())
+    monkeypatch.setattr(rendezvous, "_MEETINGS", count())
     ours = Meeting.at(main, Limits(30))  # serves the store as long as it lives
-    server, address = joining.serve(ours, 0)
-    monkeypatch.setattr(joining, "_MEETINGS", count())  # another process counts for itself
-    assert joining.serve(Meeting.at(other, Limits(30)), 1) == (None, ("127.0.0.1", address[1]))
+    server, address = rendezvous.serve(ours, 0)
+    monkeypatch.setattr(rendezvous, "_MEETINGS", count())  # another process counts for itself
+    assert rendezvous.serve(Meeting.at(other, Limits(30)), 1) == (None, ("127.0.0.1", address[1]))
     assert server.port == address[1]
 
 
@@ -258,7 +258,7 @@ def test_a_store_that_is_gone_is_the_end_of_rank_0():
         raise torch.distributed.DistNetworkError("closed")
 
     with pytest.raises(CollectiveError, match="rank 0, through which ranks join, has ended; its own output says why"):
-        joining.patient(gone)()
+        rendezvous.patient(gone)()
 
 
 def test_the_error_that_ends_a_script_is_what_others_are_told(monkeypatch):

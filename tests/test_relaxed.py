@@ -10,7 +10,7 @@ import torch
 import colofunc as cf
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve

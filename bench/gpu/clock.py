@@ -12,7 +12,7 @@ from bench.gpu.measuring import ids, staged_run, steps, training
 from bench.gpu.models import Llama
 from bench.gpu.parts import Part, Setup, Slice, not_run
 from bench.gpu.sizes import REAL
-from colofunc.mesh.found import found_topology
+from colofunc.mesh.detection import found_topology
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Topology
 

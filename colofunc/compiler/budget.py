@@ -16,15 +16,15 @@ from math import inf
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decide import Candidates, Decided, assigned, decide
+from colofunc.compiler.decisions import Candidates, Decided, assigned, decide
 from colofunc.compiler.least_budget import Leanest, Tried, least_budget, said
 from colofunc.errors import CapacityError, PlanError
-from colofunc.planner import jointly
-from colofunc.planner.fitted import Fitted
-from colofunc.planner.jointly import FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
+from colofunc.planner import joint
+from colofunc.planner.candidate import Fitted
+from colofunc.planner.joint import FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
 from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.sharding.least import at_least_any
+from colofunc.planner.sharding.lower_bound import at_least_any
 from colofunc.program.ir import Program
 
 SMALL, WORK = 100, 400
@@ -52,7 +52,7 @@ def within(
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/jointly.py`).
+    make values again or copy them, that and the sharding are decided together (`planner/joint.py`).
     """
     make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
     assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
@@ -115,7 +115,7 @@ def nearby(
     def finish(sharding: Sharding) -> Fitted:
         return completion.finish(sharding(), budget_bytes)
 
-    best = jointly.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts)
+    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts)
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
     return _told(completion, best.proposed.plan(), best.done)

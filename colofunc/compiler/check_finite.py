@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from colofunc.compiler.observe import Plain, arguments_of, history, name_of, plain_program
+from colofunc.compiler.observation import Plain, arguments_of, history, name_of, plain_program
 from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from colofunc.compiler.observe import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
+from colofunc.compiler.observation import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
 from colofunc.compiler.replica_differences import differing, judged
 from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.compiler.value_map import Seen, looked_at, program_tap

@@ -19,16 +19,16 @@ from operator import itemgetter
 
 import attrs
 
-from colofunc.compiler.decide import Decided
+from colofunc.compiler.decisions import Decided
 from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
 from colofunc.compiler.transform import Lies, Move, Rewrite, Search
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.stages.told import Count, Pipelined, pipelined
+from colofunc.planner.stages.report import Count, Pipelined, pipelined
 from colofunc.program.check import check_program
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy

@@ -7,7 +7,7 @@ gives at least them, and whose search finds nothing, is given the plan that was 
 
     given 1,000 B: nothing.  asked for 1 B: a plan of 728 B, 727 B: one of 696 B, 695 B: nothing below    696 B are named
 
-A search for one byte looks at little (`planner/jointly.py` gives up early where a budget is far too small), and one that asks for a
+A search for one byte looks at little (`planner/joint.py` gives up early where a budget is far too small), and one that asks for a
 byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next: nothing is far too small
 there, and the leanest of all that such a search looks at is what many small steps would come to.
 
@@ -23,8 +23,8 @@ from math import ceil
 
 import attrs
 
-from colofunc.compiler.decide import Decided
-from colofunc.planner.fitted import Fitted
+from colofunc.compiler.decisions import Decided
+from colofunc.planner.candidate import Fitted
 
 MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
 """At most this many searches below the least peak so far; the second for large programs, whose searches take long."""

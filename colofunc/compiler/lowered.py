@@ -27,8 +27,8 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.fused import fused
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
+from colofunc.planner.stages.report import clocked
 from colofunc.planner.stages.simulate import Simulated
-from colofunc.planner.stages.told import clocked
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_s, node_work, program_cost
 from colofunc.program.ir import Program

@@ -3,7 +3,7 @@
 Problem: a plan is made of seconds, and a mesh without a topology has those of a small CPU box, whatever it runs on; where a
 collective starts in milliseconds, thirty small ones are slower than five large ones however they are shared. Idea: with one process
 a rank the ranks are there to be measured, once for a machine and a mesh. Rank 0 says whether that was done before, and what
-was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of themselves finds a preset (`mesh/found.py`).
+was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of themselves finds a preset (`mesh/detection.py`).
 Where several ranks are simulated on the host nothing is measured or found: plans of tests are equal everywhere. A mesh that says
 `device="cuda"` is planned for the GPUs that are here, simulated or not, and where there are none for a stated default.
 
@@ -29,8 +29,8 @@ from colofunc.errors import TopologyError
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh, Topology
+from colofunc.mesh.detection import assumed_topology, found_topology
 from colofunc.mesh.device import device_of, node_devices, on_gpu, usable_gpus
-from colofunc.mesh.found import assumed_topology, found_topology
 from colofunc.mesh.profile import profile_mesh
 from colofunc.untrusted import Wrong
 

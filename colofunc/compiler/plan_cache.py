@@ -26,7 +26,7 @@ import torch
 
 from colofunc import env, untrusted
 from colofunc.cache import Cache
-from colofunc.compiler.decide import Candidates, Decided
+from colofunc.compiler.decisions import Candidates, Decided
 from colofunc.errors import ColofuncError, PlanError
 from colofunc.executors.distributed import program_hash
 from colofunc.mesh import Mesh

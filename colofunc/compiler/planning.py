@@ -24,7 +24,7 @@ import torch
 
 from colofunc.compiler.budget import finished, nearby, within
 from colofunc.compiler.completion import Completion, ways_of
-from colofunc.compiler.decide import Candidates, Decided, assigned
+from colofunc.compiler.decisions import Candidates, Decided, assigned
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, remembered
@@ -37,9 +37,9 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
 from colofunc.mesh import Mesh
-from colofunc.mesh.found import auto_bytes
+from colofunc.mesh.detection import auto_bytes
 from colofunc.mesh.sizes import Room
-from colofunc.planner.fitted import Fitted
+from colofunc.planner.candidate import Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded, offload
 from colofunc.planner.offload.policies import GIVEN

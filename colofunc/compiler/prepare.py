@@ -19,13 +19,13 @@ import attrs
 import torch
 
 from colofunc import env
-from colofunc.compiler.agree import equal_captured, from_main, same, share
-from colofunc.compiler.decide import Decided
+from colofunc.compiler.decisions import Decided
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_reuse import is_again
 from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites, shard_options
+from colofunc.compiler.rank_agreement import equal_captured, from_main, same, share
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
 from colofunc.dtensor.roles import role_of
@@ -34,15 +34,15 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.card import card_memory
-from colofunc.mesh.found import auto_bytes
+from colofunc.mesh.detection import auto_bytes
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
-from colofunc.program.passes.as_read import as_read
 from colofunc.program.passes.kernels import capability_on
+from colofunc.program.passes.narrow_captures import as_read
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift

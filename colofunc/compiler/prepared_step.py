@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from colofunc import compat
-from colofunc.compiler.agree import equal_leaves
+from colofunc.compiler.captured_names import reads_of
 from colofunc.compiler.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
 from colofunc.compiler.guard import Given, Guard
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.reads import reads_of
+from colofunc.compiler.rank_agreement import equal_leaves
 from colofunc.compiler.replica_check import Alike, state_names
 from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
@@ -39,7 +39,7 @@ from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
-from colofunc.program.tracing.used import Used
+from colofunc.program.tracing.modules_used import Used
 from colofunc.spec.layout import Layout
 
 Leaf = torch.Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colofunc import owned
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.errors import InputError
 from colofunc.executors.profile import Clock, Profile, of_all_ranks, seconds_of, timings, write_trace
 from colofunc.mesh.cost import rate

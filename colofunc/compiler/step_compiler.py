@@ -17,7 +17,6 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.agree import watch_of
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import Given, Guard
@@ -25,6 +24,7 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.prepare import prepare, say
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
 from colofunc.compiler.profile import profile
+from colofunc.compiler.rank_agreement import watch_of
 from colofunc.compiler.replica_check import agree_every
 from colofunc.compiler.retraces import Retraces, Signature
 from colofunc.compiler.staged import Staged, applied
@@ -40,9 +40,9 @@ from colofunc.mesh import Mesh
 from colofunc.ops.plain import refuse_unlike
 from colofunc.planner.plan_table import time_text
 from colofunc.program.tracing.meta import user_line
+from colofunc.program.tracing.modules_used import Used
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
-from colofunc.program.tracing.used import Used
 
 Leaf = torch.Tensor
 LEAST = 0.01

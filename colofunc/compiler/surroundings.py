@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.reads import UNBOUND, inside, names_of
-from colofunc.program.tracing.used import Mode, Modes, Weights
+from colofunc.compiler.captured_names import UNBOUND, inside, names_of
+from colofunc.program.tracing.modules_used import Mode, Modes, Weights
 
 DEPTH = 3
 """Functions within functions that are looked into."""

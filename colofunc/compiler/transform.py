@@ -25,7 +25,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS

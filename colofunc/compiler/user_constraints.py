@@ -17,9 +17,9 @@ from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.explain import RuleOf, constraints_from
-from colofunc.planner.wishes.follow import Rules
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish, wishes_of
-from colofunc.planner.wishes.wished import constraints_of
+from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import Tree

@@ -18,8 +18,8 @@ from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
-from colofunc.executors.keep import Kept
 from colofunc.executors.presence import Limits
+from colofunc.executors.program_cache import Kept
 from colofunc.executors.simulated import SimulatedProgram, compile_program
 from colofunc.executors.source import Tap
 from colofunc.executors.watch import Watch

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from colofunc.executors.disk.tensors import SCRATCH, Moving, OnDisk, reading, writing
-from colofunc.executors.in_use import IN_USE, Flights, InUse
 from colofunc.executors.pages import give_back
+from colofunc.executors.pages_in_use import IN_USE, Flights, InUse
 from colofunc.executors.pools import Pool
 from colofunc.ops.copies import duplicate
 

@@ -28,11 +28,11 @@ from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
 from colofunc.executors.groups import Groups, Start, Started
-from colofunc.executors.joining import Meeting
-from colofunc.executors.keep import Kept
 from colofunc.executors.kernels import HostCount, first_rows, with_zeros
 from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
 from colofunc.executors.presence import Limits
+from colofunc.executors.program_cache import Kept
+from colofunc.executors.rendezvous import Meeting
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
 from colofunc.executors.watch import Watch

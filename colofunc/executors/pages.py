@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from colofunc.executors.in_use import IN_USE
+from colofunc.executors.pages_in_use import IN_USE
 
 PORTABLE = 1
 """Pinned for all devices of the process: cudaHostRegisterPortable."""

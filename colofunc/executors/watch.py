@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from colofunc.errors import CollectiveError
 from colofunc.executors.flight import Flight, abort_all
-from colofunc.executors.joining import Meeting, patient, serve
 from colofunc.executors.lookout import FAILED, LOOK_S, Activity, Lookout, connect, write_failure
 from colofunc.executors.places import CAME, FAILED_BEFORE, GONE, Answer, write_place
 from colofunc.executors.presence import Limits, Waiting
+from colofunc.executors.rendezvous import Meeting, patient, serve
 from colofunc.program.tracing.meta import user_line
 
 TELL_S = 6.0

@@ -17,7 +17,7 @@ from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import Quantizer
-from colofunc.planner.fitted import Fitted
+from colofunc.planner.candidate import Fitted
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.sharding.constraints import Constraint, Constraints
@@ -25,9 +25,9 @@ from colofunc.planner.stages import cuts
 from colofunc.planner.stages.simulate import Simulated, Span, bytes_of, chrome_events, simulate
 from colofunc.planner.wishes import products, reading, tokens
 from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
-from colofunc.planner.wishes.follow import Rules, follow
+from colofunc.planner.wishes.factor_strategies import ways
 from colofunc.planner.wishes.product_pairs import product_pairs
-from colofunc.planner.wishes.ways import ways
+from colofunc.planner.wishes.propagation import Rules, follow
 from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator
 from colofunc.plugins.registry import schedule

@@ -27,12 +27,12 @@ from colofunc.compiler.prepare import say
 from colofunc.errors import InputError, near
 from colofunc.executors.backend import backend_for
 from colofunc.functional import reading
-from colofunc.functional.ahead import Ahead
+from colofunc.functional.batch_agreement import Said, Together
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer, RowSpec, row_spec, usual_rows
+from colofunc.functional.prefetch import Ahead
 from colofunc.functional.reading import Item
 from colofunc.functional.sending import Sender
-from colofunc.functional.together import Said, Together
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import random_state, set_random_state

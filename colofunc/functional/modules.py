@@ -35,8 +35,8 @@ from colofunc.ops.quantized_frozen import as_packed, opened, sources
 from colofunc.program.lazy import LazyTensor, make
 from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
+from colofunc.program.tracing.modules_used import note_model
 from colofunc.program.tracing.roles import is_traced, mark
-from colofunc.program.tracing.used import note_model
 
 Tensors = dict[str, Tensor]
 

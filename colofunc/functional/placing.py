@@ -15,12 +15,13 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.agree import checksum
 from colofunc.compiler.prepare import say
+from colofunc.compiler.rank_agreement import checksum
 from colofunc.compiler.user_constraints import specs_of
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
+from colofunc.functional.batch_agreement import Said
 from colofunc.functional.padding import (
     POSITIONS,
     ROWS,
@@ -36,7 +37,6 @@ from colofunc.functional.padding import (
 )
 from colofunc.functional.reading import Item
 from colofunc.functional.sending import Sender
-from colofunc.functional.together import Said
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.spec.layout import Layout, make_layout

@@ -32,9 +32,9 @@ import torch
 
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.executors.disk.held import SAY_AFTER_S, Reader
+from colofunc.executors.disk.kept_versions import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
-from colofunc.functional.checkpoint.beside import Beside
+from colofunc.functional.checkpoint.background import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from colofunc import env
 from colofunc.errors import InputError, TraceError, near
 from colofunc.integrations.loop import Clip, Evaluation, Loop, staging
-from colofunc.integrations.unchanged import Snapshot
+from colofunc.integrations.module_changes import Snapshot
 from colofunc.mesh import Mesh
 
 

@@ -24,7 +24,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from colofunc.compiler.agree import checksum
+from colofunc.compiler.rank_agreement import checksum
 from colofunc.compiler.staged import Staged
 from colofunc.config import Chain, configure
 from colofunc.dtensor.tensor import DTensor

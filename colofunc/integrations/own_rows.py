@@ -26,11 +26,11 @@ from torch.utils.data import BatchSampler, default_collate
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
+from colofunc.functional.batch_agreement import Together
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer, RowSpec, row_spec, row_word
 from colofunc.functional.reading import Item
 from colofunc.functional.sending import Sender
-from colofunc.functional.together import Together
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.program.tracing.tree import flatten, unflatten

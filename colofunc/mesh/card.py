@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import attrs
 
-from colofunc.mesh.found import COLLECTIVES_BYTES, CONTEXT_BYTES, FRAGMENTS, LIBRARIES_BYTES, MOST_RESERVED
+from colofunc.mesh.detection import COLLECTIVES_BYTES, CONTEXT_BYTES, FRAGMENTS, LIBRARIES_BYTES, MOST_RESERVED
 from colofunc.mesh.sizes import size_text
 from colofunc.mesh.topology import Topology
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from colofunc import env
 from colofunc.errors import MeshError
+from colofunc.mesh.detection import found_topology
 from colofunc.mesh.device import device_of, node_devices
-from colofunc.mesh.found import found_topology
 from colofunc.mesh.mesh import Mesh
 from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, Topology
 

@@ -21,7 +21,7 @@ from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
-from colofunc.planner.stages.told import Pipelined
+from colofunc.planner.stages.report import Pipelined
 from colofunc.spec.layout import At
 
 FORMAT_VERSION = 1

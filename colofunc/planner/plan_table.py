@@ -14,7 +14,7 @@ import attrs
 
 from colofunc.mesh.sizes import size_text as size_text
 from colofunc.planner.sharding.classes import starred
-from colofunc.planner.stages.told import Pipelined
+from colofunc.planner.stages.report import Pipelined
 from colofunc.program.text import columns, target_text
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.observe import arguments_of
+from colofunc.compiler.observation import arguments_of
 from colofunc.compiler.tolerance import UPDATES, Allowed, Reference
 from colofunc.program.ir import Program, Ref
 

@@ -24,7 +24,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.fastest import by_policy, fit
 from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
 from colofunc.planner.recompute.stages import NodeS

@@ -28,8 +28,8 @@ from torch.library import Library
 from colofunc.executors import pages
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk import tensors as disk_tensors
-from colofunc.executors.in_use import IN_USE
 from colofunc.executors.pages import give_back, let_go
+from colofunc.executors.pages_in_use import IN_USE
 from colofunc.mesh import profile
 from colofunc.ops import attention_flex, plain, random_kernels
 from pretended import flex, random_numbers

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk.files import Files, create, disk_error, reopen
-from colofunc.executors.disk.held import Held, Holds, Reader
+from colofunc.executors.disk.kept_versions import Held, Holds, Reader
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
 from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers, aligned, whole_pages
 from colofunc.mesh.sizes import size_text

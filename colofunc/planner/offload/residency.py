@@ -329,7 +329,7 @@ class Search:
     @cached_property
     def programs(self) -> Any:
         """Linear programs for fewest bytes; with their solver only where they are used."""
-        return importlib.import_module("colofunc.planner.offload.fewest").Programs(self.facts)
+        return importlib.import_module("colofunc.planner.offload.least_traffic").Programs(self.facts)
 
     @cached_property
     def orders(self) -> list[tuple[list[int], list[int], np.ndarray]]:

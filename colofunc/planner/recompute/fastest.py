@@ -20,9 +20,9 @@ from math import inf
 
 import attrs
 
-from colofunc.planner.fitted import Finish, Fitted
+from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, table
-from colofunc.planner.recompute.late import late
+from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every

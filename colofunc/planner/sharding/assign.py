@@ -24,14 +24,14 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan_table import size_text
 from colofunc.planner.sharding.budget import Fit, at_price, fit
-from colofunc.planner.sharding.cheapest import others as choices
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
+from colofunc.planner.sharding.enumeration import others as choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
-from colofunc.planner.sharding.lean import lean
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, Model, build_model
+from colofunc.planner.sharding.option_filter import lean
 from colofunc.planner.sharding.pending import reachable
 from colofunc.planner.sharding.problem import NORMAL, Effort
 from colofunc.planner.sharding.search import search

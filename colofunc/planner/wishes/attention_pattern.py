@@ -32,7 +32,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
-from colofunc.planner.wishes.ways import ways
+from colofunc.planner.wishes.factor_strategies import ways
 from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.rule import Call, Strategy
 from colofunc.spec.rules.attention_call import AttentionCall

@@ -19,8 +19,8 @@ from math import prod
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.products import Product, weighted
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
 

@@ -34,8 +34,8 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops import quantized
 from colofunc.planner.sharding.classes import starred
-from colofunc.planner.wishes.follow import Rules
-from colofunc.planner.wishes.ways import ways
+from colofunc.planner.wishes.factor_strategies import ways
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, make_layout

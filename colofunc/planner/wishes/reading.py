@@ -27,8 +27,8 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import DEQUANTIZE
-from colofunc.planner.wishes.follow import Rules
 from colofunc.planner.wishes.products import leaf_of
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout

@@ -17,8 +17,8 @@ from typing import Any
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.wishes import written as written_out
-from colofunc.planner.wishes.follow import Rules
+from colofunc.planner.wishes import written_attention as written_out
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.reading import PRODUCTS, origins, written_attention
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program

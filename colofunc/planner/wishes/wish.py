@@ -22,7 +22,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
-from colofunc.planner.wishes.follow import Rules
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
 from colofunc.spec.spec import Spec

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
-from colofunc.program.tracing.held import keep, plain_attributes, reached
 from colofunc.program.tracing.meta import Attribute, active
-from colofunc.program.tracing.refilled import Call, maker_of
+from colofunc.program.tracing.module_tensors import keep, plain_attributes, reached
+from colofunc.program.tracing.refilled_attributes import Call, maker_of
 from colofunc.program.tracing.roles import is_traced
 
 Known = Mapping[int, "weakref.ref[Tensor]"]

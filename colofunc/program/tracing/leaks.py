@@ -24,7 +24,7 @@ import torch
 
 from colofunc import compat
 from colofunc.errors import TraceError
-from colofunc.program.tracing.held import put_back
+from colofunc.program.tracing.module_tensors import put_back
 from colofunc.program.tracing.record import Recorder
 
 KINDS: dict[Any, str] = {list: "a list", tuple: "a tuple", set: "a set", types.CellType: "a variable of an outer function"}

@@ -28,7 +28,7 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.ir import PHASES
-from colofunc.program.tracing.held import Kept
+from colofunc.program.tracing.module_tensors import Kept
 
 _HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")

@@ -32,12 +32,12 @@ from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
 from colofunc.program.tracing.meta import activate, module_path, phase, watch_modules
+from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, Storage
 from colofunc.program.tracing.roles import Observed, comes_back, first_result
+from colofunc.program.tracing.torch_errors import in_words
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
-from colofunc.program.tracing.used import HasFrozen, noted, noting
-from colofunc.program.tracing.words import in_words
 from colofunc.spec.rule import TensorType
 
 __all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]

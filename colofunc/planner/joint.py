@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import attrs
 
 from colofunc.errors import PlanError
-from colofunc.planner.fitted import Fitted
+from colofunc.planner.candidate import Fitted
 
 P = TypeVar("P")
 

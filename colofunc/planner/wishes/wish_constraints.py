@@ -1,4 +1,4 @@
-"""Wished: what wishes mean for the leaves and operators of one program, as constraints on the search.
+"""What wishes mean for the leaves and operators of one program, as constraints on the search.
 
     Wish("*.q_proj.weight", "(tp o) i")      leaf: tp on dim 0, the other axes as the search likes
     Wish("*.mlp.fc", "{tp: o}")              forward operators of mlp.fc: tp on the rule's factor o
@@ -20,9 +20,9 @@ from colofunc.errors import PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
-from colofunc.planner.wishes.alike import alike, orders
-from colofunc.planner.wishes.along import ExtraOf, Flow, RuleOf, along, meeting
+from colofunc.planner.wishes.flow_constraints import ExtraOf, Flow, RuleOf, along, meeting
 from colofunc.planner.wishes.gradients import worked_on
+from colofunc.planner.wishes.layout_equality import alike, orders
 from colofunc.planner.wishes.ranks import Ranks, heard, highest
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program, Value

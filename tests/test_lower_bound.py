@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.planner.fitted import Fitted
-from colofunc.planner.jointly import FEW, Proposed, together
+from colofunc.planner.candidate import Fitted
+from colofunc.planner.joint import FEW, Proposed, together
 from colofunc.program.ir import Program
 
 NOTHING = Program((), (), (), {}, {}, (), "inplace")

@@ -21,9 +21,9 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
-from colofunc.planner.wishes.alike import alike, usual
 from colofunc.planner.wishes.combined import combined, with_open_axes
-from colofunc.planner.wishes.follow import follow
+from colofunc.planner.wishes.layout_equality import alike, usual
+from colofunc.planner.wishes.propagation import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of

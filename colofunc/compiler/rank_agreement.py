@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from colofunc.compiler.decide import Decided
+from colofunc.compiler.decisions import Decided
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors.backend import backend_for, on_real_ranks

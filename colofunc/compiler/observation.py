@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from colofunc.compiler.agree import from_main
+from colofunc.compiler.rank_agreement import from_main
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend, backend_for

@@ -1,4 +1,4 @@
-"""As read: what a step captures lies in the dtype in which it is read.
+"""What a step captures lies in the dtype in which it is read.
 
 Problem: under `cf.precision` frozen weights would lie as they were loaded, in float32, beside a bf16 copy of all of them that each
 step makes anew. Idea: where every reader of a hidden input is a cast to one narrower dtype, the input has that dtype; whoever

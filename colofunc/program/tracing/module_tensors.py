@@ -1,4 +1,4 @@
-"""Held: the tensors that modules keep beside parameters and buffers, in plain attributes, containers and helper objects.
+"""Tensors that modules keep beside parameters and buffers, in plain attributes, containers and helper objects.
 
 Problem: a table may lie in a dict of lists or in an object that is an attribute; and a module that fills one while it is
 traced would keep a tensor without data. Idea: one bounded walk over what plain attributes reach, and a copy of the

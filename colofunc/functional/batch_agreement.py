@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.agree import checksum
+from colofunc.compiler.rank_agreement import checksum
 from colofunc.errors import InputError
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from colofunc import compat
-from colofunc.program.tracing.held import Kept, keep, reached
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.meta import activate
+from colofunc.program.tracing.module_tensors import Kept, keep, reached
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.tree import map_tensors

@@ -10,9 +10,9 @@ from test_offload import one, peak, training
 
 import colofunc as cf
 from colofunc.mesh.sizes import parse_bytes
-from colofunc.planner.offload import fewest as solver
+from colofunc.planner.offload import least_traffic as solver
 from colofunc.planner.offload.evict import Facts, Stay, evict, spread
-from colofunc.planner.offload.fewest import Programs, fewest, least_bytes
+from colofunc.planner.offload.least_traffic import Programs, fewest, least_bytes
 from colofunc.planner.offload.residency import FEWEST, Item, Links, Search, Trace, check, reside
 
 LINKS = Links(4.0, 4.0, 0.0)

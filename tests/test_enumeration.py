@@ -8,8 +8,8 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.sharding import assign
-from colofunc.planner.sharding.cheapest import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, leaning, roomy
 from colofunc.planner.sharding.eliminate import Graph, exact_order
+from colofunc.planner.sharding.enumeration import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, leaning, roomy
 from colofunc.program.ir import Program
 
 
@@ -87,7 +87,7 @@ def test_where_no_choice_fits_none_is_looked_for(monkeypatch: pytest.MonkeyPatch
     program, one = planned(monkeypatch)
     least = max(map(min, alone_each(program, one.model, one.ties)))
     assert [*fitting(program, one.model, one.ties, 4 * least)]
-    monkeypatch.setattr("colofunc.planner.sharding.cheapest.cheapest", None)  # which is not called
+    monkeypatch.setattr("colofunc.planner.sharding.enumeration.cheapest", None)  # which is not called
     assert not [*fitting(program, one.model, one.ties, least - 1)]
 
 

@@ -17,7 +17,7 @@ from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
 from colofunc.mesh.attainable import attainable
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import curves_of
-from colofunc.mesh.found import auto_bytes, found_topology, margin_bytes, preset_of
+from colofunc.mesh.detection import auto_bytes, found_topology, margin_bytes, preset_of
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
 

@@ -1,4 +1,4 @@
-"""Joining: launched processes come together, and what is said of those that have not come.
+"""Rendezvous: launched processes come together, and what is said of those that have not come.
 
 Problem: torch waits for the other processes in silence, and for as long as its timeout also for one that ended while it imported.
 Idea: before there is a process group this rank looks for the others itself, once a second. Of one that has not come nothing is known

@@ -1,7 +1,7 @@
 """Saving beside the steps: what lies in memory is written first, what lies on disk is read behind it, as it was.
 
 Problem: a save in the background copies the state, and memory has no room for what lies on disk. Idea: what counts on disk stays
-there for one more step, so it is held (`executors/disk/held.py`) and read while training goes on. A copy of the rest would need
+there for one more step, so it is held (`executors/disk/kept_versions.py`) and read while training goes on. A copy of the rest would need
 room too, where the disk is used for want of it: steps go on when it is written.
 
     beside = Beside()
@@ -19,7 +19,7 @@ import attrs
 import torch
 
 from colofunc.dtensor.tensor import DTensor
-from colofunc.executors.disk.held import Held, Reader
+from colofunc.executors.disk.kept_versions import Held, Reader
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
