@@ -47,7 +47,7 @@ class _FakeMode(FakeTensorMode):
     """Asks once whether there is a card. Torch asks at every entry, which takes 40 µs where the driver's library is asked (Lightning)."""
 
     @cached_property
-    def avoid_device_init(self) -> bool:  # type: ignore[override]
+    def avoid_device_init(self) -> bool:
         return bool(super().avoid_device_init)
 
 
