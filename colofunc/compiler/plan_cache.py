@@ -125,7 +125,8 @@ def key_of(
 def _sources(registry: Registry, program: Program, hooks: Iterable[Callable[..., Any]]) -> str:
     """The text of colofunc and of every module that gave a rule, a strategy, a pass, an operator of the program, or a hook."""
     functions = [*registry.rules.values(), *registry.passes.values(), *(f for fns in registry.strategies.values() for f in fns)]
-    functions += [OPERATORS[target].reference for target in sorted({n.target for n in program.nodes}) if target in OPERATORS]
+    targets = {node.target for node in program.nodes}
+    functions += [OPERATORS[target].reference for target in sorted(targets) if target in OPERATORS]
     functions += map(_function, hooks)
     files = {f.__code__.co_filename for f in functions if inspect.isfunction(f)}
     return own_sources() + "".join(_of_file(name) for name in sorted(files))

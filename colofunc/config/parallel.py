@@ -99,7 +99,11 @@ def plan_name(key: str, node: Node, registry: Registry) -> str | None:
         return name
     if name not in FAMILIES or not set(FAMILIES[name]) & set(registry.plans):
         return None
-    mode = node.value.get("mode") if isinstance(node.value, dict) else node if isinstance(node.value, str) else None
+    mode = None
+    if isinstance(node.value, dict):
+        mode = node.value.get("mode")
+    elif isinstance(node.value, str):
+        mode = node
     if mode is None:
         return next(plan for plan in FAMILIES[name] if plan in registry.plans)
     if mode.value not in FAMILIES[name]:
@@ -133,8 +137,11 @@ def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
     said = node.plain()
     if not isinstance(said, dict | list) and isinstance(plan, SizedPlan) and plan.sizes is not None:
         return dict(zip(plan.axes, plan.sizes, strict=True))
-    named = said if isinstance(said, dict) else dict(zip(plan.axes, said if isinstance(said, list) else [said]))
-    count = len(said) if isinstance(said, list) else len(named) if isinstance(said, dict) else 1
+    if isinstance(said, dict):
+        named, count = said, len(said)
+    else:
+        sizes = said if isinstance(said, list) else [said]
+        named, count = dict(zip(plan.axes, sizes)), len(sizes)
     if set(named) != set(plan.axes) or count != len(plan.axes):
         axes, example = ", ".join(map(repr, plan.axes)), ", ".join(f"{axis}: ..." for axis in plan.axes)
         raise node.error(f"{name}: size is {said!r}, and the plan has the axes {axes}; write size: {{{example}}}")

@@ -156,7 +156,11 @@ class DTensor(torch.Tensor):
     def parts_in_flight(self) -> list[torch.Tensor]:
         """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the host."""
         origin = self._origin
-        lost = self._held if self._held.shards is None else origin.root if origin is not None and origin.root.shards is None else None
+        lost = None
+        if self._held.shards is None:
+            lost = self._held
+        elif origin is not None and origin.root.shards is None:
+            lost = origin.root
         if lost is not None:
             read = f"it is read again at {line}: " if (line := user_line()) else ""
             name = f"{lost.name!r} " if lost.name else ""

@@ -151,9 +151,9 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     if mesh.size == 1 or name == "simulated":
         return False
     launch = env.launched()
-    joined = dist.is_available() and dist.is_initialized()
-    processes = dist.get_world_size() if joined else launch.world_size if launch is not None else 1
-    return processes == mesh.size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == mesh.size
+    return (1 if launch is None else launch.world_size) == mesh.size
 
 
 def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None) -> MemoryReport:

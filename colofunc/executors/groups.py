@@ -241,7 +241,9 @@ def _reduce_scatter(group: Group, how: str) -> Start:
 
 def _all_reduce(group: Group, how: str) -> Start:
     def start(x: torch.Tensor) -> Started:
-        wire = x.dtype if x.dtype in _GLOO_SUMS else torch.uint8 if x.dtype == torch.bool else None
+        wire = x.dtype if x.dtype in _GLOO_SUMS else None
+        if wire is None and x.dtype == torch.bool:
+            wire = torch.uint8
         if x.dtype.is_complex:
             total = torch.view_as_real(x.clone(memory_format=torch.contiguous_format))
         elif wire is None:

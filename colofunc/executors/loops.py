@@ -187,7 +187,10 @@ def _gather(
         if pool:
             writer.line(f"if {first}: {total} = {room}({name}, 1)[0]")
         writer.settle([name] if host else [], [total] if pool else [])
-        begun = name if mine else f"{total}.copy_({name})" if pool else f"{name}.clone()"
+        if mine:
+            begun = name
+        else:
+            begun = f"{total}.copy_({name})" if pool else f"{name}.clone()"
         more = f"{total}.add_({name})" if how == "sum" else f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
         writer.line(f"{total} = {begun} if {first} else {more}")
     return tuple(classes.get(name, ABSENT) for name in source)

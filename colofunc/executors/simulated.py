@@ -417,7 +417,11 @@ def _all_to_all(members: Sequence[torch.Tensor], rows: torch.Tensor | None = Non
         return [without_rest(torch.stack([m[j] for m in members]), rows) for j in range(len(members))]
     if rows is not None:
         count = HostCount(rows).value()
-        return [with_zeros(torch.stack([first_rows(m[j : j + 1], count)[0] for m in members]), members[0]) for j in range(len(members))]
+        received = []
+        for rank in range(len(members)):
+            parts = [first_rows(sent[rank : rank + 1], count)[0] for sent in members]
+            received.append(with_zeros(torch.stack(parts), members[0]))
+        return received
     return [torch.stack([m[j] for m in members]) for j in range(len(members))]
 
 

@@ -270,7 +270,8 @@ class Writer:
 
     def _targets(self, node: Node, which: int, many: bool) -> list[str]:
         """Variables of the results of one of several sets of operands."""
-        return ["_" if o is None else f"{self.stem(o)}_{which}" if many else self.stem(o) for o in node.outs]
+        suffix = f"_{which}" if many else ""
+        return ["_" if o is None else self.stem(o) + suffix for o in node.outs]
 
     def _kernel_call(self, node: Node, chosen: Chosen, lane: int) -> str:
         """A call of a kernel for this device; positions that the host knows are tensors of the host."""

@@ -106,7 +106,9 @@ class Batches:
             self._sampler = reading.RowSampler(loader.batch_sampler, self._cut if self._read == "own" else None)
             self._source = reading.rebuilt(loader, self._sampler)
         workers = int(getattr(loader, "num_workers", 0) or 0)
-        self._prefetch = prefetch if prefetch is not None else 2 if workers else 0
+        if prefetch is None:
+            prefetch = 2 if workers else 0
+        self._prefetch = prefetch
         self._epoch, self._batch, self._fresh = 0, 0, True
         self._start: dict[str, torch.Tensor] = {}  # generators at the start of the epoch
         self._position: Any = None  # of a loader that keeps its own

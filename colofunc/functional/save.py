@@ -86,7 +86,8 @@ class Saving:
 
     def __repr__(self) -> str:
         error = self._future.exception() if self._future.done() else None
-        return f"Saving({str(self.path)!r}, {'failed' if error else 'done' if self.done else 'running'})"
+        stage = "done" if self.done else "running"
+        return f"Saving({str(self.path)!r}, {'failed' if error else stage})"
 
 
 def save(

@@ -224,7 +224,8 @@ class Evaluation:
         trained = self.loop.state if self.loop is not None else None
         if trained is not None:
             self._placed = None
-            params, buffers = ({f"module.{name}": value for name, value in trained[key].items()} for key in ("params", "buffers"))
+            params = {f"module.{name}": value for name, value in trained["params"].items()}
+            buffers = {f"module.{name}": value for name, value in trained["buffers"].items()}
             return plain(self.step((params, buffers), batch, numbers))
         if self._placed is None:
             self._placed = self.step.init((self.model.params, self.model.buffers), batch, numbers)

@@ -199,7 +199,8 @@ class ColofuncTrainer(Trainer):
             if self._own is not None and self._own.rows is None:
                 self._read_own(layouts_of(step, 1, (parts.params, parts.buffers), dict(inputs)), inputs)
             return found
-        params, buffers = ({f"module.{name}": value for name, value in state[key].items()} for key in ("params", "buffers"))
+        params = {f"module.{name}": value for name, value in state["params"].items()}
+        buffers = {f"module.{name}": value for name, value in state["buffers"].items()}
         return plain(step((params, buffers), dict(inputs)))
 
     def _evaluator(self, loss_only: bool, ignore_keys: list[str] | None, state: Any) -> tuple[Model, Staged]:

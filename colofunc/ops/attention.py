@@ -122,7 +122,9 @@ def _late(q: Tensor, k: Tensor, bias: Tensor | None, opt: Options) -> int | None
     if bias is not None or opt.code is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
         return None
     late = (0 if opt.k_offset is None else int(opt.k_offset)) - (0 if opt.q_offset is None else int(opt.q_offset))
-    return 0 if late <= 1 - k.shape[2] else late if late > 0 else None
+    if late <= 1 - k.shape[2]:
+        return 0
+    return late if late > 0 else None
 
 
 def _late_rows(q: Tensor, k: Tensor, v: Tensor, opt: Options, late: int) -> tuple[Tensor, Tensor]:

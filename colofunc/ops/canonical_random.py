@@ -164,7 +164,10 @@ def _randint(mode: Mode, *args: Any, **kwargs: Any) -> Tensor:
 
 def _randint_like(mode: Mode, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     _own(kwargs.get("generator"))
-    low, high = (args if len(args) == 2 else (0, *args)) if args else (kwargs.pop("low", 0), kwargs.pop("high"))
+    if args:
+        low, high = args if len(args) == 2 else (0, *args)
+    else:
+        low, high = kwargs.pop("low", 0), kwargs.pop("high")
     return _finish(
         _integers(mode, int(low), int(high), input.shape, kwargs.pop("dtype", None) or input.dtype), **kwargs
     )
@@ -242,9 +245,10 @@ def _draw_log_normal(mode: Mode, x: Tensor, mean: float = 1.0, std: float = 2.0)
 
 
 def _draw_random(mode: Mode, x: Tensor, *bounds: int) -> Tensor:
-    low, high = (
-        bounds if len(bounds) == 2 else (0, bounds[0]) if bounds else (0, 1 << (24 if x.is_floating_point() else 31))
-    )
+    if len(bounds) == 2:
+        low, high = bounds
+    else:
+        low, high = 0, bounds[0] if bounds else 1 << (24 if x.is_floating_point() else 31)
     return _integers(mode, low, high, x.shape, x.dtype)
 
 

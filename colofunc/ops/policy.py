@@ -251,7 +251,10 @@ class Mixed(TorchFunctionMode):
             leaf.grad = None
         func(args[0] * self.scale, *args[1:], **kwargs)
         for leaf, old, new in zip(leaves, before, self._unscaled([leaf.grad for leaf in leaves]), strict=True):
-            leaf.grad = old if new is None else new if old is None else old + new
+            if new is None or old is None:
+                leaf.grad = old if new is None else new
+            else:
+                leaf.grad = old + new
         return None
 
     def _unscaled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import attrs
@@ -235,19 +235,27 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
     assert y is not None
     if axis in (a for a, _ in y.pending):
         return "row"
-    if name.startswith("convolution"):
-        order: Callable[[int], str] = lambda d: "batch" if d == 0 else "column" if d == 1 else "sequence"  # noqa: E731
-    elif name.startswith("attention"):
-        order = lambda d: ("batch", "heads")[d] if d < 2 else "sequence"  # noqa: E731
-    elif name in ("bmm", "baddbmm"):
-        order = lambda d: "batch" if d == 0 else "sequence" if d == 1 else "column"  # noqa: E731
-    else:
-        order = lambda d: "column" if d == len(y.shape) - 1 else "batch" if d == 0 else "sequence"  # noqa: E731
     for d in range(len(y.shape)):
         if axis in _axes(y, d):
             inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None  # of rows (b (cp s)) that are flat
-            return "sequence" if d == 0 and inner else order(d)
+            return "sequence" if d == 0 and inner else _dim_word(name, d, len(y.shape))
     return "row" if axis in x.axes else "whole"
+
+
+def _dim_word(name: str, d: int, dims: int) -> str:
+    """What dim `d` of an operator's result is."""
+    words: tuple[str, ...]
+    if name.startswith("convolution"):
+        words, rest = ("batch", "column"), "sequence"
+    elif name.startswith("attention"):
+        words, rest = ("batch", "heads"), "sequence"
+    elif name in ("bmm", "baddbmm"):
+        words, rest = ("batch", "sequence"), "column"
+    elif d == dims - 1:
+        return "column"
+    else:
+        words, rest = ("batch",), "sequence"
+    return words[d] if d < len(words) else rest
 
 
 def _axes(layout: Layout, dim: int) -> tuple[str, ...]:

@@ -304,7 +304,9 @@ class _Player:
             return "collectives"
         if kind is not None and kind[0] in COPIES:
             source, target = self._ends(node)
-            return "disk" if "disk" in (source, target) else "to device" if target == "device" else "to host"
+            if "disk" in (source, target):
+                return "disk"
+            return "to device" if target == "device" else "to host"
         values, ids = self.program.values, (*node.refs, *node.results)
         for i in ids:
             if values[i].tier != "host":

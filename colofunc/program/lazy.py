@@ -295,8 +295,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = pytree.tree_map_only(LazyTensor, lambda x: LazyTensor(x.source, x), (args, kwargs))
     out: list[Any] = []
     for k, result in enumerate(flat):
-        lazy = isinstance(result, torch.Tensor)
-        out.append(result if not lazy else _filled(result, fill(*args)) if fill else LazyTensor(Applied(func, args, kwargs, k), result))
+        if not isinstance(result, torch.Tensor):
+            out.append(result)
+        elif fill:
+            out.append(_filled(result, fill(*args)))
+        else:
+            out.append(LazyTensor(Applied(func, args, kwargs, k), result))
     return pytree.tree_unflatten(out, tree)
 
 

@@ -182,7 +182,11 @@ def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, at
         None if o is None or layout is None else build.define(o, program.values[o], layout.with_at(at))
         for o, layout in zip(node.outs, strategy.outs, strict=True)
     ]
-    local = lambda k: Ref(operands[k])  # noqa: E731 - operand k of the call is a local value here
+
+    def local(k: int) -> Ref:
+        """Operand k of the call is a local value here."""
+        return Ref(operands[k])
+
     build.nodes.append(
         attrs.evolve(node, args=map_refs(args, local), kwargs=map_refs(kwargs, local), outs=tuple(outs), note=strategy.name, on=at)
     )

@@ -64,9 +64,15 @@ def value_text(value: Value) -> str:
     return f"%{value.id}{name}: {type_text(value)}"
 
 
+def _result_text(out: int | None, values: Mapping[int, Value]) -> str:
+    if out is None:
+        return "_"
+    return value_text(values[out]) if out in values else f"%{out}: ?"
+
+
 def node_text(node: Node, values: Mapping[int, Value]) -> str:
     """One line: results, call, where it comes from."""
-    results = ", ".join("_" if o is None else value_text(values[o]) if o in values else f"%{o}: ?" for o in node.outs)
+    results = ", ".join(_result_text(o, values) for o in node.outs)
     arguments = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs]
     call = f"{target_text(node.target)}({', '.join(arguments)})" + (f" {at_text(node.on)}" if node.on is not None else "")
     origin = " ".join(filter(None, (node.phase, node.path, node.line, f"({node.note})" if node.note else "")))

@@ -45,7 +45,10 @@ class Timed:
 
 def call(node: Node, values: Mapping[int, Value]) -> Call:
     """What one call has in common with all that take as long."""
-    like = lambda i: (values[i].shape, values[i].dtype, values[i].tier)  # noqa: E731
+
+    def like(i: int) -> tuple[object, ...]:
+        return values[i].shape, values[i].dtype, values[i].tier
+
     return node.target, repr(map_refs((node.args, node.kwargs), like))
 
 

@@ -122,4 +122,5 @@ def global_shape(spec: str | Spec | Layout, mesh: Mesh, local_shape: tuple[int, 
     if len(dims) != len(local_shape):
         raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
     names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
-    return tuple(size * prod(mesh.axis_size(a) for a in axes) for size, axes in zip(local_shape, names, strict=True))
+    parts = [prod(mesh.axis_size(a) for a in axes) for axes in names]
+    return tuple(size * count for size, count in zip(local_shape, parts, strict=True))

@@ -115,7 +115,9 @@ class Rule:
             return f"[{f}]" if f in self.whole else f
 
         def dim(factors: Factors) -> str:
-            return word(factors[0]) if len(factors) == 1 else "(" + " ".join(map(word, factors)) + ")" if factors else "1"
+            if len(factors) == 1:
+                return word(factors[0])
+            return "(" + " ".join(map(word, factors)) + ")" if factors else "1"
 
         def operand(op: Operand | None) -> str:
             return "-" if op is None else " ".join(dim(d) for d in op)

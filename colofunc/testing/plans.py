@@ -126,7 +126,10 @@ def check_plan(
     plan = plan if isinstance(plan, NamedPlan) or not callable(plan) else plan()
     if not isinstance(plan, NamedPlan):
         raise InputError(f"check_plan wants a plan with axes and wishes(program, mesh), not {plan!r}. Try: check_plan(zero(3, 'dp'))")
-    meshes = tuple(_meshes(plan.axes)) if mesh is None else (mesh,) if isinstance(mesh, Mesh) else tuple(mesh)
+    if mesh is None:
+        meshes = tuple(_meshes(plan.axes))
+    else:
+        meshes = (mesh,) if isinstance(mesh, Mesh) else tuple(mesh)
     done: list[TriedPlan] = []
     for name, make in _chosen(steps).items():
         ran: list[str] = []

@@ -58,7 +58,9 @@ def local_stats(
     mesh or the plan. Works alone, as a decorator, and in any order with other transforms.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
-    names = None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    names = None
+    if axes is not None:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
     transform = Transform("local_stats", {"where": globs, "axes": names}, wrap=partial(_wrapped, globs, names))
     return stage(step_fn, transform)
 

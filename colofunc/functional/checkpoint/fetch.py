@@ -41,7 +41,9 @@ def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None])
     try:
         few = sum(len(memory) for _, memory in blocks) < FROM_BYTES
         direct = None if few or _shared() or _cached(path, blocks) else _open_direct(path)
-        threads = 1 if few else DEEP if direct is not None else os.cpu_count() or 1
+        threads = DEEP if direct is not None else os.cpu_count() or 1
+        if few:
+            threads = 1
         _together(min(threads, DEEP), len(blocks), lambda k: done(k, _one(fd, direct, blocks[k])))
     finally:
         os.close(fd)

@@ -178,7 +178,9 @@ class Search:
         self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
         self.left = min(500, max(9, WORK // (len(trace.seconds) + 2 * uses + 10)))
-        self.slack = (0.0 if self.many else SLACK) if slack is None else slack
+        if slack is None:
+            slack = 0.0 if self.many else SLACK
+        self.slack = slack
         self.still = self._everything()  # where nothing has to move there is nothing to search
 
     @property

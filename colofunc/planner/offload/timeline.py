@@ -146,7 +146,9 @@ class Lanes:
             for p in item.uses:
                 if (p in item.host_uses) is not tier:
                     continue
-                before = since if p in writes else since[:1] if since and since[0] in writes else []
+                before = since
+                if p not in writes:  # who reads waits for who wrote
+                    before = since[:1] if since and since[0] in writes else []
                 other = [q for q in before if self.on_host[q] != self.on_host[p]]
                 if other:
                     self.waits.setdefault(p, []).extend(other)

@@ -149,7 +149,8 @@ def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) ->
     if update is not None:
         return (0.0,) if update == "device" else (1.0,)
     if tried:
-        below, above = ([share for share in tried if (share > tried[0]) is up and share != tried[0]] for up in (False, True))
+        below = [share for share in tried if share < tried[0]]
+        above = [share for share in tried if share > tried[0]]
         return [(tried[0] + share) / 2 for share in (max(below, default=tried[0]), min(above, default=tried[0]))]
     first = ((n + 0.5) / max(1, sum(weigh)) for n in accumulate(weigh[:-1]))
     return (0.0, 1.0, *first) if len(weigh) <= EVERY else SPLITS

@@ -77,7 +77,10 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
         return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
-    whole, again_s = tried(program), lambda one: _seconds(one, node_s) - plain_s
+    def again_s(one: Program) -> float:
+        return _seconds(one, node_s) - plain_s
+
+    whole = tried(program)
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
     orders = list(_proposals(program, node_s))
@@ -144,7 +147,10 @@ def _unmoved(
     budget: int, best_s: float,
 ) -> list[Fitted]:  # fmt: skip
     """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
-    still = lambda one: attrs.evolve(tried(one, moves=False), program=one)  # noqa: E731
+
+    def still(one: Program) -> Fitted:
+        return attrs.evolve(tried(one, moves=False), program=one)
+
     faster = bisect_left(range(len(orders)), best_s, key=lambda k: again_s(orders[k]()))
     found = [*_bisect(orders[:faster], still, budget), *_rounded(program, node_s, still, budget)] if best_s > 0 else []
     best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)

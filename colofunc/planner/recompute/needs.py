@@ -47,7 +47,9 @@ def _needs(chain: Chain, way: int) -> list[int]:
     runs = [Run(s, way % len(part.stage.ways)) for s, part in enumerate(chain.parts)]
     done = in_place(chain.replay([*runs, *(Back(s) for s in range(last, -1, -1))]))
     device = [s for s in lies(done).storages if s.tier == "device"]
-    born, dies, nbytes = (np.array([getattr(s, name) for s in device], dtype=np.int64) for name in ("born", "dies", "nbytes"))
+    born = np.array([storage.born for storage in device], dtype=np.int64)
+    dies = np.array([storage.dies for storage in device], dtype=np.int64)
+    nbytes = np.array([storage.nbytes for storage in device], dtype=np.int64)
     count = len(done.nodes)
     change = np.zeros(count + 2, dtype=np.int64)
     np.add.at(change, np.maximum(born, 0), nbytes)

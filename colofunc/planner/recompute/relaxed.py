@@ -89,7 +89,10 @@ class Rounds:
     @cached_property
     def most_bytes(self) -> int:
         """If all is kept until it is read for the last time."""
-        return max(o + sum(p.nbytes for p in self.pieces if p.made <= t <= max(p.wanted)) for t, o in enumerate(self.others))
+        def kept_bytes(t: int) -> int:
+            return sum(piece.nbytes for piece in self.pieces if piece.made <= t <= max(piece.wanted))
+
+        return max(other_bytes + kept_bytes(t) for t, other_bytes in enumerate(self.others))
 
 
 def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Iterator[Callable[[], Program]]:
@@ -196,7 +199,10 @@ class _Facts:
             for g in dict.fromkeys(self.memory.group(r) for r in node.refs):
                 self.readers.setdefault(g, []).append(k)
         held = {self.memory.group(i) for i in (*program.inputs, *program.outputs)}
-        late = {g for g, ks in self.readers.items() if ks[-1] > last or any(program.nodes[k].phase == "update" for k in ks)}
+        late = set()
+        for group, readers in self.readers.items():
+            if readers[-1] > last or any(program.nodes[k].phase == "update" for k in readers):
+                late.add(group)
         tiny = {g for g in self.values if self.nbytes[g] <= SMALL}
         self.rests = held | late | tiny
 

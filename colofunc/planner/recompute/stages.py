@@ -237,7 +237,10 @@ def _part(
         if o is not None and o not in rests and facts.group(o) not in inputs
     )  # fmt: skip
     first = facts.first or 0
-    outs = {facts.group(v) for v in made if any(k < first and stage_of[k] > number for k in facts.readers.get(v, ()))}
+    outs = set()
+    for value in made:
+        if any(k < first and stage_of[k] > number for k in facts.readers.get(value, ())):
+            outs.add(facts.group(value))
     sizes: dict[int, int] = {}
     for v in made:
         sizes[facts.group(v)] = max(sizes.get(facts.group(v), 0), program.values[v].nbytes)

@@ -150,7 +150,8 @@ def assign(
         return found
     least: list[tuple[int, Mapping[str, int], Assignment]] = []
     dear: list[Assignment] = []
-    always, never = (frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is how) for how in (True, False))
+    always = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is True)
+    never = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is False)
     for ids in dict.fromkeys((always, (_parameters(program) | always) - never)):
         regather = copies_of(program, ids)
         if regather not in memo.models:
@@ -249,12 +250,20 @@ def assign_by_axes(
     ) -> Assignment:
         at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
         fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
-        here = lambda item: candidates(item, some, None if fixed is None else fixed[at[id(item)]])  # noqa: E731
+
+        def fixed_of(item: Node | Value) -> Strategy | None:
+            return None if fixed is None else fixed[at[id(item)]]
+
+        def here(item: Node | Value) -> Sequence[Strategy] | Sequence[Layout]:
+            return candidates(item, some, fixed_of(item))
+
+        def near(item: Node | Value, strategy: Strategy) -> bool:
+            return agrees(strategy, fixed_of(item), loose)
+
         mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
         keyed = mine if fixed is None else mine | _apart(fixed)
         begin = tuple(one for one in (current, start) if one is not None)
         few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
-        near = lambda item, s: agrees(s, None if fixed is None else fixed[at[id(item)]], loose)  # noqa: E731
         return assign(
             program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s,
             kernel_s,

@@ -189,7 +189,9 @@ def _alone(program: Program, ties: Ties, c: int, strategy: Strategy, how: Callab
 def _bytes(model: Model, c: int) -> Array:
     """Bytes of all results of a class under each option."""
     itemsize = {flow.result: flow.itemsize for flow in model.flows if flow.producer == c}
-    sizes = [sum(lay.local_numel * itemsize.get(j, 0) for j, lay in enumerate(s.outs) if lay is not None) for s in model.options[c]]
+    sizes = []
+    for option in model.options[c]:
+        sizes.append(sum(lay.local_numel * itemsize.get(j, 0) for j, lay in enumerate(option.outs) if lay is not None))
     return model.weight[c] * np.array(sizes, dtype=float)
 
 

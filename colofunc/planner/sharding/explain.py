@@ -332,6 +332,10 @@ def _keeps(
 
 def _alike(a: Layout, b: Layout, axes: Collection[str]) -> bool:
     """Whether two layouts place these axes alike."""
-    on = [[[x for _, x in dim if x in axes] for dim in layout.dims] for layout in (a, b)]
-    pending = [[p for p in layout.pending if p[0] in axes] for layout in (a, b)]
-    return on[0] == on[1] and pending[0] == pending[1]
+    def on(layout: Layout) -> list[list[str | None]]:
+        return [[x for _, x in dim if x in axes] for dim in layout.dims]
+
+    def pending(layout: Layout) -> list[tuple[str, str]]:
+        return [p for p in layout.pending if p[0] in axes]
+
+    return on(a) == on(b) and pending(a) == pending(b)

@@ -51,7 +51,11 @@ def _passed(strategy: Strategy) -> Passed:
         return ()
     given = {pending for layout in strategy.outs if layout is not None for pending in layout.pending}
     placed = {axis for axis, _ in strategy.axes}
-    found = ((p, tuple(k for k, layout in enumerate(strategy.ins) if p in layout.pending)) for p in sorted(given) if p[0] not in placed)
+    def having(p: tuple[str, str]) -> tuple[int, ...]:
+        """Operands over which it is pending."""
+        return tuple(k for k, layout in enumerate(strategy.ins) if p in layout.pending)
+
+    found = ((p, having(p)) for p in sorted(given) if p[0] not in placed)
     return tuple((pending, operands) for pending, operands in found if operands)
 
 

@@ -66,7 +66,10 @@ class Simulated:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per rank, the most that it keeps for backwards at one moment."""
-        return tuple(max((held for _, held in self.bytes_over_time(rank)), default=0.0) for rank in range(len(self.rows)))
+        peaks = []
+        for rank in range(len(self.rows)):
+            peaks.append(max((held for _, held in self.bytes_over_time(rank)), default=0.0))
+        return tuple(peaks)
 
     def text(self, width: int = 120) -> str:
         """The picture of the papers: a lane per rank, time from left to right. An action begins with its microbatch.

@@ -271,7 +271,10 @@ def _on_operators(
     for k, node in able:
         rule = rule_of(node)
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
-        where = wants[0] if len(wants) == 1 else {a: frozenset(want.get(a, "whole") for want in wants) for want in wants for a in want}
+        where: Mapping[str, str | frozenset[str]] = wants[0] if wants else {}
+        if len(wants) > 1:
+            axes = dict.fromkeys(axis for want in wants for axis in want)
+            where = {axis: frozenset(want.get(axis, "whole") for want in wants) for axis in axes}
         key = ("node", *(tuple(want.items()) for want in wants))
         yield n + k, dict(where), Constraint(
             key, _placer(wants), says, (), tuple(where), len(where) > 1, lambda some: _placer(wants, some)

@@ -183,7 +183,9 @@ class _Stages:
             if not later or len(kept) < len(before):
                 raise self._backwards(node, rank)
             return later[0], FORWARD
-        kind = BACKWARD if not self.splits else WEIGHTS if index in self.weight_gradients else INPUTS
+        kind = BACKWARD
+        if self.splits:
+            kind = WEIGHTS if index in self.weight_gradients else INPUTS
         most = min((stage for stage, made in before if made != FORWARD), default=mine[-1])
         own = [stage for stage in (*kept, *owned) if stage in mine and stage <= most]
         earlier = own or [stage for stage in mine if stage <= most]

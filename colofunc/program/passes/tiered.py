@@ -123,7 +123,10 @@ class Tiered:
         made = self.maker.get(self._root(storage))
         origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
         value = self.program.values[self._root(storage)]
-        on = made_at(made) if made is not None else None if value.layout is None else value.layout.at
+        if made is not None:
+            on = made_at(made)
+        else:
+            on = None if value.layout is None else value.layout.at
         return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
     def _root(self, storage: int) -> int:

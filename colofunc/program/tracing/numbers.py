@@ -89,4 +89,8 @@ def _promoted(others: Sequence[torch.Tensor], number: torch.dtype, wrapped: bool
 
 
 def _category(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return 0 if dtype == torch.bool else 1

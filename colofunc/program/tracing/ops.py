@@ -151,7 +151,9 @@ def mutating(func: Any) -> Handler:
         # Results that are written operands are those operands; others come first from the functional form.
         rest = iter(targets)
         back = [results[i] if r.alias_info is None else next(rest) for i, r in enumerate(func._schema.returns)]
-        return None if not back else back[0] if len(back) == 1 else tuple(back)
+        if len(back) == 1:
+            return back[0]
+        return tuple(back) if back else None
 
     return handle
 
@@ -316,7 +318,10 @@ def factory(position: int | None, value: Any) -> Handler:
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _, _, results = rec.encode_call(func, args, kwargs)
         meta = results.metas[0]
-        fill = value if position is None else args[position] if len(args) > position else kwargs["fill_value"]
+        if position is None:
+            fill = value
+        else:
+            fill = args[position] if len(args) > position else kwargs["fill_value"]
         if isinstance(fill, torch.Tensor):
             fill = item_of(rec, fill)
         return rec.fresh(emit_full(rec, meta.shape, meta.dtype, fill), meta)

@@ -205,8 +205,14 @@ def _pattern(old: Form, new: Form, sizes: tuple[int, ...]) -> tuple[str, tuple[s
                 total[slot] *= sizes[run]
 
     def side(form: Form) -> str:
-        words = [[names[s] for s in dim if s in names] for dim in form]
-        return " ".join(w[0] if len(w) == 1 else f"({' '.join(w)})" if w else "1" for w in words)
+        groups = []
+        for dim in form:
+            words = [names[s] for s in dim if s in names]
+            if len(words) == 1:
+                groups.append(words[0])
+            else:
+                groups.append(f"({' '.join(words)})" if words else "1")
+        return " ".join(groups)
 
     grouped = [s for dim in old for s in dim if s in names and sum(t in names for t in dim) > 1]
     text = f"{side(old)} -> {side(new)}"

@@ -141,4 +141,9 @@ def _exchanges(
 
 
 # Orders of 2, 3 and 4 things in which none stays where it is.
-_DERANGED = {r: [p for p in permutations(range(r)) if all(k != o for k, o in enumerate(p))] for r in range(2, MOST_EXCHANGED + 1)}
+def _derangements(count: int) -> list[tuple[int, ...]]:
+    """Permutations that leave nothing in its place."""
+    return [order for order in permutations(range(count)) if all(k != place for k, place in enumerate(order))]
+
+
+_DERANGED = {count: _derangements(count) for count in range(2, MOST_EXCHANGED + 1)}

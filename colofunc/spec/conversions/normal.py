@@ -145,7 +145,9 @@ def _line_of(pieces: tuple[Piece, ...], found: Prices, steps: tuple[Step, ...]) 
     """(seconds, seconds per byte of a rank's part at the start) of these steps."""
     sizes = [p.size for p in pieces]
     alpha_s = beta_s = 0.0
-    ways = [prod(n for n, loc in zip(sizes, where) if loc >= 0) for where in (tuple(p.start for p in pieces), *(s[2] for s in steps))]
+    ways = []
+    for where in (tuple(piece.start for piece in pieces), *(step[2] for step in steps)):
+        ways.append(prod(size for size, place in zip(sizes, where) if place >= 0))
     for (kind, who, _), before, after in zip(steps, ways, ways[1:]):
         if kind not in FREE:
             a, b = found.at(kind, who)

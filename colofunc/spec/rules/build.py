@@ -40,7 +40,9 @@ def at(call: Call, index: int, name: str) -> int | None:
 def _operand(text: str, whole: set[str]) -> Operand:
     dims = []
     for group, single in _DIM.findall(text):
-        words = group.split() if not single else [] if single == "1" else [single]
+        words = [single] if single else group.split()
+        if single == "1":
+            words = []
         for word in words:
             if word.startswith("["):
                 whole.add(word.strip("[]"))

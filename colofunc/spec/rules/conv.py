@@ -103,7 +103,8 @@ def convolution_backward(call: Call) -> Rule | None:
     weight = f"(g c) o {geo.kernel}" if transposed else f"(g o) c {geo.kernel}"
     made = [k for k, t in enumerate(call.outs) if t is not None]
     linear: list[set[int | None]] = [{0}]
-    linear += [{2}] if made == [0] else [{1}] if made == [1] else []
+    if len(made) == 1 and made[0] in (0, 1):
+        linear.append({2} if made == [0] else {1})
     return bind(
         call,
         {0: f"n (g o) {out_dims}", 1: f"n (g c) {in_dims}", 2: weight},

@@ -46,7 +46,9 @@ def _rule(call: Call, x: int) -> Rule:
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
     interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
-    up, tokens, choices = ("(f [c])" if interleaved else "([c] f)") if gated else "f", f"{batch} [d]", f"{batch} [k]"
+    up, tokens, choices = "f", f"{batch} [d]", f"{batch} [k]"
+    if gated:
+        up = "(f [c])" if interleaved else "([c] f)"
     weights = (f"e [d] {up}", "e f [d]") if transposed else (f"e {up} [d]", "e [d] f")
     texts: Texts = {x: tokens, x + 1: choices, x + 2: choices, x + 3: weights[0], x + 4: weights[1], gub: f"e {up}", db: "e [d]"}
     size = round(_share(call, x) * prod(call.ins[x + 1].shape)) * prod(call.ins[x + 4].shape[1:])  # choices times d times f

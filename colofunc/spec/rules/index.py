@@ -33,8 +33,10 @@ def gather(call: Call) -> Rule | None:
     dim = wrap(call.arg(1, "dim"), len(x))
     # Along the other dims the index may be shorter than the source: then only a corner of the source is read.
     same = [n == m for n, m in zip(x, index, strict=True)]
-    source = ["[s]" if d == dim else f"d{d}" if same[d] else f"[s{d}]" for d in range(len(x))]
-    where = ["j" if d == dim else f"d{d}" if same[d] else f"[d{d}]" for d in range(len(x))]
+    source = [f"d{d}" if same[d] else f"[s{d}]" for d in range(len(x))]
+    where = [f"d{d}" if same[d] else f"[d{d}]" for d in range(len(x))]
+    if x:  # a tensor without dims is gathered along none
+        source[dim], where[dim] = "[s]", "j"
     return bind(call, {0: " ".join(source), 1: " ".join(where)}, [" ".join(where)], linear=[{0}])
 
 

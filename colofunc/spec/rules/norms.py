@@ -233,7 +233,7 @@ def batch_norm(call: Call) -> Rule | None:
         return _rule(call, tensors, (x, *(c,) * (len(call.outs) - 1)), sizes, whole=whole)
     # Evaluation: the saved statistics are empty (CPU), or those given.
     empty = [t is not None and t.shape == (0,) for t in call.outs]
-    outs = [x if k == 0 else (("none",),) if empty[k] else c for k in range(len(call.outs))]
+    outs = [x, *((("none",),) if empty[k] else c for k in range(1, len(call.outs)))]
     if any(empty):
         sizes = sizes | {"none": 0}
     copied = frozenset((k, f) for k, op in enumerate(outs) if k for f in factors(x) - factors(op))
