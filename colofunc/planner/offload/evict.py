@@ -254,7 +254,7 @@ class _Spread:
         for store in _stores(facts, stays):
             self.stores.setdefault(store.start, []).append(store)
             (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(store)
-        self.stirring = {*self.stores, *self.lows, *self.limits}  # positions at which something happens to a store
+        self.store_positions = {*self.stores, *self.lows, *self.limits}  # positions at which something happens to a store
         self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
         self.kept: list[_Store] = []  # those whose bytes nothing else needs
         self.extra = 0
@@ -268,7 +268,7 @@ class _Spread:
     def run(self) -> tuple[float, list[Copy]]:
         lanes, landing, end = self.facts.lanes, self.landing, self.end
         for p, seconds in enumerate(lanes.seconds):
-            if self.kept or p in self.stirring:
+            if self.kept or p in self.store_positions:
                 self._store(p)
             if p in self.due:
                 late = [index for index in self.due[p] if not self.started[index]]
