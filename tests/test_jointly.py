@@ -71,8 +71,9 @@ def test_where_nothing_fits_operators_are_looked_at_that_are_too_large_alone(see
     assert Deciding(made(seed), few=False).seconds() < INF
 
 
-def test_decisions_are_within_five_percent_of_the_best_there_is() -> None:
-    counts = jointly.counted(jointly.steps(range(9)))
+@pytest.mark.parametrize("count", [9, pytest.param(12, marks=pytest.mark.sweep)])
+def test_decisions_are_within_five_percent_of_the_best_there_is(count: int) -> None:
+    counts = jointly.counted(jointly.steps(range(count)))
     assert counts.near == len(counts.ratios) >= 6
 
 
@@ -84,8 +85,9 @@ def test_many_decisions(seeds: range, layers: int, part: float | None, few: bool
     assert counts.near == len(counts.ratios) >= 2
 
 
-def test_never_slower_than_the_separate_choices() -> None:
-    assert jointly.slower(jointly.steps(range(2000, 2004))) == (4, 0)
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.sweep)])
+def test_never_slower_than_the_separate_choices(count: int) -> None:
+    assert jointly.slower(jointly.steps(range(2000, 2000 + count))) == (count, 0)
 
 
 def perceptron() -> tuple[object, object, object]:

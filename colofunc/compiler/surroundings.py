@@ -67,7 +67,7 @@ def look_around(fn: Callable[..., Any]) -> Surroundings:
     weights a model has.
 
     Looked for in its closure, defaults and the globals that it names, and in functions found there: a switch of the mode,
-    or another tensor as a frozen weight, means another trace. A model that lies elsewhere is noted when a trace calls it (`used`).
+    or another tensor as a frozen weight, means another trace. A model that lies elsewhere is noted when a trace calls it (`modules_used`).
     """
     found = Surroundings(ambient())
     _walk(fn, DEPTH, {id(fn)}, found)

@@ -4,7 +4,7 @@
     copying.wait()                                        # the device's later work waits for it; the host goes on
 
 Host memory is written and read by three parties that do not wait for one another: both streams, and the host itself. So each
-piece of it remembers the copies of it (`in_use`); whoever comes next waits for what stands in its way: a stream for events, the host
+piece of it remembers the copies of it (`pages_in_use`); whoever comes next waits for what stands in its way: a stream for events, the host
 in `settle`. Memory of the device needs none of it: it is allocated, and after the wait given back, in the order of the stream that
 computes. The host leaves a step without waiting: the copies of the next one wait for these, and outside of steps the host waits when
 it looks at what a copy has to do with (`arrived`). At the end of the process nobody looks, so nobody waits.
