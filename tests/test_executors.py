@@ -15,6 +15,7 @@ from colofunc.executors.faults import FaultError, fail
 from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
 from colofunc.mesh import Mesh
+from colofunc.ops.linear import FOR_MATRICES
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import rearrange_steps
 from colofunc.program.ir import Node, Program, Ref, Value
@@ -402,6 +403,24 @@ def test_a_quick_way_to_call_an_operator_is_that_operator(target):
     for args, kwargs in QUICK[target]:
         quick, slow = (fn(*args, **kwargs) for fn in (callable_of(target), resolve(target)))
         torch.testing.assert_close(quick, slow, rtol=0, atol=0)
+
+
+OF_MATRICES = {
+    "colofunc.linear": [(X, X, None), (X, X, X[:, 0]), (X.t(), X.t(), None)],
+    "colofunc.linear_dx": [(X, X.t()), (X.t(), X)],
+    "colofunc.linear_dw": [(X, X), (X.t(), X[:, :4].t())],
+}
+
+
+@pytest.mark.parametrize("target", OF_MATRICES)
+def test_a_call_for_matrices_is_that_operator(target):
+    assert callable_of(target, 2) is not callable_of(target, 3) is callable_of(target)
+    for args in OF_MATRICES[target]:
+        torch.testing.assert_close(callable_of(target, 2)(*args), callable_of(target)(*args), rtol=0, atol=0)
+
+
+def test_every_call_for_matrices_is_compared():
+    assert {fn.__name__.removeprefix("_") for fn in FOR_MATRICES} == {name.removeprefix("colofunc.") for name in OF_MATRICES}
 
 
 def test_every_quick_way_is_compared():

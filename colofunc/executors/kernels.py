@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from colofunc.errors import ProgramError, near
 from colofunc.ops.define import KERNELS
+from colofunc.ops.linear import FOR_MATRICES
 from colofunc.ops.targets import argument_names, overload, resolve
 from colofunc.program.facts import Steps
 from colofunc.program.ir import GATHERS, Node
@@ -51,10 +52,10 @@ _FAST: dict[str, Callable[..., Any]] = {
 }
 
 
-
-def callable_of(target: str) -> Callable[..., Any]:
-    """What executors call for `target`. Not kept: `cf.operator` may give an operator another kernel."""
-    return _FAST.get(target) or KERNELS.get(target) or resolve(target)
+def callable_of(target: str, dims: int | None = None) -> Callable[..., Any]:
+    """What executors call for `target`, whose first operand has so many dims. Not kept: `cf.operator` may give another kernel."""
+    found = _FAST.get(target) or KERNELS.get(target) or resolve(target)
+    return FOR_MATRICES.get(found, found) if dims == 2 else found
 
 
 def check_words(node: Node) -> None:

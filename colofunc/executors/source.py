@@ -243,7 +243,8 @@ class Writer:
             node = self.sharing.before(node, changed, keys)
             keys = self._keys(node)
         bound = self._bound.get(node.target)
-        name = self.bind(bound or callable_of(node.target), node.target.replace(".", "_") if bound else node.target.split(".")[1])
+        dims = len(self.program.values[node.refs[0]].shape) if node.refs else None
+        name = self.bind(bound or callable_of(node.target, dims), node.target.replace(".", "_") if bound else node.target.split(".")[1])
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
         classes = {key: c for c, key in enumerate(dict.fromkeys(key for key in keys if key != (ABSENT,)))}

@@ -14,6 +14,7 @@ modules have them): it multiplies each of them with the weight by itself, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,6 +100,17 @@ def _linear_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         db = g.sum(leading) if leading else g
     return dx, dw, db
 
+
+def _linear_dw_of_matrices(g: Tensor, x: Tensor) -> Tensor:
+    return torch.mm(g.t(), x)
+
+
+# What the kernels above come to where the first operand is a matrix, for executors, which know that when they write a call.
+FOR_MATRICES: dict[Callable[..., Any], Callable[..., Any]] = {
+    _linear: F.linear,
+    _linear_dx: torch.mm,
+    _linear_dw: _linear_dw_of_matrices,
+}
 
 linear_dx = define(
     "linear_dx(Tensor g, Tensor w) -> Tensor", _linear_dx, _linear_dx_fake, (_save_two, _dx_backward), for_compilers=_linear_dx
