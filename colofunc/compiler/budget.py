@@ -17,14 +17,14 @@ import attrs
 
 from colofunc.compiler.completion import Completion
 from colofunc.compiler.decisions import Candidates, Decided, assigned, decide
-from colofunc.compiler.least_budget import Leanest, Tried, least_budget, said
+from colofunc.compiler.least_budget import Leanest, Tried, glance, least_budget, said
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import joint
 from colofunc.planner.candidate import Fitted
-from colofunc.planner.joint import FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
+from colofunc.planner.joint import FAR, FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
 from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.sharding.lower_bound import at_least_any
+from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_any
 from colofunc.program.ir import Program
 
 SMALL, WORK = 100, 400
@@ -33,6 +33,8 @@ program of at most WORK nodes is searched from nothing even where a sharding of 
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
+MOST_AXES = 2
+"""Over more axes than these no model has all options (`assign_by_axes`)."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 Sharding = Callable[[], Decided]
@@ -62,30 +64,46 @@ def within(
         if done.short:
             raise CapacityError(done.short)
         return _told(completion, decided, done)
-    search = partial(_searched, make, assign, candidates, parts=parts, tries=tries + parts.bit_length() - 1)
+    needs = partial(_needs, completion, candidates, axes, parts)
+    search = partial(_searched, make, assign, candidates, needs=needs, parts=parts, tries=tries + parts.bit_length() - 1)
     found, leanest = search(completion, budget_bytes)
     if found is not None:
         return _told(completion, found.decided, found.done)
-    needs_bytes = _needs(completion.program, candidates) // parts
-    candidates.memo = Memo(candidates.memo.fastest, misses=candidates.memo.misses)
+    refused = partial(_too_little, completion, budget_bytes, needs=needs())
+    candidates.memo = attrs.evolve(candidates.memo, fits={})
 
     def again(asked_bytes: int) -> Tried:
         candidates.memo = attrs.evolve(candidates.memo, fits={})  # as whoever gives that budget will find it
         fits, lean = search(completion, asked_bytes, any_that_fits=True)
         return fits or lean
 
-    large = len(completion.program.nodes) > LARGE
-    # On one rank there is one sharding, in which every named policy was counted.
-    several = completion.mesh.size > 1 and completion.gives_way
-    pool = _pool(make, assign, completion, FRONTIER_LARGE if large else FRONTIER) if several else []
-    least = least_budget(again, large, pool)
+    def pool(most: int) -> list[Leanest]:
+        # On one rank there is one sharding, in which every named policy was counted.
+        several = completion.mesh.size > 1 and completion.gives_way
+        return _pool(make, known, completion, most) if several else []
+
+    known = lru_cache(assign)
+    least = _least(completion, again, pool, budget_bytes)
     if least.done.fits(budget_bytes):  # only what was asked for less was led there
-        least = _fastest_of(pool, budget_bytes) or least
         plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
         return _told(completion, attrs.evolve(least.decided, plan=plan), least.done)
     if leanest.done.short and leanest.done.peak_bytes <= budget_bytes:
         raise CapacityError(leanest.done.short)
-    raise PlanError(_too_little(completion, budget_bytes, least, needs_bytes))
+    raise PlanError(refused(least))
+
+
+def _least(completion: Completion, again: Leanest, pool: Callable[[int], list[Leanest]], budget_bytes: int) -> Tried:
+    """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
+    nodes, few = len(completion.program.nodes), pool(FRONTIER_LARGE)
+    if few and nodes > SMALL:
+        lean = glance(few)
+        if lean.done.peak_bytes > FAR * budget_bytes and not lean.done.short:
+            return lean
+    some = few if nodes > LARGE else pool(FRONTIER)
+    least = least_budget(again, nodes > LARGE, some)
+    if not least.done.fits(budget_bytes):
+        return least
+    return _fastest_of([partial(_completed, completion, least.decided), *some], budget_bytes) or least
 
 
 def nearby(
@@ -135,16 +153,30 @@ def _faster(
     return kept if kept[0].plan.cost_s <= new[0].plan.cost_s * (1 + SAME) else new
 
 
-def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs_bytes: int) -> str:
+def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs: Needs) -> str:
     """What to say where nothing fits: what would, and what to try."""
     others = [name for name, there in (("cf.checkpoint", completion.searches), ("cf.offload", completion.moves)) if not there]
     less = ", ".join(["a smaller batch", *others, *completion.wider])
-    alone = f", and however it is sharded one operator makes {said(needs_bytes)}" if needs_bytes > budget_bytes else ""
+    alone = f", and however it is sharded {words}" if (words := needs.above(budget_bytes)) else ""
     return (
         f"no plan found within {said(budget_bytes)} a rank: the least found has a peak of {said(least.done.peak_bytes)}{alone}; "
         f"give at least that, or use more ranks, {less}, or a topology with more memory. "
         f"It holds {completion.count(least.done.program).summary()}"
     )
+
+
+@attrs.frozen
+class Needs:
+    """Bytes that every sharding takes at least: for what one operator makes, and for arguments that stay where they are."""
+
+    operator_bytes: int
+    argument_bytes: int
+
+    def above(self, budget_bytes: int) -> str:
+        """In words, what of it is more than a budget; "" where nothing is."""
+        if self.argument_bytes > max(budget_bytes, self.operator_bytes):
+            return f"its arguments take {said(self.argument_bytes)}"
+        return f"one operator makes {said(self.operator_bytes)}" if self.operator_bytes > budget_bytes else ""
 
 
 @attrs.frozen(eq=False)
@@ -160,6 +192,7 @@ def _searched(
     candidates: Candidates,
     completion: Completion,
     budget_bytes: int,
+    needs: Callable[[], Needs],
     parts: int,
     tries: int,
     any_that_fits: bool = False,
@@ -184,9 +217,13 @@ def _searched(
 
     every = partial(_every, make, completion.program, candidates, budget_bytes * parts)
     most = max(2, WORK // max(1, len(completion.program.nodes)))
-    needs = partial(_needs, completion.program, candidates)
+
+    def least() -> int:
+        found = needs()
+        return parts * max(found.operator_bytes, found.argument_bytes)
+
     try:
-        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, needs)
+        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least)
     except _Fits as first:
         return first.tried, first.tried
     fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
@@ -214,9 +251,13 @@ def _pool(make: Callable[..., Decided], assign: Callable[..., Assignment], compl
             return _proposed(make, refused.leanest, None)
 
     def complete(sharding: Sharding, asked_bytes: int) -> Tried:
-        return Tried(sharding(), completion.finish(sharding(), asked_bytes), asked_bytes)
+        return _completed(completion, sharding(), asked_bytes)
 
     return [partial(complete, proposed.plan) for proposed in frontier(propose, most)]
+
+
+def _completed(completion: Completion, decided: Decided, asked_bytes: int) -> Tried:
+    return Tried(decided, completion.finish(decided, asked_bytes), asked_bytes)
 
 
 def finished(completion: Completion, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
@@ -237,10 +278,13 @@ def _every(
         yield _proposed(make, found, None)
 
 
-def _needs(program: Program, candidates: Candidates) -> int:
-    """Bytes that every sharding of a step that was assigned before needs at least."""
-    known = candidates.memo.fastest
-    return min((at_least_any(program, model, known.ties) for model, _ in candidates.memo.models.values()), default=0) if known else 0
+def _needs(completion: Completion, candidates: Candidates, axes: tuple[str, ...], parts: int) -> Needs:
+    """What every sharding of a step that was assigned before needs in each of its parts."""
+    program, known, mesh = completion.program, candidates.memo.fastest, completion.mesh
+    models = [known.model, *(model for model, _ in candidates.memo.models.values())] if known is not None else []
+    several = sum(mesh.axis_size(axis) > 1 for axis in axes) > MOST_AXES
+    makes = 0 if known is None or several else min(at_least_any(program, model, known.ties) for model in models)
+    return Needs(makes // parts, 0 if completion.moves else arguments_at_least(program, mesh.size))
 
 
 def _proposed(make: Callable[..., Decided], found: Assignment, aim: int | None) -> Proposed[Sharding]:

@@ -2,8 +2,9 @@
 
 Problem: how much is sent at once, what is copied and which shardings are looked at go by the budget, so the peak of the leanest plan
 that one search tried is not yet a budget that another search keeps to. Idea: begin with one byte and ask for one byte less than was
-counted last, until nothing holds less. This depends on no budget that was given, so every error names the same bytes; and whoever
-gives at least them, and whose search finds nothing, is given the plan that was counted.
+counted last, until nothing holds less. This depends on no budget that was given, so every error names the same bytes (but for a `glance`
+where a budget is far too small, which may name more); and whoever gives at least them, and whose search finds nothing, is given the
+plan that was counted.
 
     given 1,000 B: nothing.  asked for 1 B: a plan of 728 B, 727 B: one of 696 B, 695 B: nothing below    696 B are named
 
@@ -58,6 +59,11 @@ def least_budget(search: Leanest, large: bool, pool: Sequence[Leanest] = ()) -> 
     """The leanest plan found. pool: shardings that are looked at whatever is asked for, each completed for so many bytes."""
     best = _raised(search, _less_of(pool, search(1)))
     return _descended(search, best, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
+
+
+def glance(pool: Sequence[Leanest]) -> Tried:
+    """The leanest of some shardings when little is asked for, with no second look: where a budget is far below it, that is enough."""
+    return min((complete(1) for complete in pool), key=_rank)
 
 
 def _less_of(pool: Sequence[Leanest], best: Tried) -> Tried:

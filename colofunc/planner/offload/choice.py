@@ -88,7 +88,7 @@ def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None
             items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
             search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
-            if search.many and like is None:
+            if search.many and like is None and least <= limit:
                 search.run()
             else:
                 search.sketch(points)
@@ -100,7 +100,7 @@ def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None
             break
         near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
     for one in tries[:FULL] if like is None else ():
-        if not one.search.many:
+        if not one.search.many and not one.over:  # of what does not fit nobody asks how long it takes
             one.search.run()
     slack = tries[0].search.slack
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)

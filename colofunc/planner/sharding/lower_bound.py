@@ -1,12 +1,16 @@
-"""What a step needs however it is sharded: the bytes that some operator makes under every one of its options.
+"""What a step needs however it is sharded: its arguments, and the bytes that some operator makes under every one of its options.
 
 Problem: where a budget is far too small, hundreds of shardings are searched for nothing. Idea: what an operator makes has to lie
-somewhere when it is made, whatever is moved or made again, so the least of it over the operator's options bounds every plan.
+somewhere when it is made, whatever is moved or made again, so the least of it over the operator's options bounds every plan. Arguments
+that are not moved lie there all the time, at best split evenly.
 
     linear, 256 x 64 floats on two ranks: 32768 bytes a rank, or 65536       no plan below 32768
+    4 MiB of parameters and 8 MiB of moments on four ranks                   no plan below 3 MiB
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.model import Model
@@ -18,6 +22,12 @@ from colofunc.spec.rule import Strategy
 def at_least_any(program: Program, model: Model, ties: Ties) -> int:
     """Bytes that some operator makes at least. Views, what is written over, constants and updates (on the host, maybe) do not count."""
     return max((min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0)
+
+
+def arguments_at_least(program: Program, ranks: int) -> int:
+    """Bytes of all arguments on the rank that has most of them, at least."""
+    values = (program.values[id] for id in program.inputs if id not in program.constants)
+    return sum(prod(value.shape) * value.dtype.itemsize for value in values) // ranks
 
 
 def _makes(program: Program, ties: Ties, c: int, strategy: Strategy) -> int:
