@@ -12,7 +12,8 @@ from colofunc.errors import PlanError
 from colofunc.executors.simulated import run_simulated
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import describe
-from colofunc.planner.sharding.assign import Assignment, assign, assign_by_axes
+from colofunc.planner.sharding.assign import Assignment, assign
+from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.classes import starred, tie
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, cost, solve

@@ -23,6 +23,7 @@ from colofunc.planner import joint
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.joint import FAR, FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
 from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
+from colofunc.planner.sharding.by_axes import MOST_AXES
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_any
 from colofunc.program.ir import Program
@@ -33,8 +34,6 @@ program of at most WORK nodes is searched from nothing even where a sharding of 
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
-MOST_AXES = 2
-"""Over more axes than these no model has all options (`assign_by_axes`)."""
 LARGE = 2000
 """Programs of more nodes have fewer searches at a price of memory."""
 Sharding = Callable[[], Decided]

@@ -13,7 +13,8 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
-from colofunc.planner.sharding.assign import Assignment, Memo, assign_by_axes
+from colofunc.planner.sharding.assign import Assignment, Memo
+from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
 from colofunc.planner.sharding.explain import make_plan
 from colofunc.planner.sharding.kernel_seconds import KernelSeconds

@@ -7,8 +7,7 @@ Steps: tie what is alike (`classes`), ask for the candidates of each class, buil
 bisection); then price is taken back option by option as long as the budget holds. Where that is not enough, parameters
 are gathered anew in every phase (`Assignment.regather`) instead of being kept gathered in between.
 
-With many axes the joint enumeration explodes; `assign_by_axes` decides one axis at a time, the others fixed, until
-nothing changes. Later residency (keep, recompute, offload) enters as further options of the same variables.
+With many axes the joint enumeration explodes; `by_axes` decides a few at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import merge
-from typing import Protocol
 
 import attrs
 
@@ -25,7 +23,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan_table import size_text
 from colofunc.planner.sharding.budget import Fit, at_price, fit
 from colofunc.planner.sharding.classes import Ties, item_of, tie
-from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, agrees, allowed, leaf_strategy
+from colofunc.planner.sharding.constraints import NONE, Constraints, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.enumeration import others as choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
@@ -41,18 +39,8 @@ from colofunc.spec.rule import Strategy
 
 RESTARTS = 2
 """How often a search from an assignment of a like program leaves it and descends anew."""
-ENOUGH = 1e-3
-"""Relative gain below which the turn of one axis counts as no change."""
 
 Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
-
-
-class AxisCandidates(Protocol):
-    """Candidates that place only `axes`; every other axis lies as in `fixed` (None at first: nowhere)."""
-
-    def __call__(
-        self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None, /
-    ) -> Sequence[Strategy] | Sequence[Layout]: ...
 
 
 @attrs.frozen(eq=False)
@@ -213,105 +201,6 @@ def _fastest(
     return _assignment(program, model, ties, liveness(program, model, ties), always, choice)
 
 
-def assign_by_axes(
-    program: Program,
-    mesh: Mesh,
-    candidates: AxisCandidates,
-    constraints: Constraints = NONE,
-    convert_s: ConvertS | None = None,
-    budget_bytes: int | None = None,
-    peak_bytes: Callable[[Assignment], int] | None = None,
-    axes: Sequence[str] | None = None,
-    rounds: int = 3,
-    seed: int = 0,
-    effort: Effort = NORMAL,
-    slack: float = 0.0,
-    memo: Memo | None = None,
-    price_s: float = 0.0,
-    kernel_s: KernelS | None = None,
-) -> Assignment:
-    """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
-
-    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work. Axes of which
-    a constraint speaks leave little to decide, and have their turns alone.
-    """
-    named = tuple(mesh.axis_names if axes is None else axes)
-    open_axes = sorted((a for a in named if mesh.axis_size(a) > 1), key=lambda a: -mesh.axis_size(a))
-
-    def solve_for(
-        some: tuple[str, ...],
-        current: Assignment | None,
-        budget: int | None,
-        memo: Memo | None = None,
-        decided: Sequence[str] = mesh.axis_names,
-        fresh: bool = True,
-        price_s: float = 0.0,
-        start: Assignment | None = None,
-    ) -> Assignment:
-        at = {id(item_of(program, i)): i for i in range(len(program.inputs) + len(program.nodes))}
-        fixed = None if current is None else [_strategy_of(current, i) for i in range(len(at))]
-
-        def fixed_of(item: Node | Value) -> Strategy | None:
-            return None if fixed is None else fixed[at[id(item)]]
-
-        def here(item: Node | Value) -> Sequence[Strategy] | Sequence[Layout]:
-            return candidates(item, some, fixed_of(item))
-
-        def near(item: Node | Value, strategy: Strategy) -> bool:
-            return agrees(strategy, fixed_of(item), loose)
-
-        mine = constraints if len(decided) == len(mesh.axis_names) else constraints.on(decided)
-        keyed = mine if fixed is None else mine | _apart(fixed)
-        begin = tuple(one for one in (current, start) if one is not None)
-        few, loose = len(some) > 2, {*some, *(a for a in mesh.axis_names if a not in open_axes)}
-        return assign(
-            program, mesh, here, keyed, convert_s, budget, peak_bytes, seed, None, begin, effort, slack, memo, fresh, few, near, price_s,
-            kernel_s,
-        )  # fmt: skip
-
-    together = _together(constraints, open_axes)
-    like = None if memo is None else memo.like
-    if len(open_axes) <= 2:
-        return solve_for(tuple(open_axes), None, budget_bytes, memo, fresh=like is None, price_s=price_s, start=like)
-    rest = [a for a in open_axes if not any(a in block for block in together)]
-    said = {a for some in constraints.items.values() for c in some for a in c.axes}
-    left = [a for a in rest if a not in said]
-    blocks = [*together, *((a,) for a in rest if a in said), *(tuple(left[k : k + 2]) for k in range(0, len(left), 2))]
-    known = memo.fastest if memo is not None else None  # nothing of this depends on a budget
-    current = known or like
-    decided = [a for a in mesh.axis_names if a not in open_axes]
-    for block in blocks if current is None else ():  # the budget binds only once every axis has had its turn
-        decided += block
-        current = solve_for(block, current, None, None, decided)
-    assert current is not None
-    turns, still = open_axes * rounds, 0  # still: turns in a row that changed nothing
-    if len(blocks[-1]) == 1 and like is None:  # this axis has just had its turn
-        still = 1
-        turns = turns[open_axes.index(blocks[-1][0]) + 1 :]
-    for axis in turns if known is None else ():
-        before = current.cost_s
-        current = solve_for((axis,), current, None, fresh=False)
-        still = still + 1 if current.cost_s >= before * (1 - ENOUGH) else 1
-        if still >= len(open_axes):
-            break
-    if memo is not None:
-        memo.fastest = current
-    if budget_bytes is not None and (peak_bytes or (lambda a: a.peak_bytes))(current) > budget_bytes:
-        current = solve_for(tuple(open_axes[:2]), current, budget_bytes)
-    return solve_for(tuple(open_axes[:2]), current, None, price_s=price_s) if price_s else current
-
-
-def _together(constraints: Constraints, axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each alone."""
-    blocks: list[set[str]] = []
-    for constraint in (c for some in constraints.items.values() for c in some if c.pattern):
-        mine = set(constraint.axes) & set(axes)
-        if len(mine) > 1:
-            mine = mine.union(*(b for b in blocks if b & mine))
-            blocks = [b for b in blocks if not b & mine] + [mine]
-    return sorted((tuple(a for a in axes if a in b) for b in blocks), key=lambda b: axes.index(b[0]))
-
-
 def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assignment | None:
     """`known` as a choice in the model of `found`, which has more options, so that a plan can say what else could have been.
 
@@ -340,17 +229,6 @@ def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     return 0.0
 
 
-def _apart(fixed: Sequence[Strategy]) -> Constraints:
-    """Keep items apart whose fixed axes differ."""
-
-    def keep(strategy: Strategy) -> Constraint:
-        return Constraint(
-            ("fixed", strategy.name, strategy.ins, strategy.outs), lambda s: True, "the axes decided before"
-        )
-
-    return Constraints({item: (keep(strategy),) for item, strategy in enumerate(fixed)})
-
-
 def _options(
     program: Program,
     item: int,
@@ -363,7 +241,8 @@ def _options(
     return allowed(program, item, offered, constraints, None if near is None else partial(near, thing))
 
 
-def _strategy_of(assignment: Assignment, item: int) -> Strategy:
+def strategy_of(assignment: Assignment, item: int) -> Strategy:
+    """What was decided for an item."""
     c = assignment.ties.of_item[item]
     return assignment.model.options[c][assignment.choice[c]]
 
@@ -374,7 +253,7 @@ def _choice_of(
     """Another assignment of the same program as option indices here (the first option where it is not offered)."""
     out = []
     for members, strategies in zip(ties.members, options, strict=True):
-        had = _strategy_of(assignment, members[0])
+        had = strategy_of(assignment, members[0])
         same = (k for k, s in enumerate(strategies) if (s.ins, s.outs) == (had.ins, had.outs))
         out.append(next(same, 0))
     return out

@@ -2,11 +2,13 @@
 
 Problem: of thousands of moves that are tried under the true cost few are made, and each asks again what the flows cost that it would
 change, and what every option of their consumers would. Idea: keep both by flow and by class, and forget after a move what it touched.
-A move that costs more by itself than it could save in conversions is not looked at further.
+A move that costs more by itself than it could save in conversions is not looked at further, and a flow of which no move was a gain is
+settled until a move touches what its moves were judged by.
 
     here = Position(model, choice)
     if here.change_s({3: 1, 5: 2}) < 0:
         here.move({3: 1, 5: 2})
+    here.go_to(another_choice)          # what both have in common is still known
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from colofunc.planner.sharding.model import Model
 
 
 class Position:
-    """`choice`: the option of each class; a new list after each move."""
+    """`choice`: the option of each class; a new list after each move. `settled`: flows of which no move is a gain."""
 
     def __init__(self, model: Model, choice: Sequence[int]) -> None:
         self.model, self.choice = model, list(choice)
+        self.settled: set[int] = set()
         self._flows: dict[int, float] = {}
         self._rows: dict[int, Array] = {}
 
@@ -57,11 +60,20 @@ class Position:
         self.choice = list(self.choice)
         for c, o in moves.items():
             self.choice[c] = o
+        touched: set[int] = set()
         for f in {f for c in moves for f in self.model.flows_of[c]}:
             coded = self.model.coded[f]
             self._flows.pop(f, None)
-            for c in (coded.flow.producer, *coded.classes):
-                self._rows.pop(c, None)
+            touched.update((coded.flow.producer, *coded.classes))
+        for c in touched:
+            self._rows.pop(c, None)
+            self.settled.difference_update(self.model.flows_of[c])
+
+    def go_to(self, choice: Sequence[int]) -> None:
+        """Move to another choice."""
+        moves = {c: o for c, (o, now) in enumerate(zip(choice, self.choice, strict=True)) if o != now}
+        if moves:
+            self.move(moves)
 
     def _flow_s(self, f: int) -> float:
         if f not in self._flows:

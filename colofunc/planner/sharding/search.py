@@ -56,7 +56,8 @@ def search(
     best = min(pool, key=model.true_cost)
     if restarts:
         return _restarted(model, best, seed, effort, restarts)
-    ends = [polish(model, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
+    here = Position(model, best)  # where one try has been, another one knows its way
+    ends = [polish(here, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
     return min(ends, key=model.true_cost)
 
 
@@ -68,11 +69,12 @@ def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restar
     """
     light, quick = lighter(effort), attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
     core, recover = model.pair_graph(EVEN).reduce()
-    ends = [polish(model, start, np.random.default_rng(seed), light)]
+    here = Position(model, start)
+    ends = [polish(here, start, np.random.default_rng(seed), light)]
     for k in range(restarts):
         rng = np.random.default_rng((seed, k))
         elsewhere = recover(improve(core, list(start), rng, quick))
-        ends.append(polish(model, elsewhere, rng, light))
+        ends.append(polish(here, elsewhere, rng, light))
     return min(ends, key=model.true_cost)
 
 
@@ -91,8 +93,9 @@ def _exact(model: Model, effort: Effort) -> list[int] | None:
     return eliminate_all(graph, order, (), [0] * graph.size)
 
 
-def polish(model: Model, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
-    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help."""
+def polish(here: Position, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
+    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help. `here` is moved along."""
+    model = here.model
     best = model.true_cost(x)
     stale = 0
     moved = True
@@ -106,23 +109,27 @@ def polish(model: Model, x: list[int], rng: np.random.Generator, effort: Effort)
             continue
         stale += 1
         if effort.sweeps and moved and stale >= effort.patience // 2:
-            x, best, moved = _sweep(model, x, best)
+            here.go_to(x)
+            x, best, moved = _sweep(here, best)
             stale = 0 if moved else stale
         if stale >= effort.patience or (not fixed and not (effort.sweeps and moved)):
             break
     return x
 
 
-def _sweep(model: Model, x: list[int], best: float) -> tuple[list[int], float, bool]:
+def _sweep(here: Position, best: float) -> tuple[list[int], float, bool]:
     """One round of true-cost moves: every class to every option, every flow to every common layout."""
-    here, moved = Position(model, x), False
-    for f in range(len(model.flows)):
+    moved = False
+    for f in range(len(here.model.flows)):
+        if f in here.settled:
+            continue
+        here.settled.add(f)  # a move takes it out again
         for proposal in _together(here, f):
             gain = here.change_s(proposal)
             if gain < -1e-12 * abs(best):
                 here.move(proposal)
                 best, moved = best + gain, True
-    for c, options in enumerate(model.options):
+    for c, options in enumerate(here.model.options):
         if len(options) == 1:
             continue
         row = here.row(c)
