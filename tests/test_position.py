@@ -10,6 +10,7 @@ import colofunc as cf
 from colofunc.planner.sharding import assign
 from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.position import Position
+from colofunc.planner.sharding.search import _sweep
 from colofunc.testing import models
 
 
@@ -62,3 +63,21 @@ def test_after_any_moves_it_costs_what_the_model_says(model: Model, seed: int) -
             here.move(moves)
             assert here.choice == after
     assert gains and losses
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sweep_that_knows_what_is_settled_makes_the_moves_of_one_that_does_not(model: Model, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    here, skipped, gains = Position(model, [0] * len(model.options)), 0, 0
+    for turn in range(12):
+        if turn % 3:  # go on from the end of a sweep, with a few classes moved
+            here.go_to([drawn(model, rng).get(c, o) if rng.random() < 0.02 else o for c, o in enumerate(here.choice)])
+        else:
+            here.go_to([int(rng.integers(len(options))) for options in model.options])
+        start, best = list(here.choice), model.true_cost(here.choice)
+        skipped += len(here.settled)
+        known, fresh = _sweep(here, best), _sweep(Position(model, start), best)
+        assert known[0] == fresh[0] and known[2] == fresh[2]
+        assert known[1] == pytest.approx(model.true_cost(known[0]), rel=1e-9)
+        gains += known[2]
+    assert gains and skipped
