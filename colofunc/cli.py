@@ -328,7 +328,7 @@ def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microb
         if step.transform("pipeline") is not None:
             raise InputError(f"--pp {ranks}: the step has cf.pipeline already; leave --pp out")
     if sharded is not None and not axes:
-        mesh = sharded.options["mesh"]
+        mesh = step.mesh
         if mesh.views:
             raise InputError(f"--pp {ranks}: the step's mesh has views ({', '.join(mesh.views)}); write cf.pipeline in the script")
         axes = {name: mesh.axis_size(name) for name in mesh.axis_names}
@@ -345,11 +345,11 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
     if disk and "offload" not in within and not (isinstance(step, Staged) and step.transform("offload")):
         raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
     sharded = step.transform("shard") if isinstance(step, Staged) else None
-    mesh = on(Mesh(**axes) if axes or sharded is None else sharded.options["mesh"])  # type: ignore[arg-type]
+    mesh = on(Mesh(**axes) if axes or sharded is None else step.mesh)  # type: ignore[arg-type]
     if sharded is None:
         step = shard(step, mesh)
     else:
-        step = in_place_of(step, sharded, attrs.evolve(sharded, options={**sharded.options, "mesh": mesh}))
+        step = in_place_of(step, sharded, attrs.evolve(sharded, sharding=attrs.evolve(step.sharding, mesh=mesh)))
     for name in within if disk or mesh.capacity_bytes("device") is not None else ():
         if step.transform(name) is None:
             step = MOVES[name](step)

@@ -173,12 +173,6 @@ class Planning:
         return decided_by(plan, self.program, self.mesh, self.candidates, self.constraints)
 
 
-def shard_options(staged: Staged) -> dict[str, Any]:
-    """What `cf.shard` was given."""
-    shard = staged.transform("shard")
-    return {} if shard is None else dict(shard.options)
-
-
 def gathered(
     staged: Staged,
     seen: Seen,
@@ -190,10 +184,10 @@ def gathered(
     on_real_ranks: bool,
 ) -> Planning:
     """All that a plan is made by. priced: the mesh with the figures that count. timed: how long operators were measured to take."""
-    options, program = shard_options(staged), seen.program
+    sharding, program = staged.sharding, seen.program
     candidates = Candidates(program, priced, registry)
     constraints, named = wanted(
-        program, seen.traced, priced, options, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
+        program, seen.traced, priced, sharding, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
     )
     budget_bytes = _least_budget(staged, priced)
     build = Build(staged.build.transforms, priced, program=program, traced=seen.traced, registry=registry, constraints=constraints)
@@ -207,7 +201,7 @@ def gathered(
     placing = placing_of(program, constraints.at, priced, constraints.stages)
     if placing is not None:
         constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
-    axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
+    axes = priced.axis_names if sharding.auto else wished_axes(priced, constraints, named)
     axes = tuple(axis for axis in axes if axis not in {on for on, _ in constraints.at.values()})
     temporaries = staged.executor != "compiled"
     lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
@@ -243,8 +237,9 @@ def _asked(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, s
     """The options of each transform, as text: but for the mesh and the plugins, which the key of the cache has already."""
     asked = []
     for transform in transforms:
-        options = [(name, repr(value)) for name, value in transform.options.items() if name not in ("mesh", "plugins")]
-        asked.append((transform.name, sorted(options)))
+        sharding = {} if transform.sharding is None else attrs.asdict(transform.sharding, recurse=False)
+        options = {**transform.options, **sharding}
+        asked.append((transform.name, sorted((name, repr(value)) for name, value in options.items() if name not in ("mesh", "plugins"))))
     return asked
 
 

@@ -24,7 +24,7 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_reuse import is_again
-from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites, shard_options
+from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, from_main, same, share
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
@@ -77,12 +77,12 @@ def prepare(
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
     `before`: what was prepared of this step for other signatures; see `plan_reuse`.
     """
-    mesh, options = staged.mesh, shard_options(staged)
-    registry = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ()))))
+    mesh, sharding = staged.mesh, staged.sharding
+    registry = build_registry((*sharding.plugins, *bringing(sharding.plans)))
     build = staged.build.evolve(registry=registry)
     without = left_out(can_be_left_out(build))
     began = time.perf_counter()
-    seen = _seen_alike(watch, mesh, partial(_seen, build, staged.reference, args, options.get("donate", "auto"), without))
+    seen = _seen_alike(watch, mesh, partial(_seen, build, staged.reference, args, sharding.donate, without))
     traced_s = time.perf_counter() - began
     placed = Placed.of_leaves(seen.program, leaves)
     if measured is None:

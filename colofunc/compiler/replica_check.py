@@ -19,7 +19,6 @@ from functools import lru_cache
 
 import torch
 
-from colofunc.compiler.staged import Staged
 from colofunc.errors import CollectiveError
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
@@ -40,12 +39,6 @@ COLUMNS = 1024
 """Elements in a row are weighed by different numbers, as many as these; the rows are added first, without memory for products."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits (Knuth, volume 3, section 6.4), as a signed number
-
-
-def agree_every(staged: Staged) -> int:
-    """Steps between two looks at the copies of a step; 0: nobody looks."""
-    shard = staged.transform("shard")
-    return 0 if shard is None else int(shard.options["agree_every"])
 
 
 class Alike:

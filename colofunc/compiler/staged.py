@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import attrs
 import torch
 
-from colofunc.compiler.transform import Build, Transform, in_order, through
+from colofunc.compiler.transform import Build, Sharding, Transform, in_order, through
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
@@ -92,12 +93,17 @@ class Staged:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that `shard` was given, else a mesh of one."""
-        shard = self.transform("shard")
-        mesh = Mesh() if shard is None else shard.options["mesh"]
+        """The mesh that it is sharded on, else a mesh of one."""
+        mesh = self.sharding.mesh
         if not isinstance(mesh, Mesh):
             raise PlanError(f"cf.shard wants a cf.Mesh as its second argument, not {mesh!r}; write cf.Mesh(dp=2)")
         return mesh
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """How it is asked to lie on a mesh; on a mesh of one where no transform says it."""
+        said = (transform.sharding for transform in self.transforms)
+        return next((one for one in said if one is not None), None) or Sharding(Mesh())
 
     @property
     def build(self) -> Build:

@@ -25,7 +25,6 @@ from colofunc.compiler.prepare import prepare, say
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
 from colofunc.compiler.profile import profile
 from colofunc.compiler.rank_agreement import watch_of
-from colofunc.compiler.replica_check import agree_every
 from colofunc.compiler.retraces import Retraces, Signature
 from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
@@ -91,7 +90,7 @@ class StepCompiler:
                 ready = ready.after
                 leaves = moved(given.leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
                 given = Given.of(leaves, ready.homes)
-            every = agree_every(staged)
+            every = staged.sharding.agree_every
             return ready.call(given, _called(name), every if every and self._calls % every == 0 else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
@@ -172,15 +171,14 @@ class StepCompiler:
             if runs:
                 backend_for(staged.mesh, staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(staged.mesh, staged.executor)
-            offload = staged.transform("offload")
-            disk = None if offload is None else offload.options["disk"]
+            disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
             before = [r.low for some in self._ready.values() for r in some]
             earlier = _used_by(before)
             low = prepare(staged, args, leaves, watch, before=before)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
             ready = Ready(low, staged.executor, watch, staged.fn, disk, leaves, used)
-            ready.measure = 0 if offload is None else offload.options["measure"]
+            ready.measure = max((one.measure for one in staged.transforms), default=0)
             known.append(ready)
         self._last = leaves, tree, around
         return ready

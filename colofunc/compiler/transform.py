@@ -115,6 +115,25 @@ Hook = Callable[[Build], Build]
 
 
 @attrs.frozen(eq=False)
+class Sharding:
+    """How a step is asked to lie on a mesh, as the user said it.
+
+    `plans`: what pins names to specs, in the order of their say. `in_specs`, `out_specs`: trees of specs for arguments and results.
+    `donate`: "auto", (0,) or (): which arguments are consumed. `auto`: whether axes that no plan names are searched. `plugins`: modules
+    asked beside the installed ones. `agree_every`: after so many steps ranks compare their copies; 0: never.
+    """
+
+    mesh: Mesh
+    plans: tuple[Any, ...] = ()
+    in_specs: Any = None
+    out_specs: Any = None
+    donate: str | tuple[int, ...] = "auto"
+    auto: bool = True
+    plugins: tuple[Any, ...] = ()
+    agree_every: int = 0
+
+
+@attrs.frozen(eq=False)
 class Transform:
     """One step of a chain. `options`: its own arguments; their texts are part of what a cached plan is found by.
 
@@ -127,7 +146,9 @@ class Transform:
     `behind`: names of transforms whose hooks run before this one's. `clashes`: other transform -> why the two cannot stand in one
     chain, and what to do instead.
     `budget`: the device memory that it keeps to, in bytes or as a part; (None, None): all there is; None: it keeps to none.
-    `microbatches`: in how many parts it computes the batch.
+    `microbatches`: in how many parts it computes the batch. `sharding`: how it asks the step to lie on a mesh; one of a chain may.
+    `disk`: the directory for what is kept on disk (True: a temporary one). `measure`: so many first steps are timed, and then what
+    moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
     """
 
@@ -143,6 +164,9 @@ class Transform:
     clashes: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     budget: Room | None = attrs.field(default=None, kw_only=True)
     microbatches: int = attrs.field(default=1, kw_only=True)
+    sharding: Sharding | None = attrs.field(default=None, kw_only=True)
+    disk: str | bool | None = attrs.field(default=None, kw_only=True)
+    measure: int = attrs.field(default=0, kw_only=True)
     wider: str = attrs.field(default="", kw_only=True)
 
     @property

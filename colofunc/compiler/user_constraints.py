@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from colofunc.compiler.transform import Sharding
 from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
@@ -78,7 +79,7 @@ def wanted(
     program: Program,
     traced: Traced,
     mesh: Mesh,
-    options: Mapping[str, Any],
+    sharding: Sharding,
     given: Mapping[int, Layout],
     usual: Mapping[int, Layout],
     plan: Any,
@@ -89,11 +90,11 @@ def wanted(
 
     `usual`: how movable inputs lie.
     """
-    constraints = _given(program, given) | _specs(program, traced, mesh, options)
+    constraints = _given(program, given) | _specs(program, traced, mesh, sharding)
     wishes: list[Wish] = []
     named: dict[str, str] = {}
-    rules = Rules(program, mesh, plugins=options.get("plugins", ()))
-    for k, part in enumerate(options.get("plans", ())):
+    rules = Rules(program, mesh, plugins=sharding.plugins)
+    for k, part in enumerate(sharding.plans):
         name = getattr(part, "name", None) or f"plan {k + 1}"
         try:
             mine = wishes_of(part, program, str(name), mesh, rules)
@@ -155,12 +156,11 @@ def _as_usual(
     return wishes
 
 
-def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, Any]) -> Constraints:
+def _specs(program: Program, traced: Traced, mesh: Mesh, sharding: Sharding) -> Constraints:
     found = NONE
-    if options.get("in_specs") is not None:
-        specs = options["in_specs"]
+    if sharding.in_specs is not None:
         tree = traced.in_tree.children[0]
-        specs = _by_position(specs, tree)
+        specs = _by_position(sharding.in_specs, tree)
         if len(tree.children) == 1 and not isinstance(specs, (tuple, list)):
             specs = (specs,)
         items = {}
@@ -169,9 +169,9 @@ def _specs(program: Program, traced: Traced, mesh: Mesh, options: Mapping[str, A
             layout = _bind(spec, mesh, value.shape, f"in_specs of {name!r}")
             items[position] = (pin(layout, f"in_specs: {name} as {layout.text()!r}"),)
         found = found | Constraints(items)
-    if options.get("out_specs") is not None:
+    if sharding.out_specs is not None:
         outputs = {}
-        for position, name, spec in specs_of(options["out_specs"], traced.out_tree, "out_specs"):
+        for position, name, spec in specs_of(sharding.out_specs, traced.out_tree, "out_specs"):
             value = program.values[program.outputs[position]]
             layout = _bind(spec, mesh, value.shape, f"out_specs of {name!r}")
             if layout.pending:

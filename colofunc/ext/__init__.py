@@ -12,7 +12,7 @@ What people type who train a model is in `cf` itself.
 """
 
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Lies, Transform
+from colofunc.compiler.transform import Build, Lies, Sharding, Transform
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
@@ -71,6 +71,7 @@ __all__ = [
     "Rule",
     "Rules",
     "Schedule",
+    "Sharding",
     "Simulated",
     "Span",
     "StageCosts",

@@ -92,6 +92,8 @@ def _transform(options: dict[str, Any]) -> Transform:
         options,
         candidates=partial(_copies_too, policy, where, host, disk is not None),
         budget=options["budget"],
+        disk=disk,
+        measure=options["measure"],
         wider="" if free else "policy='auto' in cf.offload",
     )
 
@@ -100,7 +102,7 @@ def with_disk(step: Staged, disk: str | bool) -> Staged:
     """A step that is offloaded, with a disk where it has named none."""
     offloaded = step.transform("offload")
     assert offloaded is not None, "asked for of offloaded steps only"
-    if offloaded.options["disk"] is not None:
+    if offloaded.disk is not None:
         return step
     return in_place_of(step, offloaded, _transform({**offloaded.options, "disk": disk}))
 
@@ -109,13 +111,13 @@ def _refuse_unknown(policy: str, step_fn: Any) -> None:
     """A name of no policy is refused at once. Before a `shard`, which may bring plugins, only what looks misspelt."""
     if policy in BUILT_IN:
         return
-    shard = step_fn.transform("shard") if isinstance(step_fn, Staged) else None
-    options = {} if shard is None else shard.options
-    found = build_registry((*options.get("plugins", ()), *bringing(options.get("plans", ())))).memory_policies
+    sharded = isinstance(step_fn, Staged) and step_fn.transform("shard") is not None
+    brings = (*step_fn.sharding.plugins, *bringing(step_fn.sharding.plans)) if sharded else ()
+    found = build_registry(brings).memory_policies
     hint = near(policy, (*BUILT_IN, *found), "policies")
-    if policy in found or (shard is None and "did you mean" not in hint):
+    if policy in found or (not sharded and "did you mean" not in hint):
         return
-    more = " If a plugin has it, shard first: cf.offload(cf.shard(step, mesh, plugins=[...]), ...)" if shard is None else ""
+    more = "" if sharded else " If a plugin has it, shard first: cf.offload(cf.shard(step, mesh, plugins=[...]), ...)"
     raise PlanError(f"cf.offload has no policy {policy!r}{hint}{more}")
 
 

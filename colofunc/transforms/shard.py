@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from colofunc.compiler.replica_check import EVERY
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Transform
+from colofunc.compiler.transform import Sharding, Transform
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 
@@ -43,10 +43,8 @@ def shard(
     """
     if not isinstance(agree_every, int) or isinstance(agree_every, bool) or agree_every < 0:
         raise InputError(f"agree_every={agree_every!r}: a number of steps, 0 for never; write agree_every={EVERY}")
-    consumes = _consumes(donate)
-    options = dict(mesh=mesh, plans=plans, in_specs=in_specs, out_specs=out_specs, donate=consumes, auto=auto, plugins=tuple(plugins))
-    options["agree_every"] = agree_every
-    return stage(step_fn, Transform("shard", options))
+    sharding = Sharding(mesh, plans, in_specs, out_specs, _consumes(donate), auto, tuple(plugins), agree_every)  # type: ignore[arg-type]
+    return stage(step_fn, Transform("shard", sharding=sharding))
 
 
 def _consumes(donate: Donate) -> str | tuple[int, ...]:
