@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from least_named import named, peak
 
 import colofunc as cf
+from colofunc.compiler.budget import SMALL
+from colofunc.compiler.completion import Completion
 from colofunc.planner.candidate import Fitted
-from colofunc.planner.joint import FEW, Proposed, together
+from colofunc.planner.joint import FEW, FRONTIER_LARGE, Proposed, together
 from colofunc.program.ir import Program
+from colofunc.program.tracing.tree import walk
 
 NOTHING = Program((), (), (), {}, {}, (), "inplace")
 
@@ -47,6 +51,34 @@ def test_the_error_says_what_no_sharding_goes_below() -> None:
     base, *args = perceptron(cf.Mesh(dp=2, topology="8xa100-40g"))
     with pytest.raises(cf.PlanError, match="however it is sharded one operator makes 32,768 B"):
         cf.offload(base, budget=10_000).lower(*args)
+
+
+def test_the_error_says_what_its_arguments_take() -> None:
+    """Four matrices of 16 KiB, and two moments of each."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.Adam, lr=0.1), lambda out: out.square().mean())
+    base = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g"))
+    x = torch.randn(4, 64)
+    taken = sum(leaf.nbytes for _, leaf in walk((state, x))) // 2
+    with pytest.raises(cf.PlanError, match=f"however it is sharded its arguments take {taken:,} B"):
+        cf.checkpoint(base, budget=10_000).lower(state, x)
+
+
+def test_of_a_budget_that_is_far_too_small_few_shardings_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the least that is named can be given."""
+    net = torch.nn.Sequential(*(layer for _ in range(14) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())))
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), lambda out: out.square().mean())
+    base, x = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g")), torch.randn(64, 8)
+    finished, finish = list[int](), Completion.finish
+
+    def noted(self: Completion, *args: Any) -> Fitted:
+        finished.append(len(self.program.nodes))
+        return finish(self, *args)
+
+    monkeypatch.setattr(Completion, "finish", noted)
+    least = named(cf.checkpoint(base, budget=1000), state, x)
+    assert least is not None and finished[0] > SMALL and len(finished) <= 1 + 2 + FRONTIER_LARGE
+    assert peak(cf.checkpoint(base, budget=least), state, x) <= least
 
 
 @pytest.mark.parametrize(
