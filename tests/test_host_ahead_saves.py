@@ -13,7 +13,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import Room
 from colofunc.functional.checkpoint import staging
 from colofunc.functional.checkpoint.files import Item
-from colofunc.functional.checkpoint.regions import Region
+from colofunc.spec.regions import Region
 
 D = torch.float64
 

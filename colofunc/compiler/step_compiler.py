@@ -30,6 +30,7 @@ from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
 from colofunc.compiler.transform import Transform
 from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
+from colofunc.dtensor.other_mesh import FromOtherMesh
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import ColofuncError, InputError, PlanError
@@ -38,6 +39,7 @@ from colofunc.executors.profile import Profile
 from colofunc.mesh import Mesh
 from colofunc.ops.plain import refuse_unlike
 from colofunc.planner.plan_table import time_text
+from colofunc.program.lazy import LazyTensor
 from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.modules_used import Used
 from colofunc.program.tracing.trace import argument_names
@@ -198,8 +200,15 @@ def _called(name: str) -> str:
 
 
 def brought_over(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """The arguments, those that lie on another mesh as plain global tensors. Collective there."""
-    moved: tuple[Any, ...] = map_tensors(lambda x: x.full() if isinstance(x, DTensor) and x.mesh != mesh else x, args)
+    """The arguments, those that lie on another mesh as lazy tensors: they are sent when it is known where their parts are to lie."""
+
+    def lazy(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor) or x.mesh == mesh:
+            return x
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return LazyTensor(FromOtherMesh(x), like).requires_grad_(x.requires_grad)
+
+    moved: tuple[Any, ...] = map_tensors(lazy, args)
     return moved
 
 

@@ -71,7 +71,7 @@ def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend
     if has_wires(program):
         if backend.watch is not None:
             meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
-        shards = _to_compute(shards, device_of(mesh))
+        shards = to_compute(shards, device_of(mesh))
     made = backend.run(program, mesh, [shards])[0]
     if dst.at is not None:
         made = [x if holds(dst.at, mesh, rank) else x.new_empty(0) for rank, x in zip(backend.ranks(mesh), made, strict=True)]
@@ -85,7 +85,7 @@ def settled(shards: Shards, layout: Layout, mesh: Mesh) -> Shards:
     return [moved[id(x)] for x in shards]
 
 
-def _to_compute(shards: Shards, device: torch.device) -> Shards:
+def to_compute(shards: Shards, device: torch.device) -> Shards:
     """Parts where operators and NCCL take them. Ranks that share a part go on sharing it."""
     if device.type == "cpu":
         return shards
@@ -115,7 +115,7 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     if backend.watch is not None and has_wires(eager.program):
         meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
     device = device_of(mesh)
-    outs = iter(backend.run(eager.program, mesh, [_to_compute(x.parts, device) for x in operands]))
+    outs = iter(backend.run(eager.program, mesh, [to_compute(x.parts, device) for x in operands]))
     results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
     return results, eager.tree
 

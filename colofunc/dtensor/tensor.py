@@ -23,6 +23,7 @@ from colofunc import compat
 from colofunc.dtensor import eager_functions
 from colofunc.dtensor.eager import convert_shards, settled
 from colofunc.dtensor.eager_dispatch import Held, Origin, dispatch
+from colofunc.dtensor.other_mesh import parts_on
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
@@ -310,14 +311,15 @@ class DTensor(torch.Tensor):
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
     """Split a global tensor (equal on all ranks) as `spec` says. Differentiable.
 
-    A DTensor of another mesh is brought over as a whole. On a mesh of GPUs the parts lie there, wherever the tensor does, unless the
-    spec says `@host`.
+    A DTensor of another mesh is brought over part by part: each rank gets what it is to hold. On a mesh of GPUs the parts lie there,
+    wherever the tensor does, unless the spec says `@host`.
     Raises SpecError where the spec does not fit the tensor or the mesh.
     """
     if isinstance(tensor, DTensor) and tensor.mesh == mesh:
         return tensor.redistribute(spec)
     if isinstance(tensor, DTensor):
-        tensor = tensor.full()
+        moved: DTensor = _ToOtherMesh.apply(tensor, bind(spec, mesh, tuple(tensor.shape)), mesh)
+        return moved
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"distribute wants a torch.Tensor, not {type(tensor).__name__}; convert it with torch.as_tensor")
     layout = bind(spec, mesh, tuple(tensor.shape))
@@ -381,6 +383,17 @@ class _Distribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return grad.full().to(ctx.device), None, None
+
+
+class _ToOtherMesh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, layout: Layout, mesh: Mesh) -> DTensor:
+        ctx.layout, ctx.mesh = x.sharding.with_pending(()), x.mesh
+        return DTensor(parts_on(x, layout, mesh), layout, mesh, role=x.role)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return distribute(grad, ctx.layout, ctx.mesh), None, None
 
 
 class _Full(torch.autograd.Function):

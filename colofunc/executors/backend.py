@@ -6,7 +6,7 @@ one tensor per *owned* rank, in rank order, so code above never asks which backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, Protocol
@@ -54,6 +54,9 @@ class Backend(Protocol):
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
         """`program` node by node as it stands, with what `tap` writes behind each; not kept."""
 
+    def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Send tensors to ranks of other processes and receive theirs, by rank. Collective. `what` it is for, for errors."""
+
 
 class Simulated:
     """All ranks in this process, in lock step."""
@@ -78,6 +81,9 @@ class Simulated:
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> SimulatedProgram:
         return SimulatedProgram(program, mesh, tap=tap)
+
+    def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        assert not sent and not received, "there are no ranks of other processes"
 
 
 class Compiled:
@@ -109,6 +115,9 @@ class Compiled:
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
         """Not compiled: a compiled segment has no nodes to look at."""
         return self._inner.observe(program, mesh, tap)
+
+    def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        self._inner.exchange(what, sent, received)
 
 
 def backend_for(mesh: Mesh, name: str | None = None) -> Backend:

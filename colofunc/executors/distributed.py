@@ -27,7 +27,7 @@ from colofunc.errors import InputError, MeshError, PlanError
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, Start, Started
+from colofunc.executors.groups import Groups, Start, Started, exchange
 from colofunc.executors.kernels import HostCount, first_rows, with_zeros
 from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
 from colofunc.executors.presence import Limits
@@ -35,7 +35,7 @@ from colofunc.executors.program_cache import Kept
 from colofunc.executors.rendezvous import Meeting
 from colofunc.executors.simulated import Shards, own_memory
 from colofunc.executors.source import StepFunction, Tap, Writer, only
-from colofunc.executors.watch import Watch
+from colofunc.executors.watch import Watch, meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
@@ -364,6 +364,12 @@ class Distributed:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
+
+    def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Send tensors to other ranks and receive into others', by rank. Collective. `what` it is for, for errors."""
+        meet(self.watch, what)
+        with self.watch or nullcontext():
+            exchange(sent, received)
 
 
 def _check_message_order(program: Program, mesh: Mesh) -> None:

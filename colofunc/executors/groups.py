@@ -319,6 +319,14 @@ def _post(group: Group, send: Callable[[int], torch.Tensor], receive: Callable[[
     return works, sent
 
 
+def exchange(sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+    """Send contiguous tensors to other ranks and receive into others', by global rank, all at once. Empty ones do not travel."""
+    ops = [dist.P2POp(dist.irecv, _bytes(x), rank) for rank, x in sorted(received.items()) if x.numel()]
+    ops += [dist.P2POp(dist.isend, _bytes(x), rank) for rank, x in sorted(sent.items()) if x.numel()]
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+
+
 def _gather_direct(group: Group) -> Start:
     n = len(group.members)
 

@@ -33,12 +33,12 @@ from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, re
 from colofunc.functional.checkpoint.folder import resolve
 from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
 from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
-from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.checkpoint.tree import Matched, names, unpack
 from colofunc.functional.save import Resumable
 from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
 from colofunc.program.tracing.tree import flatten
+from colofunc.spec.regions import Region
 from colofunc.untrusted import check
 
 READERS = min(4, os.cpu_count() or 1)

@@ -32,10 +32,10 @@ from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
-from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
+from colofunc.spec.regions import Region
 
 SHARD_BYTES = 5_000_000_000
 DEADLINE_S = 1800.0

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -51,6 +51,14 @@ class Source(Protocol):
 
     def token(self) -> int:
         """A number that differs, in all likelihood, where the value does: between ranks with other seeds, say."""
+
+
+@runtime_checkable
+class PartSource(Source, Protocol):
+    """One that gives the parts of ranks by itself, as where they are sent by other ranks."""
+
+    def parts(self, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+        """The parts of the ranks in this process."""
 
 
 @attrs.frozen(eq=False)
@@ -184,6 +192,8 @@ def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]
 
     Each lies in memory of its own; ranks that hold the same part share it, and the whole is made at most once.
     """
+    if isinstance(t, LazyTensor) and isinstance(t.source, PartSource):
+        return t.source.parts(layout, mesh)
     pieces: dict[tuple[int, ...], torch.Tensor] = {}
     whole: torch.Tensor | None = None
     for rank in ranks:

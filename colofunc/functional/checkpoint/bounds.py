@@ -17,8 +17,8 @@ import attrs
 import torch
 
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.regions import Region, Span
 from colofunc.spec.layout import Dim, make_layout
+from colofunc.spec.regions import Region, Span
 
 PADDED = 4  # what the padded parts of a tensor hold is at most so many times its elements,
 PADDING = 1 << 16  # and so many more, of one that is smaller than the number of ranks

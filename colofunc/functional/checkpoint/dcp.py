@@ -24,9 +24,9 @@ import torch
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint.files import Item, inside
-from colofunc.functional.checkpoint.regions import Pick, Region, Span, common, take
 from colofunc.functional.checkpoint.torch_file import Changed, read_saved, torch_dtype
 from colofunc.functional.checkpoint.unpickled import Maker, NoPickle, Record, read_pickle, record
+from colofunc.spec.regions import Pick, Region, Span, common, take
 
 METADATA = ".metadata"
 MOST_METADATA_BYTES = 1 << 30

@@ -25,8 +25,8 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.dcp import boxes, value_of
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf, Ranks
-from colofunc.functional.checkpoint.regions import Region
 from colofunc.functional.checkpoint.staging import ahead
+from colofunc.spec.regions import Region
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[Leaf, Item, Region]]  # (name, offset) -> whose, from where, which
 

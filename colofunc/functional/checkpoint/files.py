@@ -28,7 +28,7 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.disk import Stream, stream
 from colofunc.functional.checkpoint.fetch import fetch
 from colofunc.functional.checkpoint.pages import empty
-from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
+from colofunc.spec.regions import Pick, Region, extent, take
 
 BLOCK_BYTES = 1 << 20
 # The names of the format; a dtype that it lacks is stored as bytes (the index knows what they are).

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.place import Entry
-from colofunc.functional.checkpoint.regions import Pick, Region, extent, take
 from colofunc.program.lazy import LazyTensor, without_data
+from colofunc.spec.regions import Pick, Region, extent, take
 
 
 def is_transformers(module: nn.Module) -> bool:

@@ -21,11 +21,11 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.watch import Watch
 from colofunc.functional.checkpoint.files import Item, dtype_name
-from colofunc.functional.checkpoint.regions import Region, owners
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import make
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import unpadded
+from colofunc.spec.regions import Region, owners
 
 
 @attrs.frozen

@@ -18,13 +18,13 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
 from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import unread
-from colofunc.functional.checkpoint.regions import Pick, Region, common, positions, put, region_of
 from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
 from colofunc.spec.layout import At, Atom, Layout, make_layout, replicated
 from colofunc.spec.parts import holds
+from colofunc.spec.regions import Pick, Region, carrier, common, padded, put, region_of
 from colofunc.spec.spec import Spec, bind
 
 SpecLike = str | Spec | Layout
@@ -57,7 +57,7 @@ class Entry:
                 return _own(value.reshape(wanted.shape))
             if target is None:
                 target = torch.empty(wanted.shape, dtype=self.dtype)
-            put(_carrier(target), picks[1], _carrier(value))
+            put(carrier(target), picks[1], carrier(value))
             left -= value.numel()
         if left:
             raise CheckpointError(f"{self.name!r}: {left} of {wanted.numel} elements {wanted.text()} are in no file; it is incomplete")
@@ -71,12 +71,6 @@ def _in_order(picks: Sequence[Pick]) -> bool:
 def _own(x: torch.Tensor) -> torch.Tensor:
     """In memory of its own size: a slice of what was read would keep all of it."""
     return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
-
-
-def _carrier(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: not every dtype can be indexed."""
-    size = x.dtype.itemsize
-    return x if size > 8 else x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
 
 
 def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
@@ -105,7 +99,7 @@ def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DT
 
 
 def _part(entry: Entry, region: Region, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    return _padded(entry.region(region), layout, mesh, rank)
+    return padded(entry.region(region), layout, mesh, rank)
 
 
 def device_for(mesh: Mesh | None, device: torch.device | str | None) -> torch.device:
@@ -114,15 +108,6 @@ def device_for(mesh: Mesh | None, device: torch.device | str | None) -> torch.de
         return torch.device("cpu") if mesh is None else device_of(mesh)
     asked = torch.device(device)
     return gpu_of_process() if asked.type == "cuda" and asked.index is None else asked
-
-
-def _padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    if tuple(value.shape) == layout.local_shape:
-        return value
-    out = torch.zeros(layout.local_shape, dtype=value.dtype)
-    if value.numel():
-        put(_carrier(out), positions(layout, mesh, rank), _carrier(value))
-    return out
 
 
 # ---- which layout ----

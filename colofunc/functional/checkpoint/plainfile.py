@@ -16,7 +16,7 @@ from colofunc import untrusted
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
 from colofunc.functional.checkpoint.place import Entry
-from colofunc.functional.checkpoint.regions import Region
+from colofunc.spec.regions import Region
 
 # How the names of weight files begin: of whole models, of those of diffusers, of adapters alone.
 WHOLE, DIFFUSERS, ADAPTERS = "model", "diffusion_pytorch_model", "adapter_model"

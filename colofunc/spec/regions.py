@@ -164,6 +164,27 @@ def common(a: Region, b: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ...]] | 
     return tuple(in_a), tuple(in_b)
 
 
+def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The elements of `region_of` in a rank's part; a view where they are evenly spaced."""
+    return x if not layout.is_padded else take(x, positions(layout, mesh, rank))
+
+
+def padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part from the elements of `region_of`: zeros where it is padded."""
+    if tuple(value.shape) == layout.local_shape:
+        return value
+    out = torch.zeros(layout.local_shape, dtype=value.dtype, device=value.device)
+    if value.numel():
+        put(carrier(out), positions(layout, mesh, rank), carrier(value))
+    return out
+
+
+def carrier(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: not every dtype can be indexed."""
+    size = x.dtype.itemsize
+    return x if size > 8 else x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
 def _pick(at: np.ndarray) -> Pick:
     """A slice where the positions are evenly spaced, which costs no copy."""
     if not len(at):
@@ -195,6 +216,11 @@ def put(target: torch.Tensor, picks: Sequence[Pick], value: torch.Tensor) -> Non
         at = torch.from_numpy(np.arange(target.shape[d])[pick])
         grids.append(at.reshape([-1 if k == d else 1 for k in range(len(picks))]))
     target[tuple(grids)] = value
+
+
+def count(pick: Pick) -> int:
+    """How many positions."""
+    return len(range(pick.start, pick.stop, pick.step)) if isinstance(pick, slice) else len(pick)
 
 
 def extent(pick: Pick) -> tuple[int, int]:

@@ -1,0 +1,100 @@
+"""From one mesh to another: the parts of a tensor in a layout of a second mesh, without the whole in between.
+
+Both meshes are of the same ranks, or all ranks of the first are in this process. Where the first is of real ranks and the second is
+simulated, every process is to hold all parts, so there the whole is what has to be sent.
+
+Note [Who sends]. Every rank knows both layouts, so each finds out alone what it sends and what it gets (`spec.transfer`); all messages of
+a tensor are posted at once, and what a rank keeps does not travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from colofunc.dtensor.eager import Shards, convert_shards, settled, to_compute
+from colofunc.executors.backend import Backend, backend_for
+from colofunc.mesh import Mesh
+from colofunc.mesh.device import device_of
+from colofunc.program.lazy import Box
+from colofunc.spec.layout import Layout, replicated
+from colofunc.spec.parts import part
+from colofunc.spec.regions import Region, region_of
+from colofunc.spec.transfer import Piece, Transfer
+
+
+class Laid(Protocol):
+    """What lies on a mesh: a DTensor."""
+
+    @property
+    def parts(self) -> Shards: ...
+
+    sharding: Layout
+    mesh: Mesh
+    _backend: Backend
+
+
+def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
+    """The parts of the ranks in this process, of `x` in a layout of another mesh, in memory of their own. Collective on real ranks."""
+    source = x.sharding.with_pending(())
+    parts = convert_shards(x.parts, x.sharding, source, x.mesh, x._backend) if x.sharding.pending else x.parts
+    plan = Transfer(source, x.mesh, target, other)
+    mine, wanted = x._backend.ranks(x.mesh), backend_for(other).ranks(other)
+    if target.pending or (len(mine) < x.mesh.size and wanted != mine):
+        whole = convert_shards(parts, source, replicated(source.shape), x.mesh, x._backend, "a change of mesh")[0]
+        made = [part(whole, target, other, rank).clone() for rank in wanted]
+    elif len(mine) == x.mesh.size:
+        made = _within(plan, parts, wanted)
+    else:
+        made = [_exchanged(plan, parts[0], mine[0], x._backend)]
+    return settled(made, target, other)
+
+
+@attrs.frozen(eq=False)
+class FromOtherMesh:
+    """A source of a lazy tensor: a DTensor of another mesh, brought over when a plan has said where its parts are to lie."""
+
+    tensor: Any  # a DTensor
+
+    def make(self) -> torch.Tensor:
+        whole: torch.Tensor = self.tensor.full()
+        return whole
+
+    def read(self, box: Box) -> torch.Tensor | None:
+        return None
+
+    def token(self) -> int:
+        return 0
+
+    def parts(self, layout: Layout, mesh: Mesh) -> Shards:
+        return parts_on(self.tensor, layout, mesh)
+
+
+def _within(plan: Transfer, parts: Shards, wanted: tuple[int, ...]) -> Shards:
+    """All ranks that there were are in this process. Ranks that are to hold the same share it."""
+    made: dict[Region | None, torch.Tensor] = {}
+    out = Shards()
+    for rank in wanted:
+        pieces = plan.received(rank)
+        key = region_of(plan.target, plan.other, rank) if pieces else None
+        if key not in made:
+            made[key] = plan.made(rank, pieces, lambda piece: plan.taken(parts[piece.source], piece), parts[0])
+        out.append(made[key])
+    return out
+
+
+def _exchanged(plan: Transfer, mine: torch.Tensor, rank: int, backend: Backend) -> torch.Tensor:
+    """This process is one rank of both meshes."""
+    mine = to_compute([mine], device_of(plan.mesh))[0]
+    pieces = plan.received(rank)
+    sent = {piece.target: plan.taken(mine, piece).contiguous() for piece in plan.sent(rank)}
+    received = {piece.source: mine.new_empty(piece.shape) for piece in pieces if piece.source != rank}
+    what = f"a change of mesh of a DTensor {plan.source.shape} {plan.source.text()!r}"
+    backend.exchange(what, sent, received)
+
+    def value(piece: Piece) -> torch.Tensor:
+        return plan.taken(mine, piece) if piece.source == rank else received[piece.source]
+
+    return plan.made(rank, pieces, value, mine)
