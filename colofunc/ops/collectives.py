@@ -290,20 +290,23 @@ def _put_range_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # ---- registration ----
 
 
-def _collective(name: str, signature: str, fake: Callable[..., Tensor], save: Callable[..., None], back: Any) -> Any:
-    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back))
+def _collective(
+    name: str, signature: str, fake: Callable[..., Tensor], save: Callable[..., None], back: Any, own_memory: bool = False
+) -> Any:
+    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back), own_memory=own_memory)
 
 
-_ALL_GATHER = _collective("all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back)
+_ALL_GATHER = _collective("all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back, own_memory=True)
 _REDUCE_SCATTER = _collective(
-    "reduce_scatter", "Tensor x, str[] axes, int n, str how", _reduce_scatter_fake, _save_sum, _reduce_scatter_back
+    "reduce_scatter", "Tensor x, str[] axes, int n, str how", _reduce_scatter_fake, _save_sum, _reduce_scatter_back, own_memory=True
 )
 _ALL_REDUCE = _collective(
-    "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back
+    "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back, own_memory=True
 )
 _ALL_TO_ALL = _collective(
-    "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back
-)
+    "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back,
+    own_memory=True,
+)  # fmt: skip
 _PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back)
 _SEND = define("send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor", _eager("send"), _send_fake)
 _RECEIVE = define(

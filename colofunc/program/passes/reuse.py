@@ -13,7 +13,7 @@ all passes, an operator whose operand nobody reads again writes over it, in the 
     %8 = add(%6, embedding_dense_backward(...))   embedding_add_(%6, ...)
 
 Note [What may be written over]. An operand x of node k, where
-    - x's memory was made by an operator that is known to make memory of its own (`MAKERS`), never by an input;
+    - x's memory was made by an operator that is known to make memory of its own (`facts.makes_memory`), never by an input;
     - x covers that memory once: between maker and x are only views that keep every element (`WHOLE`), no expand, no part;
     - no node after k and no output reads x or anything that may share its memory;
     - no other operand of node k shares it, and shape and dtype are those of the result.
@@ -29,27 +29,12 @@ from typing import Any
 import attrs
 
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
-from colofunc.ops import quantized
 from colofunc.ops.twins import functional_of, out_twin, twin_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import is_pointwise
+from colofunc.program.facts import is_pointwise, makes_memory
 from colofunc.program.ir import Loop, Node, Program, Ref
 
-# Operators whose results are memory of their own, whatever their arguments; elementwise ones are, too.
-MAKERS = frozenset(
-    """aten.mm.default aten.addmm.default aten.bmm.default aten.baddbmm.default aten.rsub.Tensor
-    aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
-    aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
-    aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
-    aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
-    aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor
-    aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
-    colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
-    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_gather_flat colofunc.all_to_all colofunc.pack
-    colofunc.reduce_scatter_start colofunc.all_reduce_start colofunc.all_gather_start colofunc.all_to_all_start
-    colofunc.loop""".split()
-) | quantized.PRODUCTS | quantized.PRODUCTS_DX | frozenset(quantized.DEQUANTIZE)
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
     """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default
@@ -174,7 +159,7 @@ class Facts:
             elif node.target in WHOLE:
                 found = self.whole(node.refs[0])
             else:
-                found = node.target in MAKERS or is_pointwise(node.target) or functional_of(node.target) is not None
+                found = makes_memory(node.target) or functional_of(node.target) is not None
             self._whole[id] = found
         return found
 
