@@ -13,7 +13,7 @@ through gradients that are registered with the dispatcher; canonical replacement
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -31,6 +31,14 @@ NUMBERED: dict[str, int] = {}
 # "colofunc.linear" -> all that its definition says.
 OPERATORS: dict[str, Operator] = {}
 
+KINDS: Mapping[str, str] = {
+    "wire": "all of a group take part",
+    "peer": "some of a group send to others of it",
+    "rank": "what it gives depends on the rank, which needs no other for it",
+    "layout": "the same elements in another shape, or later",
+}
+"""Kinds of operators that executors write themselves."""
+
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
 
@@ -43,6 +51,7 @@ class Operator:
     kernel: Callable[..., Any]
     function: type[torch.autograd.Function] | None = None
     own_memory: bool = False
+    kind: str = ""  # of those that executors write themselves, one of KINDS
     gradient_at: int | None = None  # of an elementwise update of a parameter: the argument with its gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +74,7 @@ def define(
     for_compilers: Callable[..., Any] | None = None,
     number: str | None = None,
     own_memory: bool = False,
+    kind: str = "",
     updates_by: str | None = None,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
@@ -76,6 +86,8 @@ def define(
     host, so that all of them share it.
 
     `own_memory`: each result is a tensor of its own, whose elements lie apart, so that a later operator may write over it.
+
+    `kind`: of an operator that executors write themselves, one of `KINDS`.
 
     `updates_by`: of an elementwise update of a parameter (argument `param`) and its state, the argument with the gradient.
 
@@ -102,9 +114,14 @@ def define(
     if number is not None:
         NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
     gradient_at = None if updates_by is None else arguments.index(updates_by)
-    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, gradient_at)
+    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at)
     OPERATORS[operator.name] = operator
     return operator
+
+
+def of_kind(*kinds: str) -> frozenset[str]:
+    """The names, without namespace, of operators of some `KINDS` that are defined by now."""
+    return frozenset(name.partition(".")[2] for name, operator in OPERATORS.items() if operator.kind in kinds)
 
 
 def _function(

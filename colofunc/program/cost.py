@@ -20,14 +20,15 @@ from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.twins import functional_of
+from colofunc.program import facts
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.strategies import FREE
 
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send"})
-LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug", "receive"})
+WIRE = facts.WIRE - {"all_gather_flat"} | {"send"}  # a gather of flat buffers is a gather
+LOCAL_ONLY = facts.LOCAL | {"debug", "receive"}
 
 RuleOf = Callable[[Call], Rule | None]
 

@@ -17,9 +17,10 @@ from math import prod
 import torch
 
 from colofunc.errors import ProgramError
+from colofunc.ops import collectives, flat  # noqa: F401  which define the operators that are told apart here
 from colofunc.ops.copies import COPIES
 from colofunc.ops.debug import DEBUG
-from colofunc.ops.define import OPERATORS
+from colofunc.ops.define import OPERATORS, of_kind
 from colofunc.ops.targets import overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 from colofunc.spec.strategies import FREE
@@ -35,9 +36,11 @@ MAKERS = frozenset(
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default""".split()
 )
 # Operators of one rank that only this package knows; executors emit them themselves.
-LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
-PEERS = frozenset({"send", "receive"})  # between some of a group; written as they stand, started by nobody
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "all_gather_flat"})
+LOCAL = of_kind("rank", "layout")
+PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
+WIRE = of_kind("wire")
+COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "rank"))
+"""Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
 
