@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from colofunc.mesh import Mesh
-from colofunc.ops.collectives import COLLECTIVES
+from colofunc.program.facts import COLLECTIVES
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.parts import join, part

@@ -13,8 +13,10 @@ from colofunc.ops.attention import attention, attention_backward
 from colofunc.ops.attention_parts import merge
 from colofunc.ops.define import KERNELS
 from colofunc.ops.linear import linear, linear_dw, linear_dx
-from colofunc.ops.update import IN_PLACE, adamw, adamw_, sgd, sgd_
+from colofunc.ops.twins import twin_of
+from colofunc.ops.update import adamw, adamw_, sgd, sgd_
 from colofunc.ops.update_rules import options_of, update, update_
+from colofunc.ops.updates import UPDATES
 
 D = torch.float64
 
@@ -295,15 +297,20 @@ def test_mixed_dtypes_take_the_plain_path() -> None:
     torch.testing.assert_close(got[1], want[1])
 
 
+def in_place_of(target):
+    twin = twin_of(target)
+    return twin.target, twin.places
+
+
 def test_twins_write_the_same_numbers_in_place() -> None:
     t = [rand(4), rand(4), rand(4), rand(4).abs(), torch.tensor(1.0), torch.tensor(0.1, dtype=D)]
     options = (0.9, 0.99, 1e-8, 0.1, True, True, rand(4).abs())
     cases = {"colofunc.adamw": (*t, *options), "colofunc.sgd": (t[0], t[1], t[2], t[4], t[5], 0.9, 0.0, 0.1, True)}
     rms = options_of("RMSprop", dict(alpha=0.9, eps=1e-8, momentum=0.5, centered=True, weight_decay=0.1, maximize=False))
     cases["colofunc.update"] = ("RMSprop", t[0], t[1], t[3] + 2, t[2], t[3] / 9, *t[4:], rms)
-    assert cases.keys() == IN_PLACE.keys()
+    assert cases.keys() == UPDATES.keys()
     for target, args in cases.items():
-        twin, places = IN_PLACE[target]
+        twin, places = in_place_of(target)
         results = KERNELS[target](*args)
         written = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         KERNELS[twin](*written)
@@ -324,7 +331,7 @@ def test_an_update_that_is_not_to_happen_leaves_every_bit(target, go, dtype) -> 
         "colofunc.sgd": (p, g, m, *rest, 0.9, 0.5, 0.1, True, False),
         "colofunc.update": ("RMSprop", p, g, v, m, v / 9, *rest, [0.9, 1e-8, 0.5, 1.0, 0.1, 0.0]),
     }
-    args, (twin, places) = cases[target], IN_PLACE[target]
+    args, (twin, places) = cases[target], in_place_of(target)
     results = KERNELS[target](*args, torch.tensor(go))
     written = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     KERNELS[twin](*written, torch.tensor(go))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.targets import resolve
+from colofunc.ops.updates import UPDATES
 from colofunc.program.closeness import TOLERANCE
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.tracing.record import flat_results, run_node
@@ -35,7 +36,6 @@ TRIES = 2
 FEW = 32  # elements, of which two tries may by chance show no rounding at all
 STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)
 SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
-UPDATES = {"colofunc.adamw": 1, "colofunc.sgd": 1, "colofunc.update": 2}  # elementwise over a parameter; which argument is the gradient
 Ran = Callable[[Node, Mapping[int, Tensor], Sequence[Any]], None]
 
 

@@ -21,7 +21,7 @@ from colofunc.program.facts import lifetimes
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import lies
 from colofunc.program.passes.loop import last_uses
-from colofunc.program.passes.reuse import FUNCTIONAL, functional
+from colofunc.program.passes.reuse import functional
 
 if TYPE_CHECKING:
     from colofunc.executors.source import Writer
@@ -50,8 +50,9 @@ class Sharing:
         """Write down what has to come before a node that writes to `changed`; the node, or what to write in its place."""
         if not self._shared(changed, keys):
             return node
-        if self.spares and node.target in FUNCTIONAL and not self._read_later(node, changed):
-            return functional(node)
+        spared = functional(node) if self.spares else None
+        if spared is not None and not self._read_later(node, changed):
+            return spared
         self.separate(node, changed, keys)
         return node
 
@@ -81,7 +82,8 @@ class Sharing:
         home = self._of_program().home
         for storage in dict.fromkeys(home[i] for i in ids):
             mine = [i for i in ids if home[i] == storage]
-            self._split(mine, keys, f"{self.writer.bind(apart, 'apart')}({', '.join(f'{{{k}}}' for k in range(len(mine)))})")
+            views = f"{self.writer.bind(apart, 'apart')}({', '.join(f'{{{k}}}' for k in range(len(mine)))})"
+            self._split(mine, keys, views if len(mine) > 1 else "{0}.clone()")
 
     def _split(self, ids: Sequence[int], keys: Sequence[Hashable], call: str) -> None:
         """New variables, made by a `call` on the old ones, for all lanes but the first of those that share the old ones."""

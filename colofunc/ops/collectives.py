@@ -41,7 +41,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.define import define
 
 __all__ = [
-    "COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "axis_index", "fit", "keep_first", "permute",
+    "all_gather", "all_reduce", "all_to_all", "axis_index", "fit", "keep_first", "permute",
     "put_range", "rearrange", "rearrange_view", "reduce_scatter", "take_range", "take_shard",
 ]  # fmt: skip
 
@@ -290,33 +290,41 @@ def _put_range_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # ---- registration ----
 
 
-def _collective(name: str, signature: str, fake: Callable[..., Tensor], save: Callable[..., None], back: Any) -> Any:
-    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back))
+def _collective(
+    name: str, signature: str, fake: Callable[..., Tensor], save: Callable[..., None], back: Any, kind: str, own_memory: bool = False
+) -> Any:
+    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back), own_memory=own_memory, kind=kind)
 
 
-_ALL_GATHER = _collective("all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back)
+_ALL_GATHER = _collective(
+    "all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back, "wire", own_memory=True
+)
 _REDUCE_SCATTER = _collective(
-    "reduce_scatter", "Tensor x, str[] axes, int n, str how", _reduce_scatter_fake, _save_sum, _reduce_scatter_back
+    "reduce_scatter", "Tensor x, str[] axes, int n, str how", _reduce_scatter_fake, _save_sum, _reduce_scatter_back, "wire", own_memory=True
 )
 _ALL_REDUCE = _collective(
-    "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back
+    "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back, "wire", own_memory=True
 )
 _ALL_TO_ALL = _collective(
-    "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back
+    "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back,
+    "wire", own_memory=True,
+)  # fmt: skip
+_PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back, "wire")
+_SEND = define(
+    "send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor", _eager("send"), _send_fake, kind="peer"
 )
-_PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back)
-_SEND = define("send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor", _eager("send"), _send_fake)
 _RECEIVE = define(
-    "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype, *, int tag=0) -> Tensor", _eager("receive"), _receive_fake
-)
-_TAKE_SHARD = _collective("take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back)
+    "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype, *, int tag=0) -> Tensor", _eager("receive"), _receive_fake,
+    kind="peer",
+)  # fmt: skip
+_TAKE_SHARD = _collective("take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back, "rank")
 _KEEP_FIRST = _collective(
-    "keep_first", "Tensor x, str[] axes, int n, str how", _keep_first_fake, _save_sum, _keep_first_back
+    "keep_first", "Tensor x, str[] axes, int n, str how", _keep_first_fake, _save_sum, _keep_first_back, "rank"
 )
-_AXIS_INDEX = define("axis_index(str[] axes) -> Tensor", _eager("axis_index"), _axis_index_fake)
+_AXIS_INDEX = define("axis_index(str[] axes) -> Tensor", _eager("axis_index"), _axis_index_fake, kind="rank")
 _REARRANGE = define(
     "rearrange(Tensor x, str pattern, str[] names, int[] sizes) -> Tensor",
-    _rearrange, _rearrange_fake, (_rearrange_save, _rearrange_back),
+    _rearrange, _rearrange_fake, (_rearrange_save, _rearrange_back), kind="layout",
 )  # fmt: skip
 _FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_save, _fit_back), for_compilers=_fit)
 _TAKE_RANGE = define(
@@ -327,15 +335,6 @@ _PUT_RANGE = define(
     "put_range(Tensor x, int offset, int numel) -> Tensor",
     _put_range, _put_range_fake, (_range_save, _put_range_back), for_compilers=_put_range,
 )  # fmt: skip
-
-COLLECTIVES = frozenset(
-    f"colofunc.{name}"
-    for name in (
-        "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "take_shard", "keep_first", "axis_index",
-        "all_gather_flat", "send", "receive",
-    )
-)  # fmt: skip
-"""Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
 
 # ---- for local code ----

@@ -48,7 +48,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-define("wait(Tensor(a) x) -> Tensor(a)", _itself, _itself)
+define("wait(Tensor(a) x) -> Tensor(a)", _itself, _itself, kind="layout")
 for _name in ("to_host", "to_device", "to_disk"):
     define(f"{_name}(Tensor x) -> Tensor", duplicate, _like)
     define(f"{_name}_start(Tensor x) -> Tensor", duplicate, _like)

@@ -13,7 +13,7 @@ through gradients that are registered with the dispatcher; canonical replacement
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -28,18 +28,31 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 FOR_COMPILERS: dict[str, Callable[..., Any]] = {}
 # Of these, those that equal layers call with another number each, and which argument that is: "colofunc.dropout" -> 2.
 NUMBERED: dict[str, int] = {}
+# "colofunc.linear" -> all that its definition says.
+OPERATORS: dict[str, Operator] = {}
+
+KINDS: Mapping[str, str] = {
+    "wire": "all of a group take part",
+    "peer": "some of a group send to others of it",
+    "rank": "what it gives depends on the rank, which needs no other for it",
+    "layout": "the same elements in another shape, or later",
+}
+"""Kinds of operators that executors write themselves."""
 
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
 
 @attrs.frozen(eq=False)
 class Operator:
-    """A registered operator: calling it goes through torch's dispatcher."""
+    """A registered operator: calling it goes through torch's dispatcher. What its definition says of it is written at `define`."""
 
     name: str  # "colofunc.linear"
     op: Any  # the OpOverload
     kernel: Callable[..., Any]
     function: type[torch.autograd.Function] | None = None
+    own_memory: bool = False
+    kind: str = ""  # of those that executors write themselves, one of KINDS
+    gradient_at: int | None = None  # of an elementwise update of a parameter: the argument with its gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
@@ -60,6 +73,9 @@ def define(
     library: torch.library.Library | None = None,
     for_compilers: Callable[..., Any] | None = None,
     number: str | None = None,
+    own_memory: bool = False,
+    kind: str = "",
+    updates_by: str | None = None,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -68,6 +84,12 @@ def define(
 
     `number`: an integer argument in which calls of equal layers differ. A compiled function is given it as a 0-dim tensor of the
     host, so that all of them share it.
+
+    `own_memory`: each result is a tensor of its own, whose elements lie apart, so that a later operator may write over it.
+
+    `kind`: of an operator that executors write themselves, one of `KINDS`.
+
+    `updates_by`: of an elementwise update of a parameter (argument `param`) and its state, the argument with the gradient.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -88,9 +110,18 @@ def define(
     KERNELS[f"{namespace}.{name}"] = kernel
     if for_compilers is not None:
         FOR_COMPILERS[f"{namespace}.{name}"] = for_compilers
+    arguments = [argument.name for argument in op._schema.arguments]
     if number is not None:
-        NUMBERED[f"{namespace}.{name}"] = [argument.name for argument in op._schema.arguments].index(number)
-    return Operator(f"{namespace}.{name}", op, kernel, function)
+        NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
+    gradient_at = None if updates_by is None else arguments.index(updates_by)
+    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at)
+    OPERATORS[operator.name] = operator
+    return operator
+
+
+def of_kind(*kinds: str) -> frozenset[str]:
+    """The names, without namespace, of operators of some `KINDS` that are defined by now."""
+    return frozenset(name.partition(".")[2] for name, operator in OPERATORS.items() if operator.kind in kinds)
 
 
 def _function(

@@ -101,6 +101,10 @@ def _write_fake(into: Tensor, x: Tensor) -> None:
         raise CollectiveError(f"colofunc.write_: {tuple(x.shape)} does not fill {tuple(into.shape)}")
 
 
-PACK = define("pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake, for_compilers=_pack_of_parts)
-ALL_GATHER_FLAT = define("all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor", _gather_eager, _gather_fake)
+PACK = define(
+    "pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake, for_compilers=_pack_of_parts, own_memory=True
+)
+ALL_GATHER_FLAT = define(
+    "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor", _gather_eager, _gather_fake, own_memory=True, kind="wire"
+)
 WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)

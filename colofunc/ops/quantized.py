@@ -296,9 +296,14 @@ def _operators(form: Format) -> Operators:
         return (dg, *[None] * count)
 
     made = Operators(
-        define(f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor", linear, linear_fake, (save_linear, linear_backward)),
-        define(f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward)),
-        define(f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake),
+        define(
+            f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor", linear, linear_fake, (save_linear, linear_backward),
+            own_memory=True,
+        ),
+        define(
+            f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward), own_memory=True
+        ),
+        define(f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True),
     )
     return made
 

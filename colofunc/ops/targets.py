@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from colofunc.errors import ProgramError
+from colofunc.ops.scatter import COPIES_FIRST
 
 # Kernels may return other strides than the trace saw; a reshape copies only where a view is impossible.
 _RELAXED = {
@@ -32,24 +33,10 @@ def _as_strided(
     return torch.ops.aten.as_strided.default(x.contiguous(), size, stride, offset)
 
 
-def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`slice_scatter` and its like. Torch's own copy strides too, so that elements that share memory (a value that came of
-    `expand` or `unfold`) would share it in the result, and all of them would be written."""
-
-    def kernel(x: torch.Tensor, part: torch.Tensor, *where: Any, **named: Any) -> torch.Tensor:
-        whole = x.clone()
-        view(whole, *where, **named).copy_(part)
-        return whole
-
-    return kernel
-
-
 # Kernels for values that have no strides of their own.
 _BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
     "aten.as_strided.default": _as_strided,
-    "aten.slice_scatter.default": _scatter(torch.ops.aten.slice.Tensor),
-    "aten.select_scatter.default": _scatter(torch.ops.aten.select.int),
-    "aten.diagonal_scatter.default": _scatter(torch.ops.aten.diagonal.default),
+    **COPIES_FIRST,
 }
 
 

@@ -3,7 +3,7 @@
 Problem: an optimizer written in aten is a dozen nodes per parameter that hold five times its memory and cannot be
 grouped by chunk later. Idea: `adamw` and `sgd` are single functional operators, elementwise over the parameter, so any
 layout of it is fine as long as all operands share it. The last pass replaces one by its twin where the old values have
-no later reader; `IN_PLACE` says which result then lives in which argument.
+no later reader; the twin's schema says which arguments the results then live in (`ops.twins`).
 
     param, m, v, _ = adamw(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)
     adamw_(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True)            # same numbers, no allocation
@@ -25,13 +25,6 @@ from torch import Tensor
 from colofunc.ops.define import define
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
-
-# target -> (in-place twin with the same arguments, ((result index, argument index), ...)).
-IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
-    "colofunc.adamw": ("colofunc.adamw_", ((0, 0), (1, 2), (2, 3), (3, 12))),
-    "colofunc.sgd": ("colofunc.sgd_", ((0, 0), (1, 2))),
-    "colofunc.update": ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5))),
-}
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -171,7 +164,7 @@ def _sgd_schema(p: str = "", m: str = "") -> str:
     )
 
 
-adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake)
-adamw_ = define(f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing)
-sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake)
-sgd_ = define(f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing)
+adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake, updates_by="grad")
+adamw_ = define(f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing, updates_by="grad")
+sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake, updates_by="grad")
+sgd_ = define(f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing, updates_by="grad")

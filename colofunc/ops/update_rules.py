@@ -210,5 +210,5 @@ def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
     return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options, Tensor? finite=None)"
 
 
-update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake)
-update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, _nothing)
+update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake, updates_by="grad")
+update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, _nothing, updates_by="grad")

@@ -23,10 +23,9 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
-from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
-from colofunc.program.facts import is_wire
+from colofunc.program.facts import COLLECTIVES, is_wire
 from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
 from colofunc.program.places import SEND, made_at
 from colofunc.program.text import node_text, type_text

@@ -18,14 +18,17 @@ import torch
 
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.ops.scatter import TOUCH_A_PART
+from colofunc.ops.twins import functional_of
+from colofunc.program import facts
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.strategies import FREE
 
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send"})
-LOCAL_ONLY = frozenset({"axis_index", "take_shard", "rearrange", "keep_first", "wait", "debug", "receive"})
+WIRE = facts.WIRE - {"all_gather_flat"} | {"send"}  # a gather of flat buffers is a gather
+LOCAL_ONLY = facts.LOCAL | {"debug", "receive"}
 
 RuleOf = Callable[[Call], Rule | None]
 
@@ -207,7 +210,19 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     biggest = max((prod(t.shape) for t in types), default=0)
     flops = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
     moved = float(sum(t.nbytes for t in types))
-    changed = sum(values[i].nbytes for i in written(node)) if moved else 0
-    if any(o is not None for o in node.outs):  # `add_` reads what it writes, and gives it as its result; `add.out` does not read it
-        changed = 0 if node.target.split(".")[1].endswith("_") else -changed
-    return flops, moved + changed, dtype
+    return flops, moved + _written_bytes(node, values) if moved else 0.0, dtype
+
+
+def _written_bytes(node: Node, values: Mapping[int, Value]) -> int:
+    """What a node moves more than its operands and results, since it writes to some of its operands."""
+    into = written(node)
+    if not into:
+        return 0
+    changed = sum(values[i].nbytes for i in into)
+    if node.target.rsplit(".", 1)[0] in TOUCH_A_PART or node.target in TOUCH_A_PART:
+        given = sum(values[i].nbytes for i in node.refs if i not in into)
+        return given - changed * (1 + len(node.results))
+    name = node.target.split(".")[1]
+    if name.endswith("_") or functional_of(node.target) is None:  # it reads what it writes; `add_` may give it as its result, too
+        return 0 if name.endswith("_") and node.results else changed
+    return -changed if node.results else 0  # `add.out` does not read it

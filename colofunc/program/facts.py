@@ -17,16 +17,30 @@ from math import prod
 import torch
 
 from colofunc.errors import ProgramError
+from colofunc.ops import collectives, flat  # noqa: F401  which define the operators that are told apart here
 from colofunc.ops.copies import COPIES
 from colofunc.ops.debug import DEBUG
+from colofunc.ops.define import OPERATORS, of_kind
 from colofunc.ops.targets import overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 from colofunc.spec.strategies import FREE
 
+# Operators of torch, beside elementwise ones, whose results are memory of their own, whatever their arguments.
+MAKERS = frozenset(
+    """aten.mm.default aten.addmm.default aten.bmm.default aten.baddbmm.default aten.rsub.Tensor
+    aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
+    aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
+    aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
+    aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
+    aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor
+    aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default""".split()
+)
 # Operators of one rank that only this package knows; executors emit them themselves.
-LOCAL = frozenset({"axis_index", "take_shard", "keep_first", "rearrange", "wait"})
-PEERS = frozenset({"send", "receive"})  # between some of a group; written as they stand, started by nobody
-WIRE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "all_gather_flat"})
+LOCAL = of_kind("rank", "layout")
+PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
+WIRE = of_kind("wire")
+COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "rank"))
+"""Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
 
@@ -109,6 +123,21 @@ def takes_device(target: str) -> bool:
 def is_pointwise(target: str) -> bool:
     """Whether an operator of torch makes each element from those at the same place."""
     return target.startswith("aten.") and torch.Tag.pointwise in overload(target).tags
+
+
+@cache
+def makes_memory(target: str) -> bool:
+    """Whether each result of an operator is memory of its own, whose elements lie apart: who reads it last may write over it."""
+    defined = OPERATORS.get(target.removesuffix("_start") if is_started(target) else target)
+    if defined is not None:
+        return defined.own_memory
+    return target in MAKERS or target == LOOP or is_pointwise(target)
+
+
+def is_started(target: str) -> bool:
+    """Whether an operator is the start of a collective, or of a copy between tiers, that is waited for later."""
+    kind = kind_of_target(target)
+    return kind is not None and kind[1]
 
 
 @cache

@@ -15,7 +15,8 @@ import torch
 
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.observation import arguments_of
-from colofunc.compiler.tolerance import UPDATES, Allowed, Reference
+from colofunc.compiler.tolerance import Allowed, Reference
+from colofunc.ops.updates import UPDATES
 from colofunc.program.ir import Program, Ref
 
 

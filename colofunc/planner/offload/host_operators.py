@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from colofunc.errors import PlanError, near
-from colofunc.planner.offload.trace import GATHERS, LITTLE, UPDATES, Ground
+from colofunc.ops.updates import IN_PLACE
+from colofunc.planner.offload.trace import GATHERS, LITTLE, Ground
 from colofunc.planner.offload.updates import CAST, able
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program
@@ -116,7 +117,7 @@ def _is_cast(ground: Ground, k: int, storage: int, readers: Iterable[int]) -> bo
 
 
 def _updates(ground: Ground, k: int) -> bool:
-    return ground.program.nodes[k].target in UPDATES
+    return ground.program.nodes[k].target in IN_PLACE
 
 
 def _free(ground: Ground, k: int, placed: Mapping[int, str | None]) -> bool:

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
-from colofunc.ops.update import IN_PLACE
+from colofunc.ops.updates import IN_PLACE
 from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace
 from colofunc.planner.offload.timeline import Lanes, play
 from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
@@ -105,7 +105,6 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
-UPDATES = frozenset(target for target, _ in IN_PLACE.values())
 GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"})
 """Operators that read few rows of their first operand."""
 
@@ -120,7 +119,7 @@ def _touched(node: Node, program: Program) -> int:
 def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     """Seconds of a node on the host, where the time of its arithmetic is to that of its memory as it is on the device."""
     touched, device = _touched(node, program), mesh.topology.device
-    if node.target in UPDATES or is_pointwise(node.target):  # bound by memory, however slow it was measured on the device
+    if node.target in IN_PLACE or is_pointwise(node.target):  # bound by memory, however slow it was measured on the device
         return mesh.host_s(touched)
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s

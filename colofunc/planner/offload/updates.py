@@ -18,7 +18,8 @@ from itertools import accumulate
 
 import attrs
 
-from colofunc.planner.offload.trace import UPDATES, Ground
+from colofunc.ops.updates import IN_PLACE
+from colofunc.planner.offload.trace import Ground
 from colofunc.program.facts import is_pointwise, kind_of, takes_device, written
 from colofunc.program.ir import Node
 from colofunc.program.passes.tiered import is_view
@@ -94,7 +95,7 @@ def updates_of(ground: Ground) -> list[Update]:
     for k in reversed(range(len(nodes))):
         node = nodes[k]
         writes_state = node.target == WRITE and ground.lies.home[node.refs[0]] in state
-        if node.target in UPDATES or writes_state:
+        if node.target in IN_PLACE or writes_state:
             owner[k] = k
             continue
         reading = {j for o in node.results for j in readers.get(o, ())}
@@ -132,7 +133,7 @@ def _belongs(node: Node, ground: Ground) -> bool:
 
 def _update(ground: Ground, nodes: Sequence[int]) -> Update:
     program = ground.program
-    writers = tuple(k for k in nodes if program.nodes[k].target in UPDATES or program.nodes[k].target == WRITE)
+    writers = tuple(k for k in nodes if program.nodes[k].target in IN_PLACE or program.nodes[k].target == WRITE)
     ids = [i for k in writers for i in written(program.nodes[k])]
     nbytes = sum(program.values[i].nbytes for i in ids)
     return Update(writers, frozenset(nodes), frozenset(ground.lies.home[i] for i in ids), nbytes)

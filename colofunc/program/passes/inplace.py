@@ -1,11 +1,17 @@
 """In place: donated state is updated where it lies, proven safe.
 
-Problem: a functional update holds old and new state at once, twice the parameters and moments. Idea: the last pass
-replaces an update operator by its in-place twin (`colofunc.ops.update.IN_PLACE`) where each value it would write to is a
-donated input of the same layout whose new value is the output it is paired with, and no node after the update reads
-the old value or anything that may share memory with it.
+Problem: a functional update holds old and new state at once, twice the parameters and moments, or a second key-value cache. Idea: the
+last pass replaces an operator by its in-place twin, as schemas have it (`colofunc.ops.twins`), where each value that it would write to
+is a donated input of the same layout whose new value is the result that is written over it, and no node after it reads the old value or
+anything that may share its memory.
 
-    %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)          ->        adamw_(%p, %g, %m, %v, ...)      outputs: %p, %m, %v
+    %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)    ->    adamw_(%p, %g, %m, %v, ...)              outputs: %p, %m, %v
+    %4 = index_copy(%cache, 2, %at, %keys)          ->    index_copy_(%cache, 2, %at, %keys)       output: %cache
+    %5 = mul(%mean, 0.9)   %6 = add(%5, %x)         ->    mul.out(%mean, 0.9, out=%mean)   add.out(%mean, %x, out=%mean)
+
+The last of these is how `_Overwrite` goes back from the new value: over a temporary that dies there and lies in the old value's memory
+itself, or over the old value; and what is written into a part of a copy of the old value (`slice_scatter` and its like) is computed in
+that part.
 
 Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter alone, and
 what is gathered of them is written over the old parameter (`_written_over`):
@@ -16,7 +22,10 @@ what is gathered of them is written over the old parameter (`_written_over`):
 Where state may lie in another tier (`every_state`), so is every other new value of state, as an update that was written in aten
 makes them: else all of them would be held until the step is over.
 
-Temporaries are the other case: an elementwise operator writes over an operand that dies with it (see `reuse`).
+What leaves the step beside a new value of state and shares its memory (the value itself, or a view of it) leaves as a copy: the next
+step writes over the state. Values without dims stay as they are: to write over a counter saves nothing.
+
+Temporaries are the other case: an operator writes over an operand that dies with it (see `reuse`).
 
 Later readers of the new value read the input's id, which holds it from then on. Updates that come together at the end
 are moved up to where their gradient is ready (`schedule.updates_early`), so gradients do not wait for one another.
@@ -24,18 +33,19 @@ are moved up to where their gradient is ready (`schedule.updates_early`), so gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 
 from colofunc.ops import flat as _operators  # noqa: F401  registers write_
-from colofunc.ops.update import IN_PLACE
+from colofunc.ops.scatter import VIEWS
+from colofunc.ops.twins import Twin, out_twin, twin_of
 from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import is_wire, rearrange_steps
+from colofunc.program.facts import is_pointwise, is_wire, kind_of, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.reuse import fuse, reuse
+from colofunc.program.passes.reuse import fuse, over, reuse
 from colofunc.program.passes.schedule import updates_early
 from colofunc.program.places import made_at
 
@@ -48,32 +58,62 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
     temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries. every_state: updates
     without a twin are copied over the old values too, which takes a copy and holds less.
     """
+    program = _leaving_apart(program)
     program = fuse(program) if temporaries else program
-    memory = aliases(program)
-    paired: dict[int, set[int]] = {}
-    for out, into in program.aliases:
-        paired.setdefault(program.outputs[out], set()).add(program.inputs[into])
-    counts: dict[int, int] = {}
-    for o in program.outputs:
-        counts[o] = counts.get(o, 0) + 1
-    edit = Editor(program)
-    for index, node in enumerate(program.nodes):
-        twin = _twin(program, index, node, memory, paired, counts)
-        if twin is None:
+    written = updates_early(_written_over(_over_donated(program, every_state), every_state))
+    return within(reuse(written), _body) if temporaries else within(written, _stage)
+
+
+def _leaving_apart(program: Program) -> Program:
+    """Results that share memory with the new value of a donated leaf leave as copies."""
+    memory, edit, end = aliases(program), Editor(program), len(program.nodes)
+    donated = {out for out, _ in program.aliases}
+    groups = {memory.group(program.outputs[out]) for out in donated}
+    outputs = list(program.outputs)
+    for k, id in enumerate(program.outputs):
+        if k in donated or memory.group(id) not in groups:
             continue
-        target, pairs, kept = twin
+        outputs[k] = edit.new(program.values[id])
+        layout = program.values[id].layout
+        note, on = "the next step writes over the state", None if layout is None else layout.at
+        copy = Node("aten.clone.default", (Ref(id),), (), (outputs[k],), note=note, on=on)
+        maker = program.makers.get(id)
+        edit.insert(end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line))
+    return edit.done(outputs=outputs) if outputs != list(program.outputs) else program
+
+
+def _over_donated(program: Program, every_state: bool) -> Program:
+    """New values of donated leaves written over the old ones, where an operator can do that and nobody reads the old one later.
+
+    Where copies between tiers are planned (`every_state`), elementwise work stays functional: a search that moves updates to the host
+    takes what ends in one `write_` as one of them.
+    """
+    edit, overwrite = Editor(program), _Overwrite(program)
+    for index, node in enumerate(program.nodes):
+        twin = twin_of(node.target)
+        if twin is None or len(node.outs) == 1:
+            continue
+        pairs = overwrite.pairs(index, node, twin)
+        if pairs is None:
+            continue
+        found, kept = pairs
         args = list(node.args)
         for out, position in kept:  # the old value stays: what is written over is a copy
             copy = edit.new(program.values[out])
             edit.insert(index, attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,)))
             args[position] = Ref(copy)
             edit.rename(out, copy)
-        for out, into in pairs:
+        for out, into in found:
             edit.rename(out, into)
-        edit.replace(index, attrs.evolve(node, target=target, args=tuple(args), outs=()))
-    changed = edit.done(stage="inplace")
-    written = updates_early(_written_over(changed, every_state))
-    return within(reuse(written), _body) if temporaries else within(written, _stage)
+        edit.replace(index, attrs.evolve(node, target=twin.target, args=tuple(args), outs=twin.outs(node.outs)))
+    for out, position in program.aliases:
+        maker = program.makers.get(program.outputs[out])
+        if maker is None or (every_state and is_pointwise(maker.target)):
+            continue
+        for change in overwrite.changes(program.outputs[out], program.inputs[position]):
+            edit.replace(change.index, *change.nodes)
+            edit.rename(change.value, change.into)
+    return edit.done(stage="inplace")
 
 
 def _stage(body: Program) -> Program:
@@ -88,35 +128,148 @@ def _body(body: Program) -> Program:
 Pairs = list[tuple[int, int]]
 
 
-def _twin(
-    program: Program, index: int, node: Node, memory: Aliases, paired: Mapping[int, set[int]], counts: Mapping[int, int]
-) -> tuple[str, Pairs, Pairs] | None:
-    """The in-place form of `node`: (target, (result, input it is written to), (result, argument it needs a copy of)).
+@attrs.frozen
+class _Change:
+    """What comes in place of node `index`, so that what it made, `value`, is made in the memory of `into`."""
 
-    None where nothing can be written over.
-    """
-    if node.target not in IN_PLACE:
-        return None
-    target, pairs = IN_PLACE[node.target]
-    found: Pairs = []
-    kept: Pairs = []
-    for result, position in pairs:
-        arg = node.args[position] if position < len(node.args) else None
-        out = node.outs[result] if result < len(node.outs) else None
-        if not isinstance(arg, Ref):
-            if out is not None and program.values[out].nbytes and _is_read(program, out):
-                return None  # a result that has no argument to live in
-            continue
-        if out is None:
+    index: int
+    nodes: tuple[Node, ...]
+    value: int
+    into: int
+
+
+class _Overwrite:
+    """How new values of donated leaves can be made where the old ones lie, in one program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memory = aliases(program)
+        self.paired: dict[int, set[int]] = {}
+        for out, into in program.aliases:
+            self.paired.setdefault(program.outputs[out], set()).add(program.inputs[into])
+        self._group_readers: dict[int, list[int]] = {}
+        for index, node in enumerate(program.nodes):
+            kind = kind_of(node)
+            ends = [index]
+            if kind is not None and kind[1]:  # a started collective reads until it is waited for
+                ends += [program.last_uses.get(out, index) for out in node.results]
+            for group in {self.memory.group(i) for i in node.refs}:
+                self._group_readers.setdefault(group, []).extend(ends)
+
+    # ---- operators with several results ----
+
+    def pairs(self, index: int, node: Node, twin: Twin) -> tuple[Pairs, Pairs] | None:
+        """(result, input it is written to) and (result, argument it needs a copy of); None where nothing can be written over."""
+        found: Pairs = []
+        kept: Pairs = []
+        for result, position in twin.places:
+            arg = node.args[position] if position < len(node.args) else None
+            out = node.outs[result] if result < len(node.outs) else None
+            if not isinstance(arg, Ref):
+                if out is not None and self.program.values[out].nbytes and _is_read(self.program, out):
+                    return None  # a result that has no argument to live in
+                continue
+            if out is None:
+                return None
+            if self._may_overwrite(index, node, arg.id, out):
+                found.append((out, arg.id))
+            else:
+                kept.append((out, position))
+        written = [into for _, into in found]
+        if not found or len({self.memory.group(into) for into in written}) != len(written):
+            return None  # two results would be written to the same memory
+        return found, kept
+
+    def _may_overwrite(self, index: int, node: Node, into: int, out: int) -> bool:
+        """Whether the new value `out` may be written over `into` at node `index`."""
+        if into not in self.paired.get(out, ()) or self.program.outputs.count(out) != 1 or not self._alike(out, into):
+            return False
+        if not self._is_free(into, index):
+            return False
+        # No other operand of the update may share this memory.
+        return sum(self.memory.group(r) == self.memory.group(into) for r in node.refs) == 1
+
+    # ---- one result ----
+
+    def changes(self, new: int, old: int) -> list[_Change]:
+        """What makes `new` in the memory of `old`; nothing where that cannot be."""
+        if new == old or not self.program.values[new].shape or self.program.outputs.count(new) != 1 or not self._alike(new, old):
+            return []
+        return self._made_in(new, old, frozenset()) or []
+
+    def _made_in(self, id: int, into: int, through: frozenset[int]) -> list[_Change] | None:
+        """The changes by which `id` is made in the memory of `into`, an input or a view of one that the nodes `through` write it back to.
+
+        None where there are none.
+        """
+        index = self.program.made_at.get(id)
+        if index is None:
             return None
-        if _may_overwrite(program, index, node, arg.id, out, memory, paired, counts):
-            found.append((out, arg.id))
-        else:
-            kept.append((out, position))
-    written = [into for _, into in found]
-    if not found or len({memory.group(into) for into in written}) != len(written):
-        return None  # two results would be written to the same memory
-    return target, found, kept
+        node = self.program.nodes[index]
+        if len(node.outs) != 1 or node.loop is not None or not self._is_free(into, index, through):
+            return None
+        for way in (self._in_its_part, self._over_operand, self._given):
+            written = way(index, node, into, through)
+            if written is not None:
+                return written
+        return None
+
+    def _over_operand(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
+        """Over the old value itself, or over a temporary that dies here and can be made in its memory."""
+        out, group = node.results[0], self.memory.group(into)
+        for operand in dict.fromkeys(node.refs):
+            form = over(node, operand)
+            shared = {group, self.memory.group(operand)}
+            if form is None or any(i != operand and self.memory.group(i) in shared for i in node.refs):
+                continue
+            before: list[_Change] | None = []
+            if operand != into:
+                before = self._made_in(operand, into, through) if self._dies(operand, index, into) else None
+            if before is not None:
+                return [*before, _Change(index, (attrs.evolve(form, outs=(None,)),), out, into)]
+        return None
+
+    def _in_its_part(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
+        """Of `slice_scatter` and its like: what is written into a part is made there, of what was in it."""
+        view = VIEWS.get(node.target)
+        if view is None or node.kwargs or node.args[0] != Ref(into) or not isinstance(node.args[1], Ref):
+            return None
+        part, out = node.args[1].id, node.results[0]
+        if self.program.readers[part] != (index,) or self.memory.is_output(self.memory.group(part)):
+            return None
+        made_at = self.program.made_at.get(part, -1)
+        for k in self.program.readers[into]:
+            looks = self.program.nodes[k]
+            if k >= made_at or looks.target != view or looks.args != (Ref(into), *node.args[2:]) or not looks.results:
+                continue
+            before = self._made_in(part, looks.results[0], through | {index}) if self._alike(part, looks.results[0]) else None
+            if before is not None:
+                return [*before, _Change(index, (), out, into)]
+        return None
+
+    def _given(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
+        """The old value's memory given to an operator that does not read it any more."""
+        out = out_twin(node.target)
+        if out is None or any(self.memory.group(i) == self.memory.group(into) for i in node.refs):
+            return None
+        target, argument = out
+        form = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))), outs=(None,))
+        return [_Change(index, (form,), node.results[0], into)]
+
+    def _dies(self, id: int, index: int, into: int) -> bool:
+        """Whether nobody reads a temporary behind node `index`, and it is as large as `into`."""
+        group = self.memory.group(id)
+        return self._alike(id, into) and self.memory.last_read(group) <= index and not self.memory.is_output(group)
+
+    def _is_free(self, into: int, index: int, through: Collection[int] = ()) -> bool:
+        """Whether nobody behind node `index` reads memory that `into` lies in, but for the nodes `through`."""
+        group = self.memory.group(into)
+        return not self.memory.is_output(group) and all(k <= index or k in through for k in self._group_readers.get(group, ()))
+
+    def _alike(self, a: int, b: int) -> bool:
+        """Whether two values are of one shape, dtype and layout."""
+        x, y = self.program.values[a], self.program.values[b]
+        return (x.shape, x.dtype, x.tier) == (y.shape, y.dtype, y.tier) and x.layout is y.layout
 
 
 def _written_over(program: Program, every_state: bool) -> Program:
@@ -164,26 +317,3 @@ def _only_reshapes(node: Node, program: Program) -> bool:
 
 def _is_read(program: Program, id: int) -> bool:
     return id in program.outputs or any(id in node.refs for node in program.nodes)
-
-
-def _may_overwrite(
-    program: Program,
-    index: int,
-    node: Node,
-    into: int,
-    out: int,
-    memory: Aliases,
-    paired: Mapping[int, set[int]],
-    counts: Mapping[int, int],
-) -> bool:
-    """Whether the new value `out` may be written over `into` at node `index`."""
-    old, new = program.values[into], program.values[out]
-    if into not in paired.get(out, ()) or counts.get(out, 0) != 1:
-        return False
-    if (old.shape, old.dtype) != (new.shape, new.dtype) or old.layout is not new.layout:
-        return False
-    group = memory.group(into)
-    if memory.last_read(group) > index or memory.is_output(group):
-        return False
-    # No other operand of the update may share this memory.
-    return sum(memory.group(r) == group for r in node.refs) == 1

@@ -2,16 +2,18 @@
 
 Problem: a functional program makes a tensor per operator. On a CPU every large one costs page faults, dearer than the
 arithmetic (about 3 times, for elementwise operators), and operand and result are alive together. Idea: near the end of
-all passes, an elementwise operator whose operand nobody reads again gets that operand as its `out`:
+all passes, an operator whose operand nobody reads again writes over it, in the form that torch's schemas have for that
+(`ops.twins`):
 
     %9 = mul.Tensor(%8, 0.5)               ->     %9 = mul.out(%8, 0.5, out=%8)
+    %9 = masked_fill.Scalar(%8, %7, 0.0)   ->     %9 = masked_fill_.Scalar(%8, %7, 0.0)
     %3 = _log_softmax(%2, 1, False)        ->     log_softmax_(%2, 1)                       later readers read %2
     %5 = nll_loss_backward(%g, %3, ...)    ->     (nothing)
     %6 = _log_softmax_backward_data(%5, %3, ...)  cross_entropy_dx_(%3, %g, ...)
     %8 = add(%6, embedding_dense_backward(...))   embedding_add_(%6, ...)
 
 Note [What may be written over]. An operand x of node k, where
-    - x's memory was made by an operator that is known to make memory of its own (`MAKERS`), never by an input;
+    - x's memory was made by an operator that is known to make memory of its own (`facts.makes_memory`), never by an input;
     - x covers that memory once: between maker and x are only views that keep every element (`WHOLE`), no expand, no part;
     - no node after k and no output reads x or anything that may share its memory;
     - no other operand of node k shares it, and shape and dtype are those of the result.
@@ -21,49 +23,18 @@ After node k the result alone lives in that memory, so what holds for a fresh re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import attrs
 
 from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
-from colofunc.ops import quantized
+from colofunc.ops.twins import functional_of, out_twin, twin_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
+from colofunc.program.facts import is_pointwise, makes_memory
 from colofunc.program.ir import Loop, Node, Program, Ref
 
-# Elementwise operators whose kernels read an element before they write it: functional target -> (target, its argument).
-OUT: dict[str, tuple[str, str]] = {
-    **{f"aten.{name}.default": (f"aten.{name}.out", "out") for name in (
-        "abs neg exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid erf erfc ceil floor round "
-        "sign gelu silu clamp clamp_min clamp_max maximum minimum"
-    ).split()},
-    **{f"aten.{name}.Tensor": (f"aten.{name}.out", "out") for name in ("add", "sub", "mul", "div")},
-    **{f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input") for name in (
-        "tanh", "sigmoid", "gelu", "silu", "threshold",
-    )},
-    "aten.pow.Tensor_Scalar": ("aten.pow.Tensor_Scalar_out", "out"),
-    "aten.pow.Tensor_Tensor": ("aten.pow.Tensor_Tensor_out", "out"),
-    "aten.where.self": ("aten.where.self_out", "out"),
-}  # fmt: skip
-# Operators that may write over their first operand only: sums of products, panel by panel.
-ONTO_FIRST: dict[str, tuple[str, str]] = {"aten.addmm.default": ("aten.addmm.out", "out")}
-FUNCTIONAL = {target: (name, argument) for name, (target, argument) in (OUT | ONTO_FIRST).items()}
-
-# Operators whose results are memory of their own, whatever their arguments.
-MAKERS = frozenset(OUT) | frozenset(
-    """aten.mm.default aten.addmm.default aten.bmm.default aten.baddbmm.default aten.mul.Scalar aten.add.Scalar
-    aten.sub.Scalar aten.div.Scalar aten.rsub.Scalar aten.rsub.Tensor aten.addcmul.default aten.addcdiv.default
-    aten.relu.default aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
-    aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
-    aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
-    aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
-    aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor aten.masked_fill.Scalar
-    aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default
-    colofunc.linear colofunc.linear_dx colofunc.linear_dw colofunc.attention colofunc.attention_backward
-    colofunc.reduce_scatter colofunc.all_reduce colofunc.all_gather colofunc.all_gather_flat colofunc.all_to_all colofunc.pack
-    colofunc.reduce_scatter_start colofunc.all_reduce_start colofunc.all_gather_start colofunc.all_to_all_start
-    colofunc.loop""".split()
-) | quantized.PRODUCTS | quantized.PRODUCTS_DX | frozenset(quantized.DEQUANTIZE)
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
     """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default
@@ -73,22 +44,45 @@ WHOLE = frozenset(
 
 
 def reuse(program: Program) -> Program:
-    """Elementwise results written over dying operands; the last pass, because it depends on the final order."""
+    """Results written over dying operands; the last pass, because it depends on the final order."""
     facts = Facts(program)
-    nodes: list[Node] = []
-    for index, node in enumerate(program.nodes):
-        known = OUT.get(node.target) or ONTO_FIRST.get(node.target)
-        if known is not None:
-            target, argument = known
-            refs = node.refs
-            if node.target in ONTO_FIRST:  # what is multiplied must not be written over while it is read
-                shared = {facts.memory.group(i) for i in refs[1:]}
-                refs = tuple(i for i in refs[:1] if facts.memory.group(i) not in shared)
-            into = next((i for i in refs if facts.holds(i, index, node)), None)
-            if into is not None:
-                node = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))))
-        nodes.append(node)
+    nodes = [_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes)]
     return attrs.evolve(program, nodes=tuple(nodes), stage="inplace")
+
+
+def _over_what_dies(facts: Facts, index: int, node: Node) -> Node | None:
+    """A node with its result written over an operand that dies with it; None where none does."""
+    if not _has_forms(node.target):
+        return None
+    for id in dict.fromkeys(node.refs):
+        written = over(node, id) if facts.holds(id, index, node) else None
+        if written is not None:
+            return written
+    return None
+
+
+@cache
+def _has_forms(target: str) -> bool:
+    return (is_pointwise(target) and out_twin(target) is not None) or twin_of(target) is not None
+
+
+def over(node: Node, id: int) -> Node | None:
+    """A node with a single result, which it writes over its operand `id`; None where the operator has no form that does.
+
+    Elementwise operators read an element before they write it, so any operand will do, however often it stands there. Others write
+    over the one that their in-place form changes, and read the rest meanwhile.
+    """
+    if len(node.outs) != 1 or node.loop is not None:
+        return None
+    out = out_twin(node.target) if is_pointwise(node.target) else None
+    if out is not None:
+        target, argument = out
+        return attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(id))))
+    twin = twin_of(node.target)
+    if twin is None or node.refs.count(id) != 1:
+        return None
+    ((_, position),) = twin.places
+    return attrs.evolve(node, target=twin.target) if node.args[position : position + 1] == (Ref(id),) else None
 
 
 def own_outputs(program: Program) -> set[int]:
@@ -115,9 +109,12 @@ def own_outputs_of_parts(loop: Loop) -> set[int]:
     return found
 
 
-def functional(node: Node) -> Node:
-    """The operator that `reuse` put an `out` to, without it."""
-    target, argument = FUNCTIONAL[node.target]
+def functional(node: Node) -> Node | None:
+    """The operator that `reuse` wrote over an operand, with a result of its own; None for other operators."""
+    found = functional_of(node.target)
+    if found is None or not node.results:
+        return None
+    target, argument = found
     return attrs.evolve(node, target=target, kwargs=tuple(pair for pair in node.kwargs if pair[0] != argument))
 
 
@@ -162,7 +159,7 @@ class Facts:
             elif node.target in WHOLE:
                 found = self.whole(node.refs[0])
             else:
-                found = node.target in MAKERS or node.target in FUNCTIONAL
+                found = makes_memory(node.target) or functional_of(node.target) is not None
             self._whole[id] = found
         return found
 

@@ -32,8 +32,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
-from colofunc.ops.collectives import COLLECTIVES
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import COLLECTIVES, kind_of
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.lower import RecordLocal, call_of
 from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time

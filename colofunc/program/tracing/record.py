@@ -23,9 +23,9 @@ import torch
 
 from colofunc import compat
 from colofunc.errors import TraceError
-from colofunc.ops.collectives import COLLECTIVES
 from colofunc.ops.plain import refuse_unlike
 from colofunc.ops.targets import resolve
+from colofunc.program.facts import COLLECTIVES
 from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.lazy import make
 from colofunc.program.on_host import OnHost

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from colofunc.ops.updates import UPDATES
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
 from colofunc.spec.rules.pattern import RuleFn, dims_of
 
@@ -111,9 +112,6 @@ _UNTAGGED = (
 )
 UNTAGGED = frozenset(_UNTAGGED.split())
 
-# Our own elementwise operators (optimizer updates: every state tensor has the parameter's factors).
-OURS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update")
-
 
 def pointwise(call: Call) -> Rule | None:
     """`d0 d1, d1 -> d0 d1`: operands broadcast at the right; every result has the full shape, or is empty."""
@@ -131,7 +129,7 @@ def pointwise(call: Call) -> Rule | None:
         elif typ.shape == (0,):  # a result that is not asked for (a maximum without amsgrad)
             copied |= {(n, f) for f in sizes}
             outs.append((("none",),))
-        elif typ.shape == () and call.target in OURS:  # a number that an optimizer keeps beside its tensors
+        elif typ.shape == () and call.target in UPDATES:  # a number that an optimizer keeps beside its tensors
             copied |= {(n, f) for f in sizes}
             outs.append(())
         else:
@@ -277,5 +275,5 @@ RULES: dict[str, RuleFn] = {
         for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})
     },
     "prims.convert_element_type": pointwise,
-    **dict.fromkeys(OURS, pointwise),
+    **dict.fromkeys(UPDATES, pointwise),  # every state tensor has the parameter's factors
 }
