@@ -208,7 +208,10 @@ def gathered(
     if placing is not None:
         constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
     axes = priced.axis_names if options.get("auto", True) else wished_axes(priced, constraints, named)
-    axes = tuple(axis for axis in axes if axis not in {on for on, _ in constraints.at.values()})
+    staged_axes = {axis for axis, _ in constraints.at.values()}
+    if staged_axes:  # plans offer layouts over all axes of the mesh, and know nothing of where values are placed
+        constraints = constraints.offering_nothing_on(staged_axes)
+        axes = tuple(axis for axis in axes if axis not in staged_axes)
     temporaries = staged.executor != "compiled"
     lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
     passes = _passes(build)

@@ -106,8 +106,8 @@ class Holders:
             )
 
     def look_line(self, writer: Writer) -> str:
-        """The line behind a node of a loop's body."""
-        self.inside.append(_holders(writer, set(writer.where)))
+        """The line behind a node of a loop's body. What was sent is its receiver's from the part on that reads it."""
+        self.inside.append(_holders(writer, set(writer.where) - writer.on_the_way))
         return f"look({len(self.inside) - 1})"
 
 

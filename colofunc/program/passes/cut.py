@@ -21,7 +21,7 @@ Source: the parts F, B, I and W are those of Zero Bubble Pipeline Parallelism (2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import attrs
 
@@ -44,8 +44,21 @@ def cut(program: Program) -> Program:
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None and node.loop.timetable is not None and not node.loop.timetable.ends:
-            edit.replace(index, *_cut(node, node.loop, node.loop.timetable, edit))
+            edit.replace(index, *_cut(node, node.loop, node.loop.timetable, edit, _owned(program, node.loop.timetable)))
     return edit.done()
+
+
+def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
+    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts and gathers."""
+    made_of: dict[int, frozenset[int]] = {}
+    for id in program.inputs:
+        name = program.values[id].name
+        if name in timetable.stages:
+            made_of[id] = frozenset({timetable.stages[name]})
+    for node in program.nodes if made_of else ():
+        stages = frozenset[int]().union(*(made_of[ref] for ref in node.refs if ref in made_of))
+        made_of.update(dict.fromkeys(node.results, stages))
+    return {id: next(iter(stages)) for id, stages in made_of.items() if len(stages) == 1}
 
 
 def to_be_cut(program: Program) -> bool:
@@ -54,17 +67,17 @@ def to_be_cut(program: Program) -> bool:
     return any(timetable is not None and not timetable.ends for timetable in timetables)
 
 
-def _cut(node: Node, loop: Loop, timetable: Timetable, edit: Editor) -> Iterator[Node]:
+def _cut(node: Node, loop: Loop, timetable: Timetable, edit: Editor, owned: Mapping[int, int]) -> Iterator[Node]:
     """The nodes in place of a loop: what all ranks gather, the loop in parts, and what is sent when it has ended."""
     node, sends = _sent_behind(node, loop, edit)
     assert node.loop is not None, "a loop stays a loop"
-    stages = _Stages(node.loop, timetable)
+    stages = _Stages(node, node.loop, timetable, owned)
     apart = [k for k, out in enumerate(node.loop.body.outputs) if out in stages.floating or out not in node.loop.body.makers]
     if apart:
         yield _part_of_loop(node, apart, None)
         node = _part_of_loop(node, [k for k in range(len(node.outs)) if k not in apart], timetable)
         assert node.loop is not None, "a loop stays a loop"
-        stages = _Stages(node.loop, timetable)
+        stages = _Stages(node, node.loop, timetable, owned)
     body, parts, ends = _Parts(stages).written()
     assert node.loop is not None, "a loop stays a loop"
     yield attrs.evolve(node, loop=attrs.evolve(node.loop, body=body, timetable=attrs.evolve(timetable, parts=parts, ends=ends)))
@@ -116,10 +129,11 @@ def _part_of_loop(node: Node, which: Collection[int], timetable: Timetable | Non
 
 
 class _Stages:
-    """Which nodes of a body float, and the part of each other node on each rank that runs it."""
+    """Which nodes of a body float, and the part of each other node on each rank that runs it. owned: value outside -> its stage."""
 
-    def __init__(self, loop: Loop, timetable: Timetable) -> None:
+    def __init__(self, node: Node, loop: Loop, timetable: Timetable, owned: Mapping[int, int]) -> None:
         self.body, self.timetable = loop.body, timetable
+        self.owned = {into: owned[ref] for ref, into in zip(node.refs, loop.body.inputs, strict=True) if ref in owned}
         table = timetable.table
         self.everywhere = tuple(range(len(table.rows)))
         self.stages_of = {rank: [stage for stage, on in sorted(table.rank_of.items()) if on == rank] for rank in self.everywhere}
@@ -168,7 +182,7 @@ class _Stages:
         return all(value.role in _OF_BATCH for value in given)
 
     def _belongs(self, id: int, otherwise: int) -> int:
-        return self.timetable.stages.get(self.body.values[id].name, otherwise)
+        return self.owned.get(id, otherwise)
 
     def _part(self, index: int, node: Node, rank: int) -> Part:
         """The part that a node is in on a rank."""
