@@ -233,6 +233,7 @@ def gathered(
         wider=[transform.wider for transform in build.transforms if transform.wider],
         left_out=seen.left_out,
         placing=placing,
+        room_bytes=budget_bytes,
     )
     parts = build.microbatches
     asked = (_asked(staged.transforms), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks, sorted(seen.left_out))
@@ -252,8 +253,13 @@ def _asked(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, s
 
 
 def _least_budget(staged: Staged, priced: Mesh) -> int | None:
-    """The smallest of what the device has and what transforms were given; None: without limit."""
-    budgets = [priced.capacity_bytes("device")]
+    """The smallest of what the device has and what transforms were given; None: without limit.
+
+    Where ranks differ: what the roomiest has, and what the others lack to it counts as taken (`Completion`).
+    """
+    capacities = [priced.device_bytes(rank) for rank in (range(priced.size) if priced.topology.ranks else (0,))]
+    limited = [each for each in capacities if each is not None]
+    budgets = [max(limited, default=None)]
     for transform in staged.transforms:
         if transform.auto_budget:
             budgets.append(auto_bytes(priced.topology))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import attrs
@@ -27,6 +28,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
 from colofunc.program.cost import RuleOf, node_s
@@ -144,7 +146,8 @@ class _Asked:
             return {}
         program = build.program
         seconds = partial(node_s, values=program.values, mesh=build.mesh, rule_of=build.registry.rule)
-        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)))
+        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
+        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -162,6 +165,19 @@ class _Asked:
             if indices:
                 found[position] = (indices[0],)
         return found
+
+
+def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
+    """What a stage has of the ranks at an index: the speed of the slowest, and its part of their memory together.
+
+    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that a stage that does not fit in this fits nowhere there.
+    """
+    ranks = mesh.at(**{axis: index})
+    if not mesh.topology.ranks:
+        return Device(1.0, inf)
+    capacities = [mesh.device_bytes(rank) for rank in ranks]
+    capacity_bytes = sum(inf if each is None else each for each in capacities)
+    return Device(mesh.speed(ranks), capacity_bytes / stages)
 
 
 def _in_parts(table: ActionTable) -> ActionTable:
