@@ -165,9 +165,10 @@ def signature(cell: Cell, low: Any) -> list[str]:
     specs = {leaf.name: leaf.spec for leaf in low.plan.inputs}
     stages = {leaf.name: leaf.at for leaf in low.plan.inputs}
     weights = {name: spec for name, spec in specs.items() if name.startswith(("state.params.", "frozen.")) and name.endswith(".weight")}
+    params = {name: spec for name, spec in specs.items() if name.startswith("state.params.")}
     moments = {name: spec for name, spec in specs.items() if name.startswith("state.opt.exp_avg.")}
     away = [f"{name} lies on {stages[name]}, and is no stage's alone" for name in weights if len((stages[name] or ("", ()))[1]) != 1]
-    wrong = [*away, *_table(cell, low), *_zero(cell, weights, moments), *_tensor(cell, specs)]
+    wrong = [*away, *_table(cell, low), *_zero(cell, params, moments), *_tensor(cell, specs)]
     hosts = [v for v in map(low.program.value, low.program.inputs) if v.shape and v.role == "state" and v.tier == "host"]
     if cell.memory == "offload" and len(hosts) < len(moments):
         wrong.append(f"{len(hosts)} tensors of the optimizer lie on the host, fewer than {len(moments)}")
@@ -191,12 +192,11 @@ def _table(cell: Cell, low: Any) -> list[str]:
     return [] if want == have else [f"the order of actions is {have}, that of the schedule {want}"]
 
 
-def _zero(cell: Cell, weights: dict[str, str], moments: dict[str, str]) -> list[str]:
+def _zero(cell: Cell, params: dict[str, str], moments: dict[str, str]) -> list[str]:
     """Which of moments and parameters are split over `dp`. Masters of bf16 are stored as moments are."""
     if cell.zero == "none":
         return []
-    trained = [spec for name, spec in weights.items() if name.startswith("state.params.")]
-    split = {"moments": any("dp" in spec for spec in moments.values()), "parameters": any("dp" in spec for spec in trained)}
+    split = {"moments": any("dp" in spec for spec in moments.values()), "parameters": any("dp" in spec for spec in params.values())}
     masters = cell.precision == "bf16" or cell.zero == "zero3"
     want = {"moments": True, "parameters": masters}
     return [] if split == want else [f"split over dp: {split}, wanted {want}"]

@@ -49,16 +49,23 @@ def cut(program: Program) -> Program:
 
 
 def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
-    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts and gathers."""
+    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts and gathers.
+
+    What is made of a buffer (rotary tables) may be for all layers.
+    """
+    found: dict[int, int] = {}
     made_of: dict[int, frozenset[int]] = {}
     for id in program.inputs:
-        name = program.values[id].name
-        if name in timetable.stages:
-            made_of[id] = frozenset({timetable.stages[name]})
+        value = program.values[id]
+        if value.name in timetable.stages:
+            found[id] = timetable.stages[value.name]
+            made_of[id] = frozenset({found[id]} if value.role != "buffer" else ())
     for node in program.nodes if made_of else ():
         stages = frozenset[int]().union(*(made_of[ref] for ref in node.refs if ref in made_of))
         made_of.update(dict.fromkeys(node.results, stages))
-    return {id: next(iter(stages)) for id, stages in made_of.items() if len(stages) == 1}
+        if len(stages) == 1:
+            found.update(dict.fromkeys(node.results, next(iter(stages))))
+    return found
 
 
 def to_be_cut(program: Program) -> bool:
@@ -139,6 +146,8 @@ class _Stages:
         self.stages_of = {rank: [stage for stage, on in sorted(table.rank_of.items()) if on == rank] for rank in self.everywhere}
         self.splits = any(action.kind in (INPUTS, WEIGHTS) for row in table.rows for action in row)
         self.floating: set[int] = set()
+        weights = (id for id in self.body.inputs if id in self.owned or self.body.values[id].role in ("param", "frozen"))
+        self.of_weights = {id for id in weights if self.body.values[id].role != "buffer"}  # and what is computed of them
         self.part: dict[tuple[int, int], Part] = {}  # (position, rank) -> part
         self.made: dict[tuple[int, int], Part] = {}  # (value, rank) -> the part that makes it, or has sent it there
         self.weight_gradients = self._weight_gradients() if self.splits else set()
@@ -150,6 +159,8 @@ class _Stages:
         return self.everywhere if node.on is None else node.on[1]
 
     def _place(self, index: int, node: Node) -> None:
+        if not self.of_weights.isdisjoint(node.refs):
+            self.of_weights.update(node.results)
         if node.target == SEND:
             source = node.args[3]
             part = self._of_operand(node, source)
@@ -201,11 +212,17 @@ class _Stages:
         if self.splits:
             kind = WEIGHTS if index in self.weight_gradients else INPUTS
         most = min((stage for stage, made in before if made != FORWARD), default=mine[-1])
+        # What no weight has made (rotary tables, masks of all layers) says nothing of the stage whose backward reads it.
+        kept = [stage for ref in node.refs if ref in self.of_weights for stage, made in self._made(ref, rank) if made == FORWARD]
         own = [stage for stage in (*kept, *owned) if stage in mine and stage <= most]
         earlier = own or [stage for stage in mine if stage <= most]
         if not earlier:
             raise self._backwards(node, rank)
         return max(earlier), kind
+
+    def _made(self, ref: int, rank: int) -> tuple[Part, ...]:
+        """The part that has made a value, or has sent it to a rank; none where it is not there."""
+        return (self.made[ref, rank],) if (ref, rank) in self.made else ()
 
     def _backwards(self, node: Node, rank: int) -> PlanError:
         where = f" in {node.path!r}" if node.path else ""
