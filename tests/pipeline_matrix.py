@@ -210,12 +210,12 @@ def _tensor(cell: Cell, specs: dict[str, str]) -> list[str]:
     wrong = []
     for module, dim in ((up, 0), (down, 1)):
         for name, spec in specs.items():
-            if name.endswith(f"{module}.weight") and not matrix._meets(spec.split(" @")[0], "tp", dim):
+            if name.endswith(f"{module}.weight") and not matrix.meets(spec.split(" @")[0], "tp", dim):
                 wrong.append(f"{name} lies as {spec!r}, and tp should be on dim {dim}")
     return wrong
 
 
-def _bytes(staged_step: Any, low: Any, state: Any, batch: Any) -> list[str]:
+def bytes_differ(staged_step: Any, low: Any, state: Any, batch: Any) -> list[str]:
     """What does not agree between the plan, the accountant, and what simulated ranks hold while they run."""
     given = arguments_of(low, staged_step.arguments((state, batch)))
     measured, counted = measure(low.program, low.mesh, given.copies(range(len(given.shards)))), low.memory()
@@ -267,7 +267,7 @@ def _run(cell: Cell, step: Any, state: Any, batch: Any) -> Outcome:
             raise
         return Outcome(cell, 0.0, known[0].why)
     check_program(low.program, low.mesh)
-    wrong = [*signature(cell, low), *_bytes(chain, low, state, batch)]
+    wrong = [*signature(cell, low), *bytes_differ(chain, low, state, batch)]
     assert not wrong, "; ".join(wrong)
     return Outcome(cell, check(chain, state, batch).worst)
 
