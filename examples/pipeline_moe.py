@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     torch.manual_seed(0)
     mesh = cf.Mesh(pp=args.pp, dp=args.dp, tp=args.tp)
     step_fn, state = cf.train_step(cf.functional(build(args.layers)), cf.adapt(torch.optim.AdamW, lr=3e-3), clip=1.0)
-    step = cf.shard(step_fn, mesh, zero(args.zero, "dp"), tensor("1d", "tp"), experts("dp"))
+    states = [zero(args.zero, "dp")] if args.zero else []
+    step = cf.shard(step_fn, mesh, *states, tensor("1d", "tp"), experts("dp"))
     step = cf.pipeline(step, axis="pp", microbatches=args.microbatches, schedule=args.schedule)
     state = step.init(state, rows(32, 0))
     if mesh.is_main:

@@ -268,7 +268,7 @@ def signature(cell: Cell, low: Any) -> list[str]:
             spec = specs[leaf]
             if cell.precision == "bf16" and leaf.startswith("state.params."):  # masters: stages 1 and 2 store them as moments
                 where = {a: SHARDED if a == "dp" else w for a, w in where.items()}
-            wrong += [f"{leaf} lies as {spec!r}, and {a} should be on {w}" for a, w in where.items() if not _meets(spec, a, w)]
+            wrong += [f"{leaf} lies as {spec!r}, and {a} should be on {w}" for a, w in where.items() if not meets(spec, a, w)]
         for axis, wanted in mode.wires.items():
             for some in wanted.split():
                 if not set(some.split("|")) & calls.get(axis, set()):
@@ -306,7 +306,7 @@ def _without(cell: Cell, name: str) -> bool:
     return cell.extra == "lora" or (cell.kind == "experts" and re.search(r"(up|down)_proj(\.weight)?$", name) is not None)
 
 
-def _meets(spec: str, axis: str, where: Place) -> bool:
+def meets(spec: str, axis: str, where: Place) -> bool:
     dims = [d for d, dim in enumerate(_dims(spec)) if axis in dim.split()]
     return not dims if where == WHOLE else bool(dims) if where == SHARDED else dims == [where]
 

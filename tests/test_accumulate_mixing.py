@@ -56,7 +56,7 @@ def test_batch_norm_is_refused_whatever_the_plan(rows, axes, stage):
     said = re.sub(r"\(test_accumulate_mixing.py:\d+ in \w+\)", "(line)", str(caught.value))
     assert said == (
         "_native_batch_norm_legit_functional.default in '1' (line) mixes the samples of the batch, so 4 microbatches cannot be computed "
-        'one after another; write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or drop cf.accumulate'
+        'one after another; write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or take one microbatch'
     )
 
 

@@ -157,6 +157,8 @@ def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs: 
     others = [name for name, there in (("cf.checkpoint", completion.searches), ("cf.offload", completion.moves)) if not there]
     less = ", ".join(["a smaller batch", *others, *completion.wider])
     alone = f", and however it is sharded {words}" if (words := needs.above(budget_bytes)) else ""
+    if completion.mesh.topology.ranks:
+        alone += " (of ranks with less memory, what they lack to the roomiest counts as taken)"
     return (
         f"no plan found within {said(budget_bytes)} a rank: the least found has a peak of {said(least.done.peak_bytes)}{alone}; "
         f"give at least that, or use more ranks, {less}, or a topology with more memory. "
@@ -283,7 +285,7 @@ def _needs(completion: Completion, candidates: Candidates, axes: tuple[str, ...]
     models = [known.model, *(model for model, _ in candidates.memo.models.values())] if known is not None else []
     several = sum(mesh.axis_size(axis) > 1 for axis in axes) > MOST_AXES
     makes = 0 if known is None or several else min(at_least_any(program, model, known.ties) for model in models)
-    return Needs(makes // parts, 0 if completion.moves else arguments_at_least(program, mesh.size))
+    return Needs(makes // parts, 0 if completion.moves else arguments_at_least(program, mesh.size, completion.lies.tiers))
 
 
 def _proposed(make: Callable[..., Decided], found: Assignment, aim: int | None) -> Proposed[Sharding]:
@@ -320,7 +322,8 @@ def _told(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decid
     """The plan says what the program that runs holds and how long it takes, and what was done to keep to the budget."""
     program = completion.ended(done)
     lanes = completion.lanes(program)
-    known_bytes = done.peak_bytes if program is done.program else 0
+    # Where ranks differ, what was compared with the budget is no number of bytes that some rank holds.
+    known_bytes = done.peak_bytes if program is done.program and not completion.mesh.topology.ranks else 0
     plan = attrs.evolve(
         decided.plan,
         peak_bytes=known_bytes or completion.count(program).peak_bytes["device"],

@@ -41,6 +41,7 @@ from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
+from colofunc.program.places import distinct_ranks, same_as
 from colofunc.program.placing import Placing
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
@@ -61,7 +62,7 @@ class Completion:
     `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so many bytes gathered
     ahead, and where inputs lie. `timed`: how long operators take, where that was measured.
     `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and
-    outputs are, if not everywhere. `keeps`: whether the program behind
+    outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `keeps`: whether the program behind
     each pass is kept (`Fitted.stages`).
     """
 
@@ -82,6 +83,7 @@ class Completion:
     wider: Sequence[str] = ()
     left_out: frozenset[str] = frozenset()
     placing: Placing | None = None
+    room_bytes: int | None = None
     keeps: bool = False
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
 
@@ -257,7 +259,15 @@ class Completion:
         return pipelined(done, self.mesh, self._node_s, self.count)
 
     def _peak(self, done: Program) -> int:
-        return self.count(done).peak_bytes["device"]
+        """Bytes of the rank that has least left. Where ranks differ, what one lacks to the roomiest counts as if it were taken."""
+        if not self.mesh.topology.ranks or self.room_bytes is None:
+            return self.count(done).peak_bytes["device"]
+        lacks = dict.fromkeys(distinct_ranks(done, self.mesh), 0)
+        for rank in range(self.mesh.size):
+            capacity_bytes, like = self.mesh.device_bytes(rank), same_as(rank, done, self.mesh)
+            if capacity_bytes is not None:
+                lacks[like] = max(lacks[like], self.room_bytes - capacity_bytes)
+        return max(self.count(done, rank=rank).peak_bytes["device"] + lacking for rank, lacking in lacks.items())
 
 
 def _found_by(

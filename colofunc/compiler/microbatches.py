@@ -71,13 +71,18 @@ def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: 
     return build.evolve(constraints=build.constraints | Constraints(items))
 
 
-def _rows_on(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program) -> Constraints:
-    """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks."""
+def _rows_on(
+    leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program, all_of_them: bool
+) -> Constraints:
+    """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks.
+
+    all_of_them: and they do lie on each of these, so that no rank has rows of another one either.
+    """
     rows, places_of, _ = _places(leaves, microbatches, rules, program)
     says = f"rows of {microbatches} microbatches stay on {', '.join(sorted(axes)) or 'no axis'}"
     items = {}
     for item, places in places_of.items():
-        items[item] = (Constraint(("rows on", axes, places), partial(_stay, rows, places, axes), says),)
+        items[item] = (Constraint(("rows on", axes, places, all_of_them), partial(_stay, rows, places, axes, all_of_them), says),)
     return Constraints(items)
 
 
@@ -134,8 +139,12 @@ def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], str
     return not any(rows % ways or rows // ways % microbatches for ways in every)
 
 
-def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], strategy: Strategy) -> bool:
-    return all(axis in axes for found in _row_axes(rows, places, strategy) for _, axis in found)
+def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy) -> bool:
+    for found in _row_axes(rows, places, strategy):
+        on = {axis for _, axis in found}
+        if not on <= axes or (all_of_them and on != axes):
+            return False
+    return True
 
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
@@ -166,7 +175,7 @@ def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
 
 def _accumulated(
     leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules,
-    pinned: Callable[[frozenset[str], Program], Constraints], scatter: bool, gather: bool, program: Program, mesh: Mesh,
+    pinned: Callable[..., Constraints], scatter: bool, gather: bool, program: Program, mesh: Mesh,
 ) -> Program:  # fmt: skip
     """The loop. scatter, gather: what is done in each microbatch."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
@@ -184,12 +193,11 @@ def _accumulated(
         try:  # the batch is split over more axes inside the program than at its entry
             return make(minor=not minor)
         except PlanError:
-            if not isinstance(error, RowsMove):
-                raise error from None
-            # Rows are few, and move between ranks.
+            # The step itself mixes no samples (`equal_parts` has looked): here rows move between ranks, which brings those of several
+            # microbatches to one. Once more with rows that stay where the batch is; where that fails too, this error is what is said.
             here = Counter(layout.dims[0] for i in program.inputs if i in split and (layout := program.values[i].layout) is not None)
             axes = frozenset(axis for _, axis in here.most_common(1)[0][0] if axis is not None) if here else frozenset()
-            raise NotSo(str(error), partial(pinned, axes)) from None
+            raise NotSo(str(error), partial(pinned, axes, all_of_them=not isinstance(error, RowsMove))) from None
 
 
 def _loops(

@@ -202,7 +202,10 @@ def gathered(
     if placing is not None:
         constraints = attrs.evolve(constraints, at={k: at for k, at in enumerate(placing.inputs) if at is not None})
     axes = priced.axis_names if sharding.auto else wished_axes(priced, constraints, named)
-    axes = tuple(axis for axis in axes if axis not in {on for on, _ in constraints.at.values()})
+    staged_axes = {axis for axis, _ in constraints.at.values()}
+    if staged_axes:  # plans offer layouts over all axes of the mesh, and know nothing of where values are placed
+        constraints = constraints.offering_nothing_on(staged_axes)
+        axes = tuple(axis for axis in axes if axis not in staged_axes)
     temporaries = staged.executor != "compiled"
     lies = _lies(seen, program, _input_tiers(program, placed, hidden), wished, build.moves)
     passes = _passes(build)
@@ -224,6 +227,7 @@ def gathered(
         wider=[transform.wider for transform in build.transforms if transform.wider],
         left_out=seen.left_out,
         placing=placing,
+        room_bytes=budget_bytes,
     )
     parts = build.microbatches
     asked = (_asked(staged.transforms), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks, sorted(seen.left_out))
@@ -244,8 +248,13 @@ def _asked(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, s
 
 
 def _least_budget(staged: Staged, priced: Mesh) -> int | None:
-    """The smallest of what the device has and what transforms were given; None: without limit."""
-    budgets = [priced.capacity_bytes("device")]
+    """The smallest of what the device has and what transforms were given; None: without limit.
+
+    Where ranks differ: what the roomiest has, and what the others lack to it counts as taken (`Completion`).
+    """
+    capacities = [priced.device_bytes(rank) for rank in (range(priced.size) if priced.topology.ranks else (0,))]
+    limited = [each for each in capacities if each is not None]
+    budgets = [max(limited, default=None)]
     for transform in staged.transforms:
         if transform.auto_budget:
             budgets.append(auto_bytes(priced.topology))

@@ -35,7 +35,7 @@ from colofunc.ops.copies import COPIES
 from colofunc.program.actions import linear_order
 from colofunc.program.facts import PEERS
 from colofunc.program.ir import Loop, Node, Part, Timetable
-from colofunc.program.passes.loop import gathered_at, last_uses
+from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import own_outputs_of_parts
 from colofunc.program.places import SEND
 
@@ -89,14 +89,17 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
 
 def _header(writer: Writer, loop: Loop, counter: str) -> str:
     """The lines before the parts of a body that is cut: what is run for which microbatch, in an order that all lanes can follow."""
-    timetable = loop.timetable
-    assert timetable is not None, "a body in parts"
+    assert loop.timetable is not None, "a body in parts"
+    writer.line(f"kept{writer.serial} = {{}}")
+    return f"for p{writer.serial}, {counter} in {writer.bind(_order(loop.timetable), 'order')}:"
+
+
+def _order(timetable: Timetable) -> list[tuple[int, int]]:
+    """(number of a part, microbatch) one after another, as all lanes can follow."""
     numbers = {part: k for k, part in enumerate(timetable.parts)}
     rows = timetable.table.rows
     actions = rows[0] if len(rows) == 1 else tuple(action for _, action in linear_order(timetable.table))
-    order = [(numbers[action.stage, action.kind], action.microbatch) for action in actions]
-    writer.line(f"kept{writer.serial} = {{}}")
-    return f"for p{writer.serial}, {counter} in {writer.bind(order, 'order')}:"
+    return [(numbers[action.stage, action.kind], action.microbatch) for action in actions]
 
 
 class _Kept:
@@ -111,7 +114,10 @@ class _Kept:
         self.begins = {first: k for k, (first, end) in enumerate(timetable.spans()) if first < end}
         self.firsts = self._first_microbatches(timetable)
         self.part_of = {out: timetable.part_at(k) for k, node in enumerate(self.body.nodes) for out in node.results}
-        self.on_the_way = {out for node in self.body.nodes if node.target == SEND for out in node.results}
+        self.parts_that_read = parts_that_read(self.body, timetable)
+        self.done_at = {action: at for at, action in enumerate(_order(timetable))}
+        self.trips = loop.trips
+        self.on_the_way = writer.on_the_way = {out for node in self.body.nodes if node.target == SEND for out in node.results}
         self.part = 0
         self.mine: list[int] = []  # values of other parts that come to this one by a send, and are its own from now on
         self.loaded: list[int] = []
@@ -143,9 +149,24 @@ class _Kept:
             for name in self._names(id):
                 self.writer.line(f"{name} = {self.name}.pop(({SENT + name!r}, {self.counter}))")
         for id in self.loaded:
-            how = "pop" if self.last[id] < end else "get"
             for name in self._names(id):
-                self.writer.line(f"{name} = {self.name}.{how}(({name!r}, {self.counter}))")
+                self.writer.line(f"{name} = {self._taken(id, f'({name!r}, {self.counter})')}")
+
+    def _taken(self, id: int, key: str) -> str:
+        """The text that reads what was kept; where this part is the last one of a microbatch that does, it is kept no longer.
+
+        The last part of the body that reads it need not be: weight gradients of a stage may come before or behind what an earlier
+        stage of the same rank does, for one microbatch and for another.
+        """
+        ends = []
+        for t in range(self.trips):
+            if all(self.done_at[part, t] <= self.done_at[self.part, t] for part in self.parts_that_read[id]):
+                ends.append(t)
+        if len(ends) == self.trips:
+            return f"{self.name}.pop({key})"
+        if not ends:
+            return f"{self.name}[{key}]"
+        return f"{self.name}.pop({key}) if {self.counter} in {tuple(ends)} else {self.name}[{key}]"
 
     def end(self, index: int) -> None:
         """Write what comes behind the last node of a part."""

@@ -65,6 +65,13 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
         held = _held([*_variables(env, here), *_kept(env, between)], mesh.size)
         for tier in timeline:
             inside[tier] = max(inside.get(tier, 0), *(held.get((rank, tier), 0) for rank in range(mesh.size)))
+        for rank in range(mesh.size) if mesh.topology.ranks else ():
+            capacity_bytes = mesh.device_bytes(rank)
+            if capacity_bytes is not None and held.get((rank, "device"), 0) > capacity_bytes:
+                raise CapacityError(
+                    f"simulated rank {rank} holds {held[rank, 'device']:,} B of device memory; topology {mesh.topology.name!r} has "
+                    f"{capacity_bytes:,} B there. Try: a plan of this mesh"
+                )
 
     with torch.no_grad():
         for at, lines in enumerate(by_node):
@@ -106,8 +113,8 @@ class Holders:
             )
 
     def look_line(self, writer: Writer) -> str:
-        """The line behind a node of a loop's body."""
-        self.inside.append(_holders(writer, set(writer.where)))
+        """The line behind a node of a loop's body. What was sent is its receiver's from the part on that reads it."""
+        self.inside.append(_holders(writer, set(writer.where) - writer.on_the_way))
         return f"look({len(self.inside) - 1})"
 
 
@@ -125,6 +132,8 @@ def _holders(writer: Writer, ids: Collection[int]) -> dict[str, Holder]:
 
 def _check(program: Program, mesh: Mesh, tier: str, line: Sequence[int]) -> None:
     capacity, at = mesh.capacity_bytes(tier), len(line) - 1
+    if tier == "device" and mesh.topology.ranks:  # each by its own
+        return
     if capacity is not None and line[at] > capacity:
         raise CapacityError(
             f"a simulated rank holds {line[at]:,} B of {tier} memory at {place_text(program, at)}; topology "

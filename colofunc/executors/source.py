@@ -118,6 +118,7 @@ class Writer:
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
         self.inset = 0  # conditions around it
         self.choices = Choices(whole or program, device, wires.place)
+        self.on_the_way: set[int] = set()  # what was sent, in the parts of a loop that are written, and nobody has read yet
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)

@@ -305,13 +305,31 @@ class Mesh:
         return cost.compute_s(self.topology, flops, nbytes, dtype_name)
 
     def capacity_bytes(self, tier: str) -> int | None:
-        """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited."""
+        """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited.
+
+        Where ranks have devices that differ: what each of them may hold, the least of all.
+        """
         record = self.topology.tier(tier)
-        if tier == "device" and record.capacity_bytes is not None:
-            return record.capacity_bytes - self.topology.reserved_bytes
+        if tier == "device":
+            ranks = range(self.size) if self.topology.ranks else (0,)
+            capacities = [self.device_bytes(rank) for rank in ranks]
+            return min((each for each in capacities if each is not None), default=None)
         if record.capacity_bytes is None or not record.shared:
             return record.capacity_bytes
         return record.capacity_bytes // self.node_ranks
+
+    def device_bytes(self, rank: int) -> int | None:
+        """What a rank may hold on its own device; None is unlimited."""
+        self._check_rank(rank)
+        own_bytes = self.topology.rank(rank).capacity_bytes
+        capacity_bytes = self.topology.tier("device").capacity_bytes if own_bytes is None else own_bytes
+        return None if capacity_bytes is None else capacity_bytes - self.topology.reserved_bytes
+
+    def speed(self, ranks: Iterable[int]) -> float:
+        """How many times as fast as the topology's device the slowest of some ranks computes."""
+        if not self.topology.ranks:
+            return 1.0
+        return min(self.topology.rank(rank).speed for rank in ranks)
 
     def copy_s(self, nbytes: float, src_tier: str, dst_tier: str) -> float:
         """Seconds for every rank to copy `nbytes` between tiers at once; device to disk goes through host memory."""

@@ -128,11 +128,24 @@ class Measured:
 
 
 @attrs.frozen
+class RankDevice:
+    """How the device of one rank differs from `Topology.device`.
+
+    speed: it computes so many times as fast (0.5: half as fast). capacity_bytes: its own memory; None: that of the tier.
+    """
+
+    rank: int = attrs.field(validator=_not_negative)
+    speed: float = attrs.field(default=1.0, validator=_positive, converter=float)
+    capacity_bytes: int | None = attrs.field(default=None, validator=_positive_or_none)
+
+
+@attrs.frozen
 class Topology:
     """A machine: `node_devices` devices share a node's host memory and disks; `levels` are ordered inside out.
 
     host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
     reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
+    ranks: the devices that are not as `device` says; see `with_rank`.
     """
 
     name: str
@@ -144,6 +157,7 @@ class Topology:
     measured: tuple[Measured, ...] = ()
     host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
     reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
+    ranks: tuple[RankDevice, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -158,6 +172,12 @@ class Topology:
             if len(set(names)) != len(names):
                 raise TopologyError(f"topology {self.name!r}: a {what} is listed twice in {names}; give each one name")
         capacity_bytes = next((x.capacity_bytes for x in self.tiers if x.name == "device"), None)
+        numbers = [device.rank for device in self.ranks]
+        if len(set(numbers)) != len(numbers):
+            raise TopologyError(f"topology {self.name!r}: a rank is listed twice in {numbers}; give each one device")
+        own_bytes = [device.capacity_bytes for device in self.ranks if device.capacity_bytes is not None]
+        if own_bytes and (capacity_bytes is None or min(own_bytes) < capacity_bytes):
+            capacity_bytes = min(own_bytes)
         if capacity_bytes is not None and self.reserved_bytes >= capacity_bytes:
             raise TopologyError(
                 f"topology {self.name!r} reserves {self.reserved_bytes:,} of the device's {capacity_bytes:,} bytes; leave some for plans"
@@ -171,6 +191,22 @@ class Topology:
     def max_devices(self) -> int | None:
         """How many devices the links can join; None for any number."""
         return self.levels[-1].size if self.levels else 1
+
+    def with_rank(self, rank: int, speed: float = 1.0, capacity_bytes: int | None = None) -> Topology:
+        """The same machine with another device at a rank, as where cards of two generations stand in one rack.
+
+        speed: it computes so many times as fast as the others. capacity_bytes: its own memory; None: as the others. `cf.pipeline` cuts
+        layers by both, and plans keep to the memory of each rank. Raises TopologyError for figures that are not above 0.
+        """
+        others = tuple(device for device in self.ranks if device.rank != rank)
+        return attrs.evolve(self, ranks=(*others, RankDevice(rank, speed, capacity_bytes)))
+
+    def rank(self, rank: int) -> RankDevice:
+        """What is known of the device of a rank."""
+        for device in self.ranks:
+            if device.rank == rank:
+                return device
+        return RankDevice(rank)
 
     def tier(self, name: str) -> Tier:
         """The memory tier of that name."""
@@ -191,6 +227,8 @@ class Topology:
             del data["reserved_bytes"]
         if not self.device.attention:  # neither this one
             del data["device"]["attention"]
+        if not self.ranks:
+            del data["ranks"]
         return data
 
     @staticmethod

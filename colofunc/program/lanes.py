@@ -175,9 +175,16 @@ def rows_by_timetable(
 
 
 def part_times(loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds) -> dict[Part, PartTime]:
-    """Each part of a loop that was cut, by itself."""
-    spans = zip(timetable.parts, timetable.spans(), strict=True)
-    return {part: PartTime.of(loop.body, span, mesh, seconds) for part, span in spans}
+    """Each part of a loop that was cut, by itself, on the slowest of the ranks that have its stage."""
+    found = {}
+    for part, span in zip(timetable.parts, timetable.spans(), strict=True):
+        time = PartTime.of(loop.body, span, mesh, seconds)
+        if mesh.topology.ranks:
+            stage, _ = part
+            speed = mesh.speed(mesh.at(**{timetable.along: timetable.table.rank_of[stage]}))
+            time = attrs.evolve(time, seconds=time.seconds / speed)
+        found[part] = time
+    return found
 
 
 @attrs.frozen

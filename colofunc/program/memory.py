@@ -32,7 +32,7 @@ from colofunc.program.facts import is_wire, kind_of, lifetimes, rearrange_steps,
 from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_refs
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
-from colofunc.program.passes.loop import gathered_at, last_uses
+from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import own_outputs_of_parts
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -220,10 +220,11 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     body = loop.body
     given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
     last = last_uses(body)
-    storages, makers, inner = _storages(body, last, given, sent=sent)
+    home: dict[int, int] = {}
+    storages, makers, inner = _storages(body, last, given, home, sent=sent)
     storages += _sent(body, last, inner) if sent else []
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
-        body, storages = _by_timetable(loop, storages, loop.cut_by)
+        body, storages = _by_timetable(loop, storages, home, loop.cut_by)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
     return [
         Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
@@ -232,9 +233,11 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     ]
 
 
-def _by_timetable(loop: Loop, storages: Sequence[Storage], timetable: Timetable) -> tuple[Program, list[Storage]]:
+def _by_timetable(
+    loop: Loop, storages: Sequence[Storage], home: Mapping[int, int], timetable: Timetable
+) -> tuple[Program, list[Storage]]:
     """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
-    while the parts of others run. With them what is gathered, from the first time on."""
+    while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage."""
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
     spans = list(timetable.spans())
@@ -245,13 +248,16 @@ def _by_timetable(loop: Loop, storages: Sequence[Storage], timetable: Timetable)
         begins[part, action.microbatch] = len(nodes)
         nodes += body.nodes[slice(*spans[part])]
     expanded = []
-    for storage in storages:
+    reads = _parts_that_hold(body, home, timetable)
+    for number, storage in enumerate(storages):
         if storage.born < 0:  # an input, which is counted outside
             continue
         first, last = timetable.part_at(storage.born), timetable.part_at(storage.dies)
         for microbatch in {action.microbatch for action in row}:
             born = begins[first, microbatch] + storage.born - spans[first][0]
             dies = begins[last, microbatch] + storage.dies - spans[last][0]
+            for part in reads.get(number, set()) - {first, last}:  # the last part of the body need not be the last of a microbatch
+                dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
             expanded.append(attrs.evolve(storage, born=born, dies=dies))
     own = own_outputs_of_parts(loop)
     for index, outputs in gathered_at(body).items():
@@ -262,6 +268,15 @@ def _by_timetable(loop: Loop, storages: Sequence[Storage], timetable: Timetable)
             born = first + index - spans[part][0] + (k in own)  # its own memory becomes that of the sum
             expanded.append(Storage(value.nbytes * times, value.tier, value.id, born, len(nodes)))
     return attrs.evolve(body, nodes=tuple(nodes)), expanded
+
+
+def _parts_that_hold(body: Program, home: Mapping[int, int], timetable: Timetable) -> dict[int, set[int]]:
+    """Storage -> the parts that read a value in it, each to its end."""
+    found: dict[int, set[int]] = {}
+    for id, parts in parts_that_read(body, timetable).items():
+        if id in home:
+            found.setdefault(home[id], set()).update(parts)
+    return found
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:

@@ -4,7 +4,8 @@ Problem: a person says where parameters are (`o i @pp=1`), and everything else i
 Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come (which is
 sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
 gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
-parameter is.
+parameter is. In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast,
+could be sent to an earlier stage, and what is computed with it would have to come back.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
@@ -73,12 +74,13 @@ def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: St
         raise PlanError(f"values are placed at indices of {len(axes)} axes, {', '.join(sorted(axes))}; place all of them on one axis")
     (axis,) = axes
     ranks = tuple(range(mesh.axis_size(axis)))
-    stages = StagesOf(axis, ranks, {}) if stages is None or stages.axis != axis else stages
+    in_order = stages is not None and stages.axis == axis
+    stages = StagesOf(axis, ranks, {}) if stages is None or not in_order else stages
     where = {}
     for position, (_, indices) in given.items():
         where[position] = frozenset(stages.inputs.get(position, ())) or stages.on(indices)
     for _ in range(ROUNDS):
-        run = _Run(program, len(stages.ranks), where).all()
+        run = _Run(program, len(stages.ranks), where, in_order).all()
         more = run.followers()
         if not more:
             break
@@ -87,14 +89,19 @@ def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: St
 
 
 class _Run:
-    """One pass over the nodes. `there`: value -> where a copy is by now; `home`: where it was made."""
+    """One pass over the nodes. `there`: value -> where a copy is by now; `home`: where it was made.
 
-    def __init__(self, program: Program, size: int, inputs: Mapping[int, Indices]) -> None:
-        self.program, self.everywhere, self.given = program, frozenset(range(size)), inputs
+    in_order: indices are stages, which a microbatch goes through from the first to the last, and its gradients from the last to the first.
+    """
+
+    def __init__(self, program: Program, size: int, inputs: Mapping[int, Indices], in_order: bool) -> None:
+        self.program, self.everywhere, self.given, self.in_order = program, frozenset(range(size)), inputs, in_order
         self.home = {id: inputs.get(position, self.everywhere) for position, id in enumerate(program.inputs)}
         self.there = dict(self.home)
         self.stays = {i for i in program.inputs if program.values[i].role in STATE}
         self.gradient_of = gradients(program)
+        self.feeds = self._feeds() if in_order else {}
+        self.of_weights = self._of_weights() if in_order else set[int]()
         self.nodes: list[Indices] = []
 
     def all(self) -> _Run:
@@ -120,12 +127,48 @@ class _Run:
             options |= {frozenset((index,)) for home in homes for index in home}
         later = node.phase == "forward"
 
-        def order(at: Indices) -> tuple[float, int, int]:
+        def order(at: Indices) -> tuple[bool, bool, bool, float, int, int]:
             moved = sum(self._moved(id, at) for id in dict.fromkeys(node.refs))
             # What flows forward has to come to the later stage anyway, gradients to the earlier one.
-            return moved, len(at), -max(at) if later and moved else min(at)
+            last = -max(at) if later and moved else min(at)
+            return moved == inf, self._against_order(node, at), self._takes_weights(node, at), moved, len(at), last
 
         return min(options, key=order)
+
+    def _against_order(self, node: Node, at: Indices) -> bool:
+        """Whether a node would need, in forward, what a later stage makes, or in backward what the backward of an earlier one does."""
+        if not self.in_order or node.phase not in ("forward", "backward"):
+            return False
+        if node.phase == "forward":
+            return any(min(at) < min(self.home[id]) for id in node.refs)
+        made = [id for id in node.refs if id in self.program.makers and self.program.makers[id].phase == "backward"]
+        early = any(max(at) < self.feeds.get(id, 0) for id in node.results)
+        return early or any(max(at) > max(self.home[id]) for id in made)
+
+    def _takes_weights(self, node: Node, at: Indices) -> bool:
+        """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where weights are."""
+        return self.in_order and any(id in self.of_weights and not at <= self.there[id] for id in node.refs)
+
+    def _of_weights(self) -> set[int]:
+        """Weights, and what is computed of them and of nothing else."""
+        found = set(self.stays)
+        for node in self.program.nodes:
+            if node.refs and all(ref in found for ref in node.refs):
+                found.update(node.results)
+        return found
+
+    def _feeds(self) -> dict[int, int]:
+        """Value of the backward pass -> the last stage to whose parameters' gradients it leads: no earlier stage can make it."""
+        found: dict[int, int] = {}
+        for out, weight in self.gradient_of.items():
+            if len(self.home[weight]) == 1:  # of a tied weight each stage makes its own part
+                found[out] = max(self.home[weight])
+        for node in reversed(self.program.nodes):
+            leads = max((found.get(out, 0) for out in node.results), default=0)
+            if node.phase == "backward" and leads:
+                for ref in node.refs:
+                    found[ref] = max(found.get(ref, 0), leads)
+        return found
 
     def _moved(self, id: int, at: Indices) -> float:
         """Bytes that travel so that a value is there."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import attrs
@@ -27,11 +28,13 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.ir import Loop, Node, Program, Timetable
 from colofunc.program.passes.cut import cut
+from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule, StageCosts
 from colofunc.program.places import SEND
 from colofunc.program.placing import StagesOf
@@ -49,20 +52,24 @@ def pipeline(
     schedule: str = "1f1b",
     stages: Globs | None = None,
     batch: int | str | None = None,
+    mixing: str = "error",
 ) -> Any:
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
 
     schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names of parameters -> stage (the first
     that matches counts); None: the forward pass is cut where its stages take equally long. batch: the argument whose leaves are split on
-    dim 0, by position or name (None: argument 1, or 0 if it is the only one). The numbers are those of one device.
+    dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
+    `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
     that do not divide the batch, and an operator that mixes samples.
     """
     check_number(microbatches, "pipeline")
+    if mixing not in MIXING:
+        raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
         raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
-    asked = _Asked(axis, microbatches, schedule, None if stages is None else tuple(stages.items()), batch)
+    asked = _Asked(axis, microbatches, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
     transform = Transform(
         "pipeline",
         attrs.asdict(asked, recurse=False),
@@ -83,6 +90,7 @@ class _Asked:
     schedule: str
     stages: tuple[tuple[str, int], ...] | None
     batch: int | str | None
+    mixing: str
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
@@ -92,7 +100,7 @@ class _Asked:
         at = {position: stages.at(position) for position in stages.inputs}
         at = {position: here for position, here in at.items() if len(here[1]) < ranks}
         if self.microbatches > 1:
-            build = equal_parts(self.microbatches, self.batch, "error", build)
+            build = equal_parts(self.microbatches, self.batch, self.mixing, build)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
 
     def loops(self, build: Build) -> Build:
@@ -106,7 +114,7 @@ class _Asked:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
         scheduled = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule)
-        written = loops_over(self.microbatches, self.batch, "error", build)
+        written = loops_over(self.microbatches, self.batch, self.mixing, build)
         loops = [partial(_by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
@@ -138,7 +146,8 @@ class _Asked:
             return {}
         program = build.program
         seconds = partial(node_s, values=program.values, mesh=build.mesh, rule_of=build.registry.rule)
-        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)))
+        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
+        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -156,6 +165,19 @@ class _Asked:
             if indices:
                 found[position] = (indices[0],)
         return found
+
+
+def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
+    """What a stage has of the ranks at an index: the speed of the slowest, and its part of their memory together.
+
+    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that a stage that does not fit in this fits nowhere there.
+    """
+    ranks = mesh.at(**{axis: index})
+    if not mesh.topology.ranks:
+        return Device(1.0, inf)
+    capacities = [mesh.device_bytes(rank) for rank in ranks]
+    capacity_bytes = sum(inf if each is None else each for each in capacities)
+    return Device(mesh.speed(ranks), capacity_bytes / stages)
 
 
 def _in_parts(table: ActionTable) -> ActionTable:

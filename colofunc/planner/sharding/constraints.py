@@ -89,6 +89,17 @@ class Constraints:
         items = {item: tuple(c for each in some if (c := each.on(axes)) is not None) for item, some in self.items.items()}
         return attrs.evolve(self, items=items)
 
+    def offering_nothing_on(self, axes: Collection[str]) -> Constraints:
+        """The same, but for offers that split something over one of these axes: values are placed at indices of them."""
+        items = {}
+        for item, some in self.items.items():
+            kept = []
+            for each in some:
+                offers = tuple(offer for offer in each.offers if not any(axis in axes for axis in _axes_of(offer)))
+                kept.append(each if len(offers) == len(each.offers) else attrs.evolve(each, offers=offers))
+            items[item] = tuple(kept)
+        return attrs.evolve(self, items=items)
+
     def __or__(self, other: Constraints) -> Constraints:
         """Both: every test of either."""
         items = dict(self.items)
@@ -105,6 +116,16 @@ NONE = Constraints()
 def leaf_strategy(layout: Layout) -> Strategy:
     """An input leaf in a layout, in the form that nodes' strategies have."""
     return Strategy(layout.text(), (), (layout,))
+
+
+def _axes_of(strategy: Strategy) -> set[str]:
+    """Mesh axes that a strategy's operands and results lie on."""
+    found: set[str] = set()
+    for layout in (*strategy.ins, *strategy.outs):
+        if layout is not None:
+            found.update(layout.axes)
+            found.update(axis for axis, _ in layout.pending)
+    return found
 
 
 def agrees(strategy: Strategy, fixed: Strategy | None, free: Collection[str]) -> bool:

@@ -10,7 +10,7 @@ that are not moved lie there all the time, at best split evenly.
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Mapping
 
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.model import Model
@@ -24,10 +24,10 @@ def at_least_any(program: Program, model: Model, ties: Ties) -> int:
     return max((min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0)
 
 
-def arguments_at_least(program: Program, ranks: int) -> int:
-    """Bytes of all arguments on the rank that has most of them, at least."""
-    values = (program.values[id] for id in program.inputs if id not in program.constants)
-    return sum(prod(value.shape) * value.dtype.itemsize for value in values) // ranks
+def arguments_at_least(program: Program, ranks: int, tiers: Mapping[int, str]) -> int:
+    """Bytes of the device that arguments take on the rank that has most of them, at least. `tiers`: position -> where one lies."""
+    here = (id for k, id in enumerate(program.inputs) if tiers.get(k, "device") == "device" and id not in program.constants)
+    return sum(program.values[id].nbytes for id in here) // ranks
 
 
 def _makes(program: Program, ties: Ties, c: int, strategy: Strategy) -> int:

@@ -7,16 +7,21 @@ crosses it. The cuts are those whose slowest stage, with what it receives, is th
     embedding | layer 0 | layer 1 | head         4 stages of one module each; a tied weight is in the first and the last
 
 What depends on no weight (masks, rotary tables) crosses nothing: each stage makes it anew.
+
+Where ranks differ, the seconds of a stage are divided by the speed of its ranks, and its weights, with gradients and optimizer state,
+have to fit there. The optimum is exact for the ranks in their order: dynamic programming over (stages, pieces), as in `cuts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 
 import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
+from colofunc.planner.stages.cuts import Device
 from colofunc.program.ir import Node, Program
 
 WEIGHTS = frozenset({"param", "frozen", "buffer"})
@@ -40,11 +45,14 @@ class Cuts:
         return tuple(sorted(found))
 
 
-def balanced_cuts(program: Program, stages: int, node_s: Callable[[Node], float], send_s: Callable[[int], float]) -> Cuts:
+def balanced_cuts(
+    program: Program, stages: int, node_s: Callable[[Node], float], send_s: Callable[[int], float], devices: Sequence[Device] = ()
+) -> Cuts:
     """The cuts of a global program's forward pass in so many stages.
 
-    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. Raises PlanError where there are fewer places to
-    cut than stages need.
+    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, where they differ; where
+    no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone. Raises PlanError where there
+    are fewer places to cut than stages need.
     """
     reading = _Reading(program)
     places = reading.narrow_places(stages)
@@ -57,17 +65,26 @@ def balanced_cuts(program: Program, stages: int, node_s: Callable[[Node], float]
     until = np.concatenate([[0.0], np.cumsum(seconds)])
     begins = [0, *places[1:]]
     received_s = np.array([0.0, *(send_s(reading.crossing_bytes(place)) for place in places[1:])])
-    chosen = _fastest_bottleneck(until[[*begins, len(program.nodes)]], received_s, stages)
+    devices = devices or [Device(1.0, inf)] * stages
+    work_s = until[[*begins, len(program.nodes)]]
+    chosen = _fastest_bottleneck(work_s, received_s, reading.kept_bytes(begins), devices)
+    if not chosen:
+        chosen = _fastest_bottleneck(work_s, received_s, np.zeros(len(begins) + 1), devices)
     firsts = [begins[k] for k in chosen]
     ends = (*firsts[1:], len(program.nodes))
-    taken = [float(until[end] - until[first] + received_s[k]) for first, end, k in zip(firsts, ends, chosen, strict=True)]
+    taken = []
+    for first, end, k, device in zip(firsts, ends, chosen, devices, strict=True):
+        taken.append(float((until[end] - until[first]) / device.speed + received_s[k]))
     return Cuts(ends, tuple(taken), reading.uses)
 
 
-def _fastest_bottleneck(until: np.ndarray, received_s: np.ndarray, stages: int) -> list[int]:
-    """Indices of the pieces that begin a stage, the first being 0. The slowest stage is as fast as can be.
+def _fastest_bottleneck(
+    until: np.ndarray, received_s: np.ndarray, kept_bytes: np.ndarray, devices: Sequence[Device]
+) -> list[int]:
+    """Indices of the pieces that begin a stage, the first being 0. The slowest stage is as fast as can be; [] where none fits.
 
     until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what piece k reads.
+    kept_bytes: (pieces + 1,) as `until`, of what stays on the device. devices: of each stage.
     """
     pieces = len(received_s)
     # worst[j]: of the best way to cut pieces 0..j-1 in the stages so far, (slowest stage, seconds of all sends).
@@ -75,10 +92,11 @@ def _fastest_bottleneck(until: np.ndarray, received_s: np.ndarray, stages: int) 
     sends = np.full(pieces + 1, np.inf)
     worst[0] = sends[0] = 0.0
     begins: list[np.ndarray] = []
-    for _ in range(stages):
+    for device in devices:
         # last[i, j]: seconds of a stage of the pieces i..j-1
-        last = until[None, :] - until[:-1, None] + received_s[:, None]
+        last = (until[None, :] - until[:-1, None]) / device.speed + received_s[:, None]
         slowest = np.maximum(worst[:-1, None], last)
+        slowest[kept_bytes[None, :] - kept_bytes[:-1, None] > device.capacity_bytes] = np.inf
         slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
         total = sends[:-1, None] + received_s[:, None]
         best = slowest.min(axis=0)
@@ -86,6 +104,8 @@ def _fastest_bottleneck(until: np.ndarray, received_s: np.ndarray, stages: int) 
         first = ties.argmin(axis=0)
         worst, sends = best, ties.min(axis=0)
         begins.append(first)
+    if np.isinf(worst[pieces]):
+        return []
     found, end = list[int](), pieces
     for first in reversed(begins):
         end = int(first[end])
@@ -141,6 +161,24 @@ class _Reading:
             if crossing[k] <= min(crossing[max(k - 1, 1) : k + 2]):
                 narrow.append(self.places[k])
         return narrow if len(narrow) >= least else self.places
+
+    def kept_bytes(self, begins: Sequence[int]) -> np.ndarray:
+        """(pieces + 1,) bytes of weights that pieces in front of each begin to read, with their gradients and optimizer state.
+
+        begins: where pieces begin. State counts with the weights in proportion to these.
+        """
+        program = self.program
+        inputs = [program.values[id] for id in program.inputs]
+        trained = sum(value.nbytes for value in inputs if value.role == "param")
+        state = sum(value.nbytes for value in inputs if value.role == "state")
+        backward = any(node.phase == "backward" for node in program.nodes)
+        times = (2.0 if backward else 1.0) + (state / trained if trained else 0.0)
+        kept = np.zeros(len(begins) + 1)
+        for position, uses in self.uses.items():
+            value = inputs[position]
+            piece = int(np.searchsorted(begins, uses[0], side="right"))
+            kept[piece] += value.nbytes * (times if value.role == "param" else 1.0)
+        return np.cumsum(kept)
 
     def crossing_bytes(self, place: int) -> int:
         return int(self._crossing[place])

@@ -31,13 +31,17 @@ class Count(Protocol):
 
 @attrs.frozen
 class StageUse:
-    """What the ranks at one index of the pipeline's axis do. `kept_bytes`: weights and states. `compute_s`, `wait_s`: of one step."""
+    """What the ranks at one index of the pipeline's axis do. `kept_bytes`: weights and states. `compute_s`, `wait_s`: of one step.
+
+    `speed`: of the slowest of them, in parts of the topology's device.
+    """
 
     stages: tuple[int, ...]
     kept_bytes: int
     peak_bytes: int
     compute_s: float
     wait_s: float
+    speed: float = 1.0
 
 
 @attrs.frozen
@@ -54,7 +58,11 @@ class Pipelined:
     def words(self) -> str:
         """What the plan's sentence says of the axis."""
         stages = sum(len(use.stages) for use in self.ranks)
-        return f"pipeline of {stages} stages, {self.schedule}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
+        words = f"pipeline of {stages} stages, {self.schedule}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
+        speeds = [use.speed for use in self.ranks]
+        if any(speed != 1.0 for speed in speeds):
+            words += f", on ranks of speeds {', '.join(f'{speed:g}' for speed in speeds)}"
+        return words
 
 
 def pipeline_loop(program: Program) -> Loop | None:
@@ -92,5 +100,6 @@ def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> P
     for index, row in enumerate(timetable.table.rows):
         stages = tuple(sorted({action.stage for action in row}))
         work_s = played.work_s[index]
-        uses.append(StageUse(stages, kept[index], peaks[index], work_s, played.makespan_s - work_s))
+        speed = mesh.speed(mesh.at(**{timetable.along: index}))
+        uses.append(StageUse(stages, kept[index], peaks[index], work_s, played.makespan_s - work_s, speed))
     return Pipelined(timetable.along, timetable.schedule, loop.trips, played.bubble, tuple(uses))

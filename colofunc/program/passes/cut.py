@@ -21,7 +21,7 @@ Source: the parts F, B, I and W are those of Zero Bubble Pipeline Parallelism (2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import attrs
 
@@ -44,8 +44,28 @@ def cut(program: Program) -> Program:
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None and node.loop.timetable is not None and not node.loop.timetable.ends:
-            edit.replace(index, *_cut(node, node.loop, node.loop.timetable, edit))
+            edit.replace(index, *_cut(node, node.loop, node.loop.timetable, edit, _owned(program, node.loop.timetable)))
     return edit.done()
+
+
+def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
+    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts and gathers.
+
+    What is made of a buffer (rotary tables) may be for all layers.
+    """
+    found: dict[int, int] = {}
+    made_of: dict[int, frozenset[int]] = {}
+    for id in program.inputs:
+        value = program.values[id]
+        if value.name in timetable.stages:
+            found[id] = timetable.stages[value.name]
+            made_of[id] = frozenset({found[id]} if value.role != "buffer" else ())
+    for node in program.nodes if made_of else ():
+        stages = frozenset[int]().union(*(made_of[ref] for ref in node.refs if ref in made_of))
+        made_of.update(dict.fromkeys(node.results, stages))
+        if len(stages) == 1:
+            found.update(dict.fromkeys(node.results, next(iter(stages))))
+    return found
 
 
 def to_be_cut(program: Program) -> bool:
@@ -54,17 +74,17 @@ def to_be_cut(program: Program) -> bool:
     return any(timetable is not None and not timetable.ends for timetable in timetables)
 
 
-def _cut(node: Node, loop: Loop, timetable: Timetable, edit: Editor) -> Iterator[Node]:
+def _cut(node: Node, loop: Loop, timetable: Timetable, edit: Editor, owned: Mapping[int, int]) -> Iterator[Node]:
     """The nodes in place of a loop: what all ranks gather, the loop in parts, and what is sent when it has ended."""
     node, sends = _sent_behind(node, loop, edit)
     assert node.loop is not None, "a loop stays a loop"
-    stages = _Stages(node.loop, timetable)
+    stages = _Stages(node, node.loop, timetable, owned)
     apart = [k for k, out in enumerate(node.loop.body.outputs) if out in stages.floating or out not in node.loop.body.makers]
     if apart:
         yield _part_of_loop(node, apart, None)
         node = _part_of_loop(node, [k for k in range(len(node.outs)) if k not in apart], timetable)
         assert node.loop is not None, "a loop stays a loop"
-        stages = _Stages(node.loop, timetable)
+        stages = _Stages(node, node.loop, timetable, owned)
     body, parts, ends = _Parts(stages).written()
     assert node.loop is not None, "a loop stays a loop"
     yield attrs.evolve(node, loop=attrs.evolve(node.loop, body=body, timetable=attrs.evolve(timetable, parts=parts, ends=ends)))
@@ -116,15 +136,18 @@ def _part_of_loop(node: Node, which: Collection[int], timetable: Timetable | Non
 
 
 class _Stages:
-    """Which nodes of a body float, and the part of each other node on each rank that runs it."""
+    """Which nodes of a body float, and the part of each other node on each rank that runs it. owned: value outside -> its stage."""
 
-    def __init__(self, loop: Loop, timetable: Timetable) -> None:
+    def __init__(self, node: Node, loop: Loop, timetable: Timetable, owned: Mapping[int, int]) -> None:
         self.body, self.timetable = loop.body, timetable
+        self.owned = {into: owned[ref] for ref, into in zip(node.refs, loop.body.inputs, strict=True) if ref in owned}
         table = timetable.table
         self.everywhere = tuple(range(len(table.rows)))
         self.stages_of = {rank: [stage for stage, on in sorted(table.rank_of.items()) if on == rank] for rank in self.everywhere}
         self.splits = any(action.kind in (INPUTS, WEIGHTS) for row in table.rows for action in row)
         self.floating: set[int] = set()
+        weights = (id for id in self.body.inputs if id in self.owned or self.body.values[id].role in ("param", "frozen"))
+        self.of_weights = {id for id in weights if self.body.values[id].role != "buffer"}  # and what is computed of them
         self.part: dict[tuple[int, int], Part] = {}  # (position, rank) -> part
         self.made: dict[tuple[int, int], Part] = {}  # (value, rank) -> the part that makes it, or has sent it there
         self.weight_gradients = self._weight_gradients() if self.splits else set()
@@ -136,6 +159,8 @@ class _Stages:
         return self.everywhere if node.on is None else node.on[1]
 
     def _place(self, index: int, node: Node) -> None:
+        if not self.of_weights.isdisjoint(node.refs):
+            self.of_weights.update(node.results)
         if node.target == SEND:
             source = node.args[3]
             part = self._of_operand(node, source)
@@ -168,7 +193,7 @@ class _Stages:
         return all(value.role in _OF_BATCH for value in given)
 
     def _belongs(self, id: int, otherwise: int) -> int:
-        return self.timetable.stages.get(self.body.values[id].name, otherwise)
+        return self.owned.get(id, otherwise)
 
     def _part(self, index: int, node: Node, rank: int) -> Part:
         """The part that a node is in on a rank."""
@@ -187,11 +212,17 @@ class _Stages:
         if self.splits:
             kind = WEIGHTS if index in self.weight_gradients else INPUTS
         most = min((stage for stage, made in before if made != FORWARD), default=mine[-1])
+        # What no weight has made (rotary tables, masks of all layers) says nothing of the stage whose backward reads it.
+        kept = [stage for ref in node.refs if ref in self.of_weights for stage, made in self._made(ref, rank) if made == FORWARD]
         own = [stage for stage in (*kept, *owned) if stage in mine and stage <= most]
         earlier = own or [stage for stage in mine if stage <= most]
         if not earlier:
             raise self._backwards(node, rank)
         return max(earlier), kind
+
+    def _made(self, ref: int, rank: int) -> tuple[Part, ...]:
+        """The part that has made a value, or has sent it to a rank; none where it is not there."""
+        return (self.made[ref, rank],) if (ref, rank) in self.made else ()
 
     def _backwards(self, node: Node, rank: int) -> PlanError:
         where = f" in {node.path!r}" if node.path else ""

@@ -32,7 +32,7 @@ from colofunc.errors import PlanError
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, lifetimes, written
-from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Timetable, Value, map_refs
 from colofunc.program.passes.time import is_reduction
 
 MIXING = ("error", "per-microbatch")
@@ -134,6 +134,15 @@ def last_uses(body: Program) -> dict[int, int]:
     return last
 
 
+def parts_that_read(body: Program, timetable: Timetable) -> dict[int, set[int]]:
+    """Value of a body in parts -> numbers of the parts that read it."""
+    found: dict[int, set[int]] = {}
+    for index, node in enumerate(body.nodes):
+        for ref in node.refs:
+            found.setdefault(ref, set()).add(timetable.part_at(index))
+    return found
+
+
 def _kind(node: Node) -> str:
     kind = kind_of(node)
     return "" if kind is None else kind[0]
@@ -165,7 +174,7 @@ def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
         return PlanError(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
     return PlanError(
         f"{said}, so {trips} microbatches cannot be computed one after another; "
-        f'write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or drop cf.accumulate'
+        f'write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or take one microbatch'
     )
 
 

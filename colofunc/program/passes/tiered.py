@@ -123,10 +123,10 @@ class Tiered:
         made = self.maker.get(self._root(storage))
         origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
         value = self.program.values[self._root(storage)]
-        if made is not None:
-            on = made_at(made)
-        else:
+        if made is None or made.loop is not None:  # a loop runs on all ranks, and gathers each value where that is
             on = None if value.layout is None else value.layout.at
+        else:
+            on = made_at(made)
         return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
     def _root(self, storage: int) -> int:

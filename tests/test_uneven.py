@@ -1,0 +1,157 @@
+"""Ranks whose devices differ: what a topology says of them, and pipelines whose stages are cut for them."""
+
+import json
+from itertools import combinations, pairwise
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import colofunc as cf
+from colofunc.compiler.observation import arguments_of
+from colofunc.errors import CapacityError
+from colofunc.executors.measure import measure
+from colofunc.planner.stages.assignment import _fastest_bottleneck
+from colofunc.planner.stages.cuts import Device
+from colofunc.testing import check
+from colofunc.testing.check import doubled_inside
+
+CARD = cf.topology("4xa100-80g")
+# A device of which work takes long beside the start of a kernel.
+SLOW = attrs.evolve(CARD, device=attrs.evolve(CARD.device, memory_bytes_per_s=1e8, launch_s=0.0))
+
+
+# ---- what a topology says ----
+
+
+def test_a_rank_with_another_device_is_saved_with_its_topology() -> None:
+    topology = CARD.with_rank(1, speed=0.5).with_rank(3, speed=2, capacity_bytes=1 << 30).with_rank(1, speed=0.25)
+    assert cf.Topology.from_dict(json.loads(json.dumps(topology.to_dict()))) == topology
+    assert "ranks" not in CARD.to_dict()
+    mesh = cf.Mesh(pp=2, dp=2, topology=topology)
+    assert [mesh.speed([rank]) for rank in range(4)] == [1, 0.25, 1, 2] and mesh.speed((1, 3)) == 0.25
+    assert mesh.device_bytes(3) == mesh.capacity_bytes("device") == (1 << 30) - topology.reserved_bytes  # all keep to the least
+    assert mesh.device_bytes(0) == cf.Mesh(pp=2, dp=2, topology=CARD).capacity_bytes("device")
+    assert mesh.fingerprint != cf.Mesh(pp=2, dp=2, topology=CARD).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(rank=0, speed=0), "RankDevice.speed is 0.0; give a number above 0"),
+        (dict(rank=-1), "RankDevice.rank is -1; give a finite number, 0 or more"),
+        (dict(rank=0, capacity_bytes=0), "RankDevice.capacity_bytes is 0; give a number above 0"),
+    ],
+)
+def test_figures_of_a_rank_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(cf.TopologyError, match=f"^{says}$"):
+        CARD.with_rank(**options)
+
+
+# ---- the optimum, beside every cut that there is ----
+
+PIECES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=7)
+DEVICES = st.lists(st.builds(Device, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([6.0, 12.0, float("inf")])), min_size=1, max_size=4)
+
+
+def slowest(pieces: list[tuple[int, int, int]], devices: list[Device], begins: tuple[int, ...]) -> float:
+    worst = 0.0
+    for (first, end), device in zip(pairwise((*begins, len(pieces))), devices, strict=True):
+        if sum(nbytes for _, _, nbytes in pieces[first:end]) > device.capacity_bytes:
+            return float("inf")
+        worst = max(worst, sum(work for work, _, _ in pieces[first:end]) / device.speed + pieces[first][1])
+    return worst
+
+
+@given(PIECES, DEVICES)
+@settings(max_examples=200, deadline=None)
+def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int, int, int]], devices: list[Device]) -> None:
+    if len(devices) > len(pieces):
+        devices = devices[: len(pieces)]
+    pieces[0] = (pieces[0][0], 0, pieces[0][2])  # the first stage receives nothing
+    work, received, nbytes = zip(*pieces, strict=True)
+    found = _fastest_bottleneck(
+        np.cumsum([0.0, *work]), np.array(received, dtype=float), np.cumsum([0.0, *nbytes]), devices
+    )  # fmt: skip
+    best = min(slowest(pieces, devices, (0, *way)) for way in combinations(range(1, len(pieces)), len(devices) - 1))
+    assert (slowest(pieces, devices, tuple(found)) if found else float("inf")) == best
+
+
+# ---- pipelines ----
+
+
+def layers(width: int = 16, rows: int = 512) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    for _ in range(8):
+        blocks += [nn.Linear(width, width), nn.Tanh()]
+    step, state = cf.train_step(
+        cf.functional(nn.Sequential(*blocks).double()), cf.adapt(torch.optim.SGD, lr=1e-2), lambda out, b: out.pow(2).mean(),
+        inputs=lambda b: ((b,), {}),
+    )  # fmt: skip
+    return step, state, torch.randn(rows, width, dtype=torch.float64)
+
+
+def stage_of(low: Any) -> list[tuple[int, ...]]:
+    """Per layer, the indices of `pp` that its weight is at."""
+    return [leaf.at[1] for leaf in low.plan.inputs if leaf.role == "param" and leaf.name.endswith("weight")]
+
+
+def lowered(topology: cf.Topology, schedule: str = "1f1b", stages: dict[str, int] | None = None) -> tuple[Any, Any]:
+    step, state, batch = layers()
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, topology=topology)), microbatches=4, schedule=schedule, stages=stages)
+    return chain, chain.lower(state, batch)
+
+
+def test_a_slow_rank_gets_fewer_layers_and_the_plan_says_so() -> None:
+    _, even = lowered(SLOW)
+    chain, uneven = lowered(SLOW.with_rank(1, speed=1 / 3))
+    assert stage_of(even).count((1,)) == 4 and stage_of(uneven).count((1,)) == 1  # which has the loss beside it
+    assert "on ranks of speeds 1, 0.333333" in str(uneven.plan) and "speeds" not in str(even.plan)
+    assert [use.speed for use in uneven.plan.pipeline.ranks] == [1, 1 / 3]
+    assert cf.Plan.from_dict(uneven.plan.to_dict()) == uneven.plan
+    by_halves = {f"{2 * layer}.*": layer // 4 for layer in range(8)}
+    _, halves = lowered(SLOW.with_rank(1, speed=1 / 3), stages=by_halves)
+    assert uneven.pipeline().makespan_s < 0.8 * halves.pipeline().makespan_s
+    _, state, batch = layers()
+    with cf.testing.float64():
+        check(chain, *doubled_inside((state, batch)))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v", "auto"])
+def test_placements_of_several_stages_look_at_speeds_too(schedule: str) -> None:
+    chain, low = lowered(SLOW.with_rank(0, speed=1 / 3), schedule)
+    assert stage_of(low).count((0,)) == 2 and stage_of(low).count((1,)) == 6
+    _, state, batch = layers()
+    with cf.testing.float64():
+        check(chain, *doubled_inside((state, batch)))
+
+
+def test_a_rank_with_little_memory_gets_fewer_weights() -> None:
+    """Four layers with their gradients do not fit on the first rank, and the second holds more than the first has."""
+    layer_bytes = 2 * 64 * 65 * 8
+    _, state, batch = layers(64, 8)
+    step, _, _ = layers(64, 8)
+    room_bytes = int(3.8 * layer_bytes)
+    mesh = cf.Mesh(pp=2, topology=SLOW.with_rank(0, capacity_bytes=room_bytes + SLOW.reserved_bytes))
+    chain = cf.pipeline(cf.shard(step, mesh), microbatches=4)
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
+        low = chain.lower(state, batch)
+        assert stage_of(low).count((0,)) == 3
+        peaks = [use.peak_bytes for use in low.plan.pipeline.ranks]
+        assert peaks[0] <= room_bytes < peaks[1] == low.plan.peak_bytes
+        check(chain, state, batch)
+        given = arguments_of(low, chain.arguments((state, batch)))
+        shards = given.copies(range(len(given.shards)))
+        assert measure(low.program, mesh, shards).peak_bytes["device"] == low.plan.peak_bytes
+        smaller = cf.Mesh(pp=2, topology=SLOW.with_rank(0, capacity_bytes=layer_bytes + SLOW.reserved_bytes))
+        with pytest.raises(CapacityError, match="simulated rank 0 holds"):
+            measure(low.program, smaller, shards)
+    with pytest.raises(cf.PlanError, match="no plan found within"):
+        cf.pipeline(cf.shard(step, smaller), microbatches=4).lower(state, batch)
