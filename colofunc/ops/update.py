@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colofunc.ops import update_packed as _operators  # noqa: F401  registers adamw8
 from colofunc.ops.define import define
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
@@ -29,6 +30,7 @@ from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
 # target -> (in-place twin with the same arguments, ((result index, argument index), ...)).
 IN_PLACE: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "colofunc.adamw": ("colofunc.adamw_", ((0, 0), (1, 2), (2, 3), (3, 12))),
+    "colofunc.adamw8": ("colofunc.adamw8_", ((0, 0), (1, 2), (2, 3), (3, 4), (4, 5))),
     "colofunc.sgd": ("colofunc.sgd_", ((0, 0), (1, 2))),
     "colofunc.update": ("colofunc.update_", ((0, 1), (1, 3), (2, 4), (3, 5))),
 }
