@@ -11,12 +11,15 @@ no widened weight is left. Another use (a table of embeddings, a convolution, a 
 Which weights: those of argument 0 that `where` matches (`grow`; the state has a `Quantized` in their place from then on), and the frozen
 weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step
 changes is an error: what is trained are adapters beside it (`cf.lora`).
+
+Some schemes round the inputs of linear layers too: a function mode around the step does (`colofunc/ops/quantized_inputs.py`), so that
+the trace and the one-device reference compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,6 +37,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
+from colofunc.ops.quantized_inputs import RoundedInputs
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
@@ -56,8 +60,8 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "fp8", "int4-g128", "nf4", a name that a plugin brings, or a `cf.ext.Quantizer`. where: globs over the weights' own
-    dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, or a `cf.ext.Quantizer`. where: globs over the
+    weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
     `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
     """
     if isinstance(step_fn, (str, Quantizer)):
@@ -245,7 +249,7 @@ def _wrapped(weights: _Weights, build: Build) -> Build:
     def stepped(*args: Any) -> Any:
         given = _Given(weights)
         opened_args = [mapped(given.open, argument) for argument in args]
-        with given.reading():
+        with given.reading(), RoundedInputs(given.threshold) if weights.quantizer.outliers is not None else nullcontext():
             out = fn(*opened_args)
         given.check_globs()
         out = mapped(given.close, out)
@@ -273,7 +277,7 @@ class _Given:
         self.quantized[name] = None
         mark("frozen", leaf.parts)
         wide = opened(leaf)
-        self.originals[id(wide)] = wide, leaf
+        self._note(wide, leaf)
         return wide
 
     def close(self, name: str, leaf: Any) -> Any:
@@ -284,8 +288,15 @@ class _Given:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, models read the frozen weights that are meant as quantized ones."""
-        with reading(self._packed):
+        with reading(self._packed, self._note):
             yield
+
+    def threshold(self, weight: Tensor) -> float | None:
+        """From which size on inputs of a linear layer with this weight stay as they are; None where the weight is not quantized."""
+        return None if id(weight) not in self.originals else self.weights.quantizer.outliers
+
+    def _note(self, wide: Tensor, leaf: Quantized) -> None:
+        self.originals[id(wide)] = wide, leaf
 
     def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
         found: dict[str, Tensor | Quantized] = {}
