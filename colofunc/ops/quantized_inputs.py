@@ -65,17 +65,17 @@ def _straight_through(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
 rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
 
 
-class RoundedInputs(TorchFunctionMode):
-    """Inside, linear layers of some weights round their inputs.
+class LinearInputs(TorchFunctionMode):
+    """Inside, linear layers of some weights read `changed(input, key)`.
 
-    `threshold(weight)`: from which size on inputs of this weight stay as they are, None where all do. It is asked of tensors as the
-    step's code has them; what such a tensor is cast to counts as the tensor.
+    `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
+    such a tensor is cast to counts as the tensor.
     """
 
-    def __init__(self, threshold: Callable[[Tensor], float | None]) -> None:
+    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Any], Tensor]) -> None:
         super().__init__()
-        self.threshold = threshold
-        self.casts: dict[int, tuple[Tensor, float]] = {}  # id -> what a weight was cast to, and its threshold
+        self.key, self.changed = key, changed
+        self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,20 +84,18 @@ class RoundedInputs(TorchFunctionMode):
             with self:
                 return body(*args, **kwargs)
         if func is F.linear:
-            args, kwargs = self._rounded(*args, **kwargs)
+            args, kwargs = self._read(*args, **kwargs), {}
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
-            of = self._of(args[0])
-            if of is not None:
-                self.casts[id(result)] = result, of
+            known = self._known(args[0])
+            if known is not None:
+                self.casts[id(result)] = result, known
         return result
 
-    def _of(self, weight: Any) -> float | None:
+    def _known(self, weight: Any) -> Any:
         cast = self.casts.get(id(weight))
-        return self.threshold(weight) if cast is None else cast[1]
+        return self.key(weight) if cast is None else cast[1]
 
-    def _rounded(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, dict[str, Any]]:
-        threshold = self._of(weight)
-        if threshold is not None:
-            input = rounded_rows.apply(input, threshold)
-        return (input, weight, bias), {}
+    def _read(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        known = self._known(weight)
+        return input if known is None else self.changed(input, known), weight, bias

@@ -19,7 +19,7 @@ the trace and the one-device reference compute the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -37,7 +37,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantized_inputs import RoundedInputs
+from colofunc.ops.quantized_inputs import LinearInputs, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
@@ -60,9 +60,10 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, or a `cf.ext.Quantizer`. where: globs over the
-    weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
-    `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, or a `cf.ext.Quantizer`.
+    where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
+    schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
+    do not fit.
     """
     if isinstance(step_fn, (str, Quantizer)):
         return partial(quantize, scheme=step_fn, where=where, plugins=plugins)
@@ -128,7 +129,7 @@ class _Weights:
             shared = _SHARED.setdefault(weight, WeakValueDictionary())
             result = shared.get((self.quantizer, version))
             if result is None:
-                result = shared[self.quantizer, version] = packed(self.quantizer, weight, name)
+                result = shared[self.quantizer, version] = packed(self.quantizer.named(name), weight, name)
             known = self.known[weight] = version, result
         found: Quantized = known[1]
         return found
@@ -159,6 +160,8 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
 
     Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
     """
+    if quantizer.by_name is not None and isinstance(weight, DTensor):
+        weight = weight.full()  # columns one after the other: not where they lie on several ranks
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         if isinstance(weight, LazyTensor):
             found = packed_lazily(quantizer, weight, partial(_finite, name))
@@ -249,7 +252,7 @@ def _wrapped(weights: _Weights, build: Build) -> Build:
     def stepped(*args: Any) -> Any:
         given = _Given(weights)
         opened_args = [mapped(given.open, argument) for argument in args]
-        with given.reading(), RoundedInputs(given.threshold) if weights.quantizer.outliers is not None else nullcontext():
+        with given.reading(), given.rounding():
             out = fn(*opened_args)
         given.check_globs()
         out = mapped(given.close, out)
@@ -291,9 +294,13 @@ class _Given:
         with reading(self._packed, self._note):
             yield
 
-    def threshold(self, weight: Tensor) -> float | None:
-        """From which size on inputs of a linear layer with this weight stay as they are; None where the weight is not quantized."""
-        return None if id(weight) not in self.originals else self.weights.quantizer.outliers
+    def rounding(self) -> AbstractContextManager[Any]:
+        """Inside, linear layers with quantized weights round their inputs, where the scheme does."""
+        outliers = self.weights.quantizer.outliers
+        if outliers is None:
+            return nullcontext()
+        # From this size on inputs stay as they are.
+        return LinearInputs(lambda weight: outliers if id(weight) in self.originals else None, rounded_rows.apply)
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
         self.originals[id(wide)] = wide, leaf
