@@ -11,7 +11,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.functional.packed_moments import MOMENTS, SCALES
-from colofunc.ops.update_packed import BLOCK, LEAST_BLOCK, adamw8, adamw8_, block_of, packed, widened
+from colofunc.ops.update_packed import BLOCK, LEAST_BLOCK, _shares, adamw8, adamw8_, block_of, pack, packed, widened
 
 SHAPES = {
     (1024, 768): 128, (64, 64, 3, 3): 72, (4, 64, 128): 128, (4096,): 128, (96, 100): 100, (256, 8, 8): 128, (1000, 10): 100,
@@ -66,6 +66,24 @@ def test_an_element_is_the_nearest_level_of_its_block(signed: bool) -> None:
     assert torch.equal(wide.unflatten(1, (2, 128)).abs().amax(2), scale.double())
     large = x.abs() > unit / 10
     assert bool(((wide - x).abs() <= 0.0071 * unit)[large].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_change_just_where_levels_meet(signed: bool, dtype: torch.dtype) -> None:
+    """Beside every end of a level, a last place to each side: packed by tables of leading bits, expected by a search."""
+    shares = torch.tensor(_shares(7 if signed else 8), dtype=torch.float64)
+    ends = ((shares[1:] + shares[:-1]) / 2).to(dtype)
+    if not signed:
+        ends[0] = torch.finfo(dtype).tiny
+    above, below = torch.full_like(ends, 2.0), torch.zeros_like(ends)
+    x = torch.cat((ends.nextafter(below), ends, ends.nextafter(above), shares.to(dtype)))
+    codes, scale = pack(x.unsqueeze(0), signed, dtype)
+    if not signed:
+        ends[0] = 0.0
+    assert float(scale) == 1.0 and torch.equal(codes[0].long(), torch.bucketize(x, ends))
+    if signed:
+        assert torch.equal(pack(-x.unsqueeze(0), signed, dtype)[0], -codes)
 
 
 # ---- the update ----

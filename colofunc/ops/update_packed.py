@@ -94,35 +94,63 @@ def _shares(decades: int) -> list[float]:
     return shares
 
 
+@attrs.frozen(eq=False)
+class _Code:
+    """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any two levels lie.
+
+    `shares`: what codes stand for, from the least on. `code`: the code of the first share with these bits. `last`: the last share of that
+    code, so that a share with these bits has it or the next one.
+    """
+
+    shares: Tensor
+    code: Tensor
+    last: Tensor
+
+
+_BITS = {torch.float32: (torch.int32, 16, 127), torch.float64: (torch.int64, 45, 1023)}  # as whole numbers, bits cut, exponent of 1
+_OCTAVES = 27  # below 1, of which the last is below the first end of a level
+
+
 @cache
-def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(what each code stands for, the largest share that is rounded to each code but the last)."""
+def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> _Code:
+    whole, cut, one = _BITS[dtype]
     with compat.disable_modes(), compat.no_function_modes():
         shares = torch.tensor(_shares(SIGNED_DECADES if signed else DECADES), dtype=torch.float64)
-        ends = (shares[1:] + shares[:-1]) / 2
-        if signed:
-            shares = torch.cat((shares, -shares[1:].flip(0)))  # a negative code counts from the end
-        else:
+        ends = ((shares[1:] + shares[:-1]) / 2).to(dtype)
+        if not signed:
             ends[0] = 0.0
-        return shares.to(device, dtype), ends.to(device, dtype)
+        bits = torch.arange((one - _OCTAVES) << 7, (one << 7) + 1, dtype=whole)
+        first = (bits << cut).view(dtype)
+        first[0] = 0.0
+        code = torch.bucketize(first, ends)
+        last = torch.cat((ends, ends.new_full((1,), float("inf"))))[code]
+        if signed:
+            shares = torch.cat((-shares[1:].flip(0), shares))
+        return _Code(shares.to(device, dtype), code.to(device, dtype), last.to(device))
 
 
 def widen(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
     """Codes (blocks, size) with scales (blocks,) -> numbers in `dtype`."""
-    shares, _ = _tables(signed, dtype, codes.device)
-    return shares[codes.to(torch.int32)] * scale.to(dtype).unsqueeze(1)
+    at = codes.to(torch.int32).view(-1)
+    if signed:
+        at += 2**SIGNED_DECADES - 1
+    return _tables(signed, dtype, codes.device).shares.index_select(0, at).view(codes.shape) * scale.to(dtype).unsqueeze(1)
 
 
 def pack(numbers: Tensor, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Numbers (blocks, size) -> codes (blocks, size) and scales (blocks,) in `dtype`."""
-    size = numbers.abs()
-    scale = size.amax(1).to(dtype)
+    share = numbers.abs()
+    scale = share.amax(1).to(dtype)
     unit = scale.to(numbers.dtype).unsqueeze(1)
-    _, ends = _tables(signed, numbers.dtype, numbers.device)
     # Zeros of a block of zeros are zero whatever they are divided by.
-    codes = torch.bucketize(size / torch.where(unit == 0, torch.ones_like(unit), unit), ends, out_int32=True)
+    share /= torch.where(unit == 0, torch.ones_like(unit), unit)
+    tables = _tables(signed, numbers.dtype, numbers.device)
+    whole, cut, one = _BITS[numbers.dtype]
+    at = ((share.view(whole) >> cut) - ((one - _OCTAVES) << 7)).clamp_(0, _OCTAVES << 7).view(-1)
+    codes = tables.code.index_select(0, at).view(share.shape)
+    codes += share > tables.last.index_select(0, at).view(share.shape)
     if signed:
-        codes = torch.where(numbers < 0, -codes, codes)
+        codes = codes.copysign(numbers)
     return codes.to(code_dtype(signed)), scale
 
 
@@ -150,8 +178,12 @@ def _adamw8_(
     finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     count = exp_avg_scale.numel()
-    if not count or (finite is not None and finite.device.type == "cpu" and not bool(finite)):
+    if not count:
         return
+    if finite is not None and finite.device.type == "cpu":
+        if not bool(finite):
+            return
+        finite = None
     with compat.no_function_modes():
         wide = torch.promote_types(param.dtype, torch.float32)
         times, rate = beside(step, param).to(torch.float64), beside(lr, param).to(torch.float64)
