@@ -11,7 +11,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.functional.packed_moments import MOMENTS, SCALES
-from colofunc.ops.update_packed import BLOCK, LEAST_BLOCK, _shares, adamw8, adamw8_, block_of, pack, packed, widened
+from colofunc.ops.update_packed import BLOCK, LEAST_BLOCK, _shares, adamw8, adamw8_, block_of, dither, pack, packed, widen, widened
 
 SHAPES = {
     (1024, 768): 128, (64, 64, 3, 3): 72, (4, 64, 128): 128, (4096,): 128, (96, 100): 100, (256, 8, 8): 128, (1000, 10): 100,
@@ -70,31 +70,53 @@ def test_an_element_is_the_nearest_level_of_its_block(signed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_change_just_where_levels_meet(signed: bool, dtype: torch.dtype) -> None:
-    """Beside every end of a level, a last place to each side: packed by tables of leading bits, expected by a search."""
-    shares = torch.tensor(_shares(7 if signed else 8), dtype=torch.float64)
-    ends = ((shares[1:] + shares[:-1]) / 2).to(dtype)
+@pytest.mark.parametrize("upward", [0.01, 0.5, 0.9])
+def test_codes_change_just_where_they_are_said_to(signed: bool, dtype: torch.dtype, upward: float) -> None:
+    """Beside the level and the part of the way behind it, found by tables of leading bits, expected by a search."""
+    shares = torch.tensor(_shares(7 if signed else 8), dtype=torch.float64).to(dtype)
+    ends = shares[:-1] + upward * shares.diff()
+    near = 1e-4 if dtype is torch.float32 else 1e-12
+    x = torch.cat((ends * (1 - near), ends * (1 + near), shares))
+    codes, scale = pack(x.unsqueeze(0), signed, dtype, upward)
+    wanted = torch.bucketize(x, ends)
     if not signed:
-        ends[0] = torch.finfo(dtype).tiny
-    above, below = torch.full_like(ends, 2.0), torch.zeros_like(ends)
-    x = torch.cat((ends.nextafter(below), ends, ends.nextafter(above), shares.to(dtype)))
-    codes, scale = pack(x.unsqueeze(0), signed, dtype)
-    if not signed:
-        ends[0] = 0.0
-    assert float(scale) == 1.0 and torch.equal(codes[0].long(), torch.bucketize(x, ends))
+        wanted[x > 0] = wanted[x > 0].clamp(min=1)
+    assert float(scale) == 1.0 and torch.equal(codes[0].long(), wanted)
     if signed:
-        assert torch.equal(pack(-x.unsqueeze(0), signed, dtype)[0], -codes)
+        assert torch.equal(pack(-x.unsqueeze(0), signed, dtype, upward)[0], -codes)
+
+
+def test_what_moves_by_less_than_a_level_moves_in_the_mean() -> None:
+    """Note [Dither]: a square's moment that decays by a thousandth at a step, kept in 8 bits, is right after 2,000 steps."""
+    x = torch.rand(1, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.01
+    x[0, 0] = 1.5
+    kept = {"dithered": x, "nearest": x}
+    for step in range(1, 2001):
+        for how, value in kept.items():
+            value = value * 0.999
+            value[0, 0] = 1.5  # the scale stays
+            upward = dither(torch.tensor(float(step)), 128, x.dtype) if how == "dithered" else 0.5
+            kept[how] = widen(*pack(value, False, x.dtype, upward), False, x.dtype)
+    wanted = x * 0.999**2000
+    off = {how: float((value / wanted)[0, 1:].log().abs().mean()) for how, value in kept.items()}
+    assert off["dithered"] < 0.1 < 1.0 < off["nearest"], off
+
+
+def test_every_place_of_a_block_is_rounded_up_as_often_as_any_other() -> None:
+    parts = torch.stack([dither(torch.tensor(float(step)), 128, torch.float64) for step in range(1000)])
+    assert float((parts.mean(0) - 0.5).abs().max()) < 0.01 and float((parts.mean(1) - 0.5).abs().max()) < 0.05
 
 
 # ---- the update ----
 
 
-def stored(x: torch.Tensor, signed: bool) -> torch.Tensor:
-    """What is left of a moment that was kept."""
+def stored(x: torch.Tensor, signed: bool, step: int | None = None) -> torch.Tensor:
+    """What is left of a moment that was kept, at a step or to the nearest level."""
     blocks = block_of(x.shape)
     assert blocks is not None
-    codes, scale = packed(x, blocks, signed)
-    return widened(codes, scale.to(x.dtype), signed)
+    upward = 0.5 if step is None else dither(torch.tensor(float(step)), blocks.size, x.dtype)
+    codes, scale = pack(x.view(-1, blocks.size), signed, torch.float32, upward)
+    return widen(codes, scale, signed, x.dtype).view(x.shape)
 
 
 @pytest.mark.parametrize(("cls", "options"), ADAMS, ids=str)
@@ -106,13 +128,13 @@ def test_an_update_is_adams_with_moments_that_were_kept(cls: Any, options: dict[
     reference = cls(mine.values(), lr=1e-2, **options)
     opt = cf.adapt(cls, lr=1e-2, state_bits=8, **options)
     state = opt.init(params)
-    for _ in range(5):
+    for step in range(1, 6):
         grads = {n: torch.randn(p.shape, dtype=p.dtype, generator=draw) for n, p in params.items()}
         for n, p in mine.items():
             p.grad = grads[n]
         reference.step()
         kept = reference.state[mine["w"]]
-        kept["exp_avg"], kept["exp_avg_sq"] = stored(kept["exp_avg"], True), stored(kept["exp_avg_sq"], False)
+        kept["exp_avg"], kept["exp_avg_sq"] = stored(kept["exp_avg"], True), stored(kept["exp_avg_sq"], False, step)
         params, state = opt.update(grads, state, params)
         for n, p in mine.items():
             torch.testing.assert_close(params[n], p.detach(), rtol=1e-12, atol=1e-12)

@@ -17,7 +17,8 @@ levels as the one below it, evenly spaced. The code k with leading bit j stands 
     share(k) = 10^(j - top) (0.1 + 0.9 (k - 2^j + 1) / 2^j),  k = 1, 2, ...        share(0) = 0        share(-k) = -share(k)
 
 so that the largest code is 1. Near the largest an element is within 1 %, and what is a thousandth of it still has some levels. The
-square's moment is divided by, so a positive one is never rounded to 0. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise
+square's moment is divided by, so a positive one is never rounded to 0; and it moves so slowly that it is rounded up or down in turns (Note
+[Dither]), where the first moment is rounded to the nearest level. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise
 quantization" (2110.02861), section 2; its code of the same idea takes the middles of its intervals, and the largest apart.
 """
 
@@ -43,6 +44,8 @@ LEAST_ELEMENTS = 4096
 WIDENED_ELEMENTS = 1 << 18
 """So many elements are wide at a time on the host, 1 MiB for each of a handful of temporaries."""
 SIGNED_DECADES, DECADES = 7, 8
+
+GOLDEN, ROOT = 0.6180339887498949, 0.4142135623730951  # parts of two irrational numbers
 
 
 def code_dtype(signed: bool) -> torch.dtype:
@@ -98,35 +101,35 @@ def _shares(decades: int) -> list[float]:
 class _Code:
     """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any two levels lie.
 
-    `shares`: what codes stand for, from the least on. `code`: the code of the first share with these bits. `last`: the last share of that
-    code, so that a share with these bits has it or the next one.
+    `shares`: what codes stand for, from the least on. `code`: that of the level at or below the first share with these bits. `next`: the
+    level above it, so that the level at or below a share with these bits is this one or that. `per_gap`: of a code, 1 over the distance
+    to the next level.
     """
 
     shares: Tensor
     code: Tensor
-    last: Tensor
+    next: Tensor
+    levels: Tensor
+    per_gap: Tensor
 
 
 _BITS = {torch.float32: (torch.int32, 16, 127), torch.float64: (torch.int64, 45, 1023)}  # as whole numbers, bits cut, exponent of 1
-_OCTAVES = 27  # below 1, of which the last is below the first end of a level
+_OCTAVES = 27  # below 1, of which the last is below the first level
 
 
 @cache
 def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> _Code:
     whole, cut, one = _BITS[dtype]
     with compat.disable_modes(), compat.no_function_modes():
-        shares = torch.tensor(_shares(SIGNED_DECADES if signed else DECADES), dtype=torch.float64)
-        ends = ((shares[1:] + shares[:-1]) / 2).to(dtype)
-        if not signed:
-            ends[0] = 0.0
+        levels = torch.tensor(_shares(SIGNED_DECADES if signed else DECADES), dtype=torch.float64).to(dtype)
         bits = torch.arange((one - _OCTAVES) << 7, (one << 7) + 1, dtype=whole)
         first = (bits << cut).view(dtype)
         first[0] = 0.0
-        code = torch.bucketize(first, ends)
-        last = torch.cat((ends, ends.new_full((1,), float("inf"))))[code]
-        if signed:
-            shares = torch.cat((-shares[1:].flip(0), shares))
-        return _Code(shares.to(device, dtype), code.to(device, dtype), last.to(device))
+        code = torch.bucketize(first, levels, right=True) - 1
+        above = torch.cat((levels[1:], levels.new_full((1,), float("inf"))))
+        shares = torch.cat((-levels[1:].flip(0), levels)) if signed else levels
+        every = (shares, code.to(dtype), above[code], levels, 1 / (above - levels))
+        return _Code(*(table.to(device) for table in every))
 
 
 def widen(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
@@ -137,8 +140,11 @@ def widen(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Ten
     return _tables(signed, dtype, codes.device).shares.index_select(0, at).view(codes.shape) * scale.to(dtype).unsqueeze(1)
 
 
-def pack(numbers: Tensor, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers (blocks, size) -> codes (blocks, size) and scales (blocks,) in `dtype`."""
+def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tensor = 0.5) -> tuple[Tensor, Tensor]:
+    """Numbers (blocks, size) -> codes (blocks, size) and scales (blocks,) in `dtype`.
+
+    upward: which part of the way to the next level a number must be beyond to be rounded up, one or (size,).
+    """
     share = numbers.abs()
     scale = share.amax(1).to(dtype)
     unit = scale.to(numbers.dtype).unsqueeze(1)
@@ -148,10 +154,27 @@ def pack(numbers: Tensor, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
     whole, cut, one = _BITS[numbers.dtype]
     at = ((share.view(whole) >> cut) - ((one - _OCTAVES) << 7)).clamp_(0, _OCTAVES << 7).view(-1)
     codes = tables.code.index_select(0, at).view(share.shape)
-    codes += share > tables.last.index_select(0, at).view(share.shape)
+    codes += share >= tables.next.index_select(0, at).view(share.shape)
+    below = codes.to(torch.int32).view(-1)
+    part = (share - tables.levels.index_select(0, below).view(share.shape)) * tables.per_gap.index_select(0, below).view(share.shape)
+    codes += part > upward
     if signed:
         codes = codes.copysign(numbers)
+    else:
+        codes = torch.maximum(codes, (numbers > 0).to(codes.dtype))
     return codes.to(code_dtype(signed)), scale
+
+
+def dither(step: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Where numbers of a block are rounded up at a step, (size,): over steps, each part of a way between levels as often as any other.
+
+    Note [Dither]: the square's moment moves by a thousandth of itself at a step, and levels lie further apart than that: rounded to the
+    nearest one it would never move. Here a number is rounded up as often as it is near to the level above. The sequence is that of
+    Weyl, multiples of an irrational number without their whole part; it depends on the step and on the place in the block only, both of
+    which are the same on every mesh.
+    """
+    place = torch.arange(1, size + 1, dtype=torch.float64, device=step.device)
+    return ((step.to(torch.float64) * GOLDEN + place * ROOT) % 1.0).to(dtype)
 
 
 def widened(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
@@ -195,6 +218,7 @@ def _adamw8_(
         rows = [x.contiguous().view(count, -1) for x in written]
         grads = grad.contiguous().view(count, -1)
         size = param.numel() // count
+        upward = dither(times, size, wide)  # Note [Dither]
         at_once = max(1, WIDENED_ELEMENTS // size) if param.device.type == "cpu" else count
         for begin in range(0, count, at_once):
             p, m, m_scale, v, v_scale = (x[begin : begin + at_once] for x in rows)
@@ -208,7 +232,7 @@ def _adamw8_(
             mean = widen(m, m_scale.view(-1), True, wide) * beta1 + g * (1 - beta1)
             square = widen(v, v_scale.view(-1), False, wide) * beta2 + g * g * (1 - beta2)
             new = new - mean * first / (square.sqrt() / root + eps)
-            codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype))
+            codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype, upward))
             for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
                 x = x.view(old.shape).to(old.dtype)
                 old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
