@@ -11,15 +11,18 @@ Blocks are runs of at most `BLOCK` elements in row-major order, which never go b
 that is, from the shape alone. A parameter that is split between blocks has the codes and scales of one device, bit for bit: each
 operation below is one operator of torch that rounds once, so that no element's result depends on where it lies.
 
-Code: shares of the largest between 1 and 1e-6 (for the square's moment 1e-7, and no sign) lie in decades, and a decade has twice as many
-levels as the one below it, evenly spaced. The code k with leading bit j stands for the level k - 2^j of the decade j:
+Codes: of the first moment, shares of the largest between 1 and 1e-6 lie in decades, and a decade has twice as many levels as the one below
+it, evenly spaced. The code k with leading bit j stands for the level k - 2^j of the decade j. The square's moment is divided by, so that
+what counts is its relative error: its levels lie at equal ratios, 255 in seven decades.
 
-    share(k) = 10^(j - top) (0.1 + 0.9 (k - 2^j + 1) / 2^j),  k = 1, 2, ...        share(0) = 0        share(-k) = -share(k)
+    first    share(k) = 10^(j - 6) (0.1 + 0.9 (k - 2^j + 1) / 2^j),  k = 1 to 127        share(0) = 0        share(-k) = -share(k)
+    square   share(k) = 10^(7 (k - 255) / 254),  k = 1 to 255                            share(0) = 0
 
-so that the largest code is 1. Near the largest an element is within 1 %, and what is a thousandth of it still has some levels. The
-square's moment is divided by, so a positive one is never rounded to 0; and it moves so slowly that it is rounded up or down in turns (Note
-[Dither]), where the first moment is rounded to the nearest level. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise
-quantization" (2110.02861), section 2; its code of the same idea takes the middles of its intervals, and the largest apart.
+A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within 3.3 %, and a
+positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note [Dither]), first moments to
+the nearest.
+Source: Dettmers et al. 2022, "8-bit optimizers via block-wise
+quantization" (2110.02861), section 2, which has a code like the first one for both.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ LEAST_ELEMENTS = 4096
 """A smaller parameter (a bias, a norm) keeps wide moments: there is nothing to win."""
 WIDENED_ELEMENTS = 1 << 18
 """So many elements are wide at a time on the host, 1 MiB for each of a handful of temporaries."""
-SIGNED_DECADES, DECADES = 7, 8
+SIGNED_DECADES, DECADES = 7, 7
 
 GOLDEN, ROOT = 0.6180339887498949, 0.4142135623730951  # parts of two irrational numbers
 
@@ -88,12 +91,14 @@ def block_of(shape: tuple[int, ...]) -> Blocks | None:
 # ---- the code ----
 
 
-def _shares(decades: int) -> list[float]:
+def _shares(signed: bool) -> list[float]:
     """What codes from 0 on stand for, ascending."""
     shares = [0.0]
-    for decade in range(decades):
+    if not signed:
+        return shares + [10.0 ** (DECADES * (code - 255) / 254) for code in range(1, 256)]
+    for decade in range(SIGNED_DECADES):
         levels = 2**decade
-        shares += [10.0 ** (decade - decades + 1) * (0.1 + 0.9 * (level + 1) / levels) for level in range(levels)]
+        shares += [10.0 ** (decade - SIGNED_DECADES + 1) * (0.1 + 0.9 * (level + 1) / levels) for level in range(levels)]
     return shares
 
 
@@ -121,7 +126,7 @@ _OCTAVES = 27  # below 1, of which the last is below the first level
 def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> _Code:
     whole, cut, one = _BITS[dtype]
     with compat.disable_modes(), compat.no_function_modes():
-        levels = torch.tensor(_shares(SIGNED_DECADES if signed else DECADES), dtype=torch.float64).to(dtype)
+        levels = torch.tensor(_shares(signed), dtype=torch.float64).to(dtype)
         bits = torch.arange((one - _OCTAVES) << 7, (one << 7) + 1, dtype=whole)
         first = (bits << cut).view(dtype)
         first[0] = 0.0
