@@ -20,9 +20,8 @@ what counts is its relative error: its levels lie at equal ratios, 255 in seven 
 
 A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within 3.3 %, and a
 positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note [Dither]), first moments to
-the nearest.
-Source: Dettmers et al. 2022, "8-bit optimizers via block-wise
-quantization" (2110.02861), section 2, which has a code like the first one for both.
+the nearest. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization" (2110.02861), section 2, which has a code like
+the first one for both moments.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LEAST_ELEMENTS = 4096
 WIDENED_ELEMENTS = 1 << 18
 """So many elements are wide at a time on the host, 1 MiB for each of a handful of temporaries."""
 SIGNED_DECADES, DECADES = 7, 7
-
+"""In which levels of the first moment and of the square lie."""
 GOLDEN, ROOT = 0.6180339887498949, 0.4142135623730951  # parts of two irrational numbers
 
 
