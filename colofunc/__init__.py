@@ -38,6 +38,8 @@ from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
 from colofunc.functional import batches as batches
+from colofunc.functional import gptq as gptq
+from colofunc.functional import input_moments as input_moments
 from colofunc.functional import lazy as lazy
 from colofunc.functional import load as load
 from colofunc.functional import lora as lora
@@ -114,7 +116,9 @@ __all__ = [
     "ext",
     "from_local",
     "functional",
+    "gptq",
     "hookimpl",
+    "input_moments",
     "join",
     "launch",
     "lazy",

@@ -1,6 +1,6 @@
 """Quantized weights under every mode, in both orders, against the quantized function on one device.
 
-    {int8, fp8, int4-g128, nf4} x MODES x {weights as arguments, frozen weights beside adapters} x {quantize first, quantize last}
+    SCHEMES x MODES x {weights as arguments, frozen weights beside adapters} x {quantize first, quantize last}
 
 A cell is *equal* when in float64 the outputs of the staged step (of two training steps where there are adapters) are those of the quantized
 function on one device, when the packed tensors on the mesh are bit for bit what one device packs and lie as the mode says, when products
@@ -23,7 +23,7 @@ from colofunc.ops.quantized_frozen import sources
 from colofunc.plugins import build_registry
 from colofunc.transforms.quantize import packed
 
-SCHEMES = ("int8", "fp8", "int4-g128", "nf4")
+SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "int8-dynamic")
 WHERE = ("up.weight", "down.weight")
 EXPERTS = ("experts_in", "experts_out")
 KINDS = ("arguments", "adapters")
@@ -217,6 +217,8 @@ def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> No
     form = build_registry().quantizers[cell.scheme].form
     products = [target for target in targets(low.program) if target.startswith(f"colofunc.{form}")]
     assert f"colofunc.{form}_linear" in products, products
+    dynamic = build_registry().quantizers[cell.scheme].outliers is not None
+    assert dynamic == ("colofunc.rounded_rows" in targets(step.lower(state, tokens()).global_program)), "inputs"
     assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)
     weights = model.params if cell.kind == "arguments" else model.frozen

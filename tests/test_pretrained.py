@@ -189,7 +189,7 @@ def test_peft_adapters_are_saved_as_peft_does(tmp_path) -> None:
     assert (tmp_path / "a" / "adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("how", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("how", ["missing", "unexpected", "shape", "codes"])
 def test_a_folder_that_does_not_fit(tmp_path, how) -> None:
     cls, config = saved("gpt2", tmp_path)
     path = tmp_path / "model.safetensors"
@@ -198,6 +198,8 @@ def test_a_folder_that_does_not_fit(tmp_path, how) -> None:
         found.pop("transformer.ln_f.weight")
     elif how == "unexpected":
         found["transformer.ln_g.weight"] = torch.ones(2)
+    elif how == "codes":
+        found["transformer.ln_f.weight"] = torch.ones(16, dtype=torch.int8)
     else:
         found["transformer.ln_f.weight"] = torch.ones(2)
     save_file(found, path, metadata={"format": "pt"})
@@ -205,11 +207,12 @@ def test_a_folder_that_does_not_fit(tmp_path, how) -> None:
         "missing": r"missing 'transformer\.ln_f\.weight'",
         "unexpected": r"unexpected 'transformer\.ln_g\.weight'",
         "shape": r"transformer\.ln_f\.weight is \(2,\) in the folder and \(16,\) in the model",
+        "codes": r"transformer\.ln_f\.weight is int8 in the folder and float32 in the model; where another library has quantized it, take",
     }
     module = cls(config)
     with pytest.raises(CheckpointError, match=f"does not fit GPT2LMHeadModel: {said[how]}"):
         cf.load(tmp_path, model=module)
-    if how != "shape":
+    if how in ("missing", "unexpected"):
         got = cf.load(tmp_path, model=module, strict=False)
         own = module.transformer.ln_f.weight if how == "missing" else found["transformer.ln_f.weight"]
         assert torch.equal(got.params["transformer.ln_f.weight"], own)

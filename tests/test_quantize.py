@@ -388,7 +388,7 @@ class Mistake:
 MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
-        "cf.quantize(scheme=None): give the name of a scheme (int8, int4-g128, nf4, fp8), or a cf.ext.Quantizer", scheme=None
+        "cf.quantize(scheme=None): give the name of a scheme (int8, int8-dynamic, int4-g128, nf4, fp8), or a cf.ext.Quantizer", scheme=None
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),
     "glob": Mistake(

@@ -18,7 +18,7 @@ from itertools import product
 import torch
 
 from colofunc.mesh import Mesh
-from colofunc.program.closeness import scaled_difference
+from colofunc.program.closeness import apart, scaled_difference
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import join
 
@@ -46,7 +46,7 @@ def judged(a: torch.Tensor, b: torch.Tensor, allowed: float | torch.Tensor) -> t
     far = distance(a, b)
     if isinstance(allowed, float | int):
         return far, far <= allowed
-    return far, math.isfinite(far) and bool(((a.to(b.dtype) - b).abs() <= allowed)[torch.isfinite(b)].all())
+    return far, math.isfinite(far) and bool((apart(a, b) <= allowed)[torch.isfinite(b)].all())
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

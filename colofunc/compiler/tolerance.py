@@ -9,7 +9,8 @@ this way or that. Idea: three derivations.
                       small values less. But not less than bound * max|b|, and of a sum not less than what is lost where each of
                       its terms is rounded once: eps * sqrt(sum of squares / 12)
     an update         what its operator makes of a gradient that is off by as much as gradients may be, element by element:
-                      |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not
+                      |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not.
+                     A moment in 8 bits may besides be off by one code where something was computed in float32 or less
 
 Values that are made of updated ones are allowed what updates are.
 """
@@ -18,15 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colofunc.ops.targets import resolve
+from colofunc.ops.update_packed import widened
 from colofunc.ops.updates import UPDATES
-from colofunc.program.closeness import TOLERANCE
+from colofunc.program.closeness import TOLERANCE, apart
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.tracing.record import flat_results, run_node
 
@@ -141,15 +144,16 @@ class Allowed:
         bound = self.of(grad.id, g) if grad.id in self.owners else self.bounds[grad.id]
         off, func = bound * _scale(g), resolve(node.target)
         least = max(self.bounds[r] for r in node.refs if r != grad.id)  # what it does in its own precision
-        most = [least * _scale(x) * torch.ones_like(x) if o is not None else None for o, x in zip(node.outs, results)]
-        for step in STEPS:
-            args[place] = g + step * off
+        most = [_rounding(x, least) if o is not None else None for o, x in zip(node.outs, results)]
+        for step, direction in product(STEPS, _directions(node.target, g, results)):
+            args[place] = g + step * off * direction
             for k, (allowed, x, y) in enumerate(zip(most, results, flat_results(func(*args, **kwargs)), strict=True)):
                 if allowed is not None:
-                    most[k] = torch.maximum(allowed, (y - x).abs())
+                    most[k] = torch.maximum(allowed, apart(y, x))
         self.elements.update({o: x for o, x in zip(node.outs, most) if o is not None and x is not None})
-        self.spread = max(self.spread, *(float(x.max()) for x in most if x is not None and x.numel()), 0.0)
-
+        # Nothing is computed of codes but by the next update.
+        wide = [x for x, y in zip(most, results, strict=True) if x is not None and x.numel() and y.is_floating_point()]
+        self.spread = max(self.spread, *(float(x.max()) for x in wide), 0.0)
 
     def _terms(self, node: Node, values: Mapping[int, Tensor]) -> None:
         """A term that went through a half precision is off by up to half a last place either way, independently of the others."""
@@ -188,6 +192,29 @@ def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
                 through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
                 bounds[o] = 0.0 if exact else through[o]
     return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
+
+
+def _directions(target: str, g: Tensor, results: Sequence[Any]) -> Iterator[float | Tensor]:
+    """Ways in which the elements of a gradient may be off together.
+
+    All of them to one side; and where blocks share a scale, the largest of each to the other side of zero than the rest, since codes
+    are shares of it.
+    """
+    yield 1.0
+    if target != "colofunc.adamw8":
+        return
+    mean, square = widened(results[1], results[2], True), widened(results[3], results[4], False)
+    for moment, sign in ((mean, mean.sign()), (square, g.sign())):
+        blocks = moment.abs().reshape(max(1, results[2].numel()), -1)
+        largest = (blocks == blocks.amax(1, keepdim=True)).view(moment.shape)
+        yield torch.where(largest, -sign, sign).to(g.dtype)
+
+
+def _rounding(x: Tensor, least: float) -> Tensor:
+    """What the precision of an update allows each element of a result. Of codes: one of them, but exact where all is float64."""
+    if x.is_floating_point():
+        return least * _scale(x) * torch.ones_like(x)
+    return torch.full(x.shape, 1.0 if least >= TOLERANCE[torch.float32] else 0.0, dtype=torch.float64)
 
 
 _OF_HALVES = {TOLERANCE[dtype] for dtype in HALVES}

@@ -1,6 +1,7 @@
 """What a training script needs around the step: modules, gradients and optimizers as functions of trees."""
 
 from colofunc.functional.batches import Batches, batches
+from colofunc.functional.calibration import gptq, input_moments
 from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.lazy import lazy
 from colofunc.functional.load import load
@@ -24,6 +25,8 @@ __all__ = [
     "batches",
     "clip_by_global_norm",
     "functional",
+    "gptq",
+    "input_moments",
     "lazy",
     "load",
     "lora",

@@ -9,8 +9,9 @@ and `update(grads, state, params)` returns new params and new state. Elementwise
 (`colofunc.functional.torch_optim`).
 
 `groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match; later
-entries win. `lr` is a number, a function of the number of updates already done (a 0-dim tensor, so write it with torch
-operators: `torch.cos`, not `math.cos`), or a torch scheduler (`cf.schedule`).
+entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales (`colofunc.functional.packed_moments`). `lr` is a
+number, a function of the number of updates already done (a 0-dim tensor, so write it with torch operators: `torch.cos`, not
+`math.cos`), or a torch scheduler (`cf.schedule`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
-from colofunc.functional import torch_optim
+from colofunc.functional import packed_moments, torch_optim
+from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import policy
 from colofunc.ops import update as ops
+from colofunc.ops.update_packed import Blocks, adamw8, block_of
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
@@ -98,6 +101,14 @@ class Optimizer:
             ordered = {key: {n: state[key][n] for n in values} for key, values in opt_state.items() if key != "step"}
             return {n: new[n] for n in params}, {key: step if key == "step" else ordered[key] for key in opt_state}
 
+    def converted(self, opt_state: State, params: Mapping[str, Tensor]) -> State:
+        """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not copied.
+
+        For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made whole.
+        """
+        packed_moments.check_pair(self.cls, opt_state)
+        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in params.items()})
+
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
         found = dict(self.options)
@@ -119,13 +130,17 @@ class Optimizer:
         """{key: {name: tensor}} without the step count."""
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            zeros = {key: {n: zeros_like(p) for n, p in params.items()} for key in ("exp_avg", "exp_avg_sq")}
+            zeros = packed_moments.zeros({n: (p, self._blocks(n, p)) for n, p in params.items()})
             largest = {n: zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
             return zeros | ({"max_exp_avg_sq": largest} if largest else {})
         if kind == "sgd":
             buffers = {n: zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
         return torch_optim.init(self.cls, self._grouped(params), params)
+
+    def _blocks(self, name: str, param: Tensor) -> Blocks | None:
+        """How the moments of a parameter are cut; None where they are kept wide."""
+        return block_of(tuple(param.shape)) if self.of(name).get("state_bits") == 8 else None
 
     def _update(
         self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
@@ -172,9 +187,16 @@ class Optimizer:
         first: Tensors = {}
         second: Tensors = {}
         largest: Tensors = {}
+        scales: dict[str, Tensors] = {key: {} for key in SCALES}
         for n, p in params.items():
             o = self.of(n)
             decoupled = self.cls is torch.optim.AdamW or bool(o.get("decoupled_weight_decay", False))
+            if self._blocks(n, p) is not None:
+                new[n], first[n], scales[SCALES[0]][n], second[n], scales[SCALES[1]][n] = adamw8(
+                    p, grads[n], state["exp_avg"][n], state[SCALES[0]][n], state["exp_avg_sq"][n], state[SCALES[1]][n], step, rates[n],
+                    *map(float, o["betas"]), o["eps"], o["weight_decay"], decoupled, o["maximize"], finite,
+                )  # fmt: skip
+                continue
             top = state["max_exp_avg_sq"][n] if o["amsgrad"] else None
             new[n], first[n], second[n], maximum = ops.adamw(
                 p, grads[n], state["exp_avg"][n], state["exp_avg_sq"][n], step, rates[n], *map(float, o["betas"]),
@@ -183,7 +205,8 @@ class Optimizer:
             )  # fmt: skip
             if top is not None:
                 largest[n] = maximum
-        return new, {"exp_avg": first, "exp_avg_sq": second} | ({"max_exp_avg_sq": largest} if largest else {})
+        kept = {"exp_avg": first, "exp_avg_sq": second} | {key: made for key, made in scales.items() if made}
+        return new, kept | ({"max_exp_avg_sq": largest} if largest else {})
 
     def _sgd(
         self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
@@ -258,24 +281,28 @@ class Optimizer:
                     f"parameters, adapt(torch.optim.Muon, groups={{{flat!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
                 )
 
-    def _needs(self, name: str) -> list[str]:
+    def _needs(self, name: str, param: Tensor) -> list[str]:
         """The keys of the state that the update of one parameter reads."""
         o, kind = self.of(name), self.cls.__name__
         if kind in ("Adam", "AdamW"):
-            return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if o["amsgrad"] else [])]
+            scales = SCALES if self._blocks(name, param) is not None else ()
+            return [*MOMENTS, *scales, *(["max_exp_avg_sq"] if o["amsgrad"] else [])]
         if kind in ("SGD", "Muon"):
             return ["momentum_buffer"] if kind == "Muon" or o["momentum"] != 0 else []
         unused = [k for k, on in (("momentum_buffer", o.get("momentum")), ("grad_avg", o.get("centered"))) if not on]
         return [key for key in KINDS[kind].states if kind != "RMSprop" or key not in unused]
 
     def _check_state(self, opt_state: State, params: Mapping[str, Tensor]) -> None:
-        wanted = {"step"} | {join(key, n) for part, names in self._parts(params) for n in names for key in part._needs(n)}
+        wanted = {"step"} | {join(key, n) for part, names in self._parts(params) for n in names for key in part._needs(n, params[n])}
         found = {join(key, n) for key, v in opt_state.items() if isinstance(v, Mapping) for n in v}
         found |= {key for key, v in opt_state.items() if not isinstance(v, Mapping)}
         if wanted != found:
+            other = ""
+            if any(name.startswith(SCALES) for name in wanted ^ found):
+                other = "; opt.converted(state, params) of one with other state_bits"
             raise InputError(
                 f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - found)[:4]}, "
-                f"unknown {sorted(found - wanted)[:4]}. Try: the state that init(params) of this optimizer made"
+                f"unknown {sorted(found - wanted)[:4]}. Try: the state that init(params) of this optimizer made{other}"
             )
         for key in SHAPED:
             _check_shapes(key, opt_state.get(key, {}), params)
@@ -315,16 +342,22 @@ def adapt(
     cls: type[torch.optim.Optimizer],
     lr: float | Schedule | None = None,
     groups: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
+    state_bits: int = 32,
     **options: Any,
 ) -> Optimizer:
     """The functional form of a `torch.optim` class.
 
-    `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. Raises InputError for a
-    class that cannot be traced, an option the class does not have, or a value it refuses.
+    `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. `state_bits`: 8 keeps the moments of
+    Adam and AdamW as codes of a byte with a float32 scale for each block of at most 128 elements, 8.25 bits an element, of parameters with
+    4096 elements and more; 32 keeps them in the parameter's dtype. Groups may differ in it. Raises InputError for a class that cannot be
+    traced, an option the class does not have, or a value it refuses.
     """
     if cls not in OPERATORS:
         torch_optim.check(cls)
     defaults = torch_optim.defaults(cls, lr, options)
+    packed_moments.check(cls, state_bits, defaults)
+    if state_bits == 8:
+        defaults["state_bits"] = 8
     rate = defaults.pop("lr") if lr is None else lr
     if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()):
         raise InputError(f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}")
@@ -332,13 +365,14 @@ def adapt(
     for glob, changed in chosen.items():
         if isinstance(changed, Optimizer):
             continue
-        unknown = [k for k in changed if k != "lr" and k not in defaults]
+        packed_moments.check(cls, changed.get("state_bits", 32), {**defaults, **changed}, f"groups[{glob!r}]: ")
+        unknown = [k for k in changed if k not in ("lr", "state_bits") and k not in defaults]
         if unknown:
             raise InputError(
                 f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}"
             )
         try:
-            torch_optim.defaults(cls, changed.get("lr", lr), {**options, **{k: v for k, v in changed.items() if k != "lr"}})
+            torch_optim.defaults(cls, changed.get("lr", lr), {**options, **packed_moments.options_of_torch(changed)})
         except InputError as error:
             raise InputError(f"groups[{glob!r}]: {error}") from error
     defaults.pop("lr", None)

@@ -28,6 +28,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
 from colofunc.functional.checkpoint import hf, peft_files, peft_read, plainfile
+from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.parts import Ranks
@@ -137,6 +138,11 @@ def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Te
         for name, entry in found.items()
         if entry.shape != tuple(held[name].shape)
     ]
+    for name, entry in found.items():
+        own = held[name].dtype
+        if _is_real(entry.dtype) != _is_real(own):
+            quantized = "; where another library has quantized it, take the folder that it was made of"
+            wrong.append(f"{name} is {dtype_name(entry.dtype)} in the folder and {dtype_name(own)} in the model{quantized}")
     if strict:
         wrong += [f"missing {name!r}{near(name, unexpected, 'unexpected')}" for name in missing]
         wrong += [f"unexpected {name!r}" for name in unexpected]
@@ -145,6 +151,11 @@ def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Te
         hint = "; strict=False keeps the model's own values for what is missing" if missing or unexpected else ""
         raise CheckpointError(f"{where} does not fit {type(module).__name__}: {'; '.join(wrong[:8])}{more}{hint}")
     return {name: hf.cast(entry, held[name].dtype) for name, entry in found.items()}
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    """Whether it is no dtype of whole numbers: a cast from these would take codes for values."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 # ---- saving ----

@@ -21,13 +21,15 @@ from colofunc.ops.dtypes import DOUBLED
 from colofunc.ops.quantized import Quantized
 
 Weights = Mapping[str, Tensor | Quantized]
-_ACTIVE: ContextVar[Callable[[Mapping[str, Tensor]], Weights] | None] = ContextVar("colofunc_quantized_frozen", default=None)
+Packed = Callable[[Mapping[str, Tensor]], Weights]
+Widened = Callable[[Tensor, Quantized], None]
+_ACTIVE: ContextVar[tuple[Packed, Widened] | None] = ContextVar("colofunc_quantized_frozen", default=None)
 
 
 @contextmanager
-def reading(packed: Callable[[Mapping[str, Tensor]], Weights]) -> Iterator[None]:
-    """Inside, `as_packed` is `packed`."""
-    token = _ACTIVE.set(packed)
+def reading(packed: Packed, widened: Widened) -> Iterator[None]:
+    """Inside, `as_packed` is `packed`, and `widened` is told which tensor a forward is given for a quantized weight."""
+    token = _ACTIVE.set((packed, widened))
     try:
         yield
     finally:
@@ -36,8 +38,8 @@ def reading(packed: Callable[[Mapping[str, Tensor]], Weights]) -> Iterator[None]
 
 def as_packed(frozen: Mapping[str, Tensor]) -> Weights:
     """The weights, those that the running step quantizes in their place."""
-    packed = _ACTIVE.get()
-    return frozen if packed is None else packed(frozen)
+    active = _ACTIVE.get()
+    return frozen if active is None else active[0](frozen)
 
 
 def sources(weights: Weights) -> dict[str, Tensor]:
@@ -61,4 +63,8 @@ def opened(weight: Tensor | Quantized) -> Tensor:
     """What a forward is given. Inside `cf.testing.float64()` a quantized float32 weight is widened to float64, as others are cast."""
     if not isinstance(weight, Quantized):
         return weight
-    return weight.dequantize(torch.float64 if DOUBLED.get() and weight.dtype is torch.float32 else None)
+    wide = weight.dequantize(torch.float64 if DOUBLED.get() and weight.dtype is torch.float32 else None)
+    active = _ACTIVE.get()
+    if active is not None:
+        active[1](wide, weight)
+    return wide

@@ -1,6 +1,7 @@
-"""Quantizers: how the numbers of a quantized weight are chosen. Those of this project, all of them round to nearest.
+"""Quantizers: how the numbers of a quantized weight are chosen. These round to nearest; `colofunc/ops/gptq.py` has one that measures.
 
     int8         a row's largest is 127                                       |w - w'| <= scale / 2
+    int8-dynamic the same, and inputs of linear layers in int8 too (`colofunc/ops/quantized_inputs.py`)
     fp8          a row's largest is 448, the largest of e4m3fn
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
@@ -29,28 +30,44 @@ Numbers = Callable[[Tensor], Mapping[str, Tensor]]
 BLOCK_BYTES = 4 << 20
 """A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a few times that."""
 
+OUTLIERS = 6.0
+"""Inputs of this size and more are not rounded by int8-dynamic, as in LLM.int8()."""
+
 
 @attrs.frozen
 class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`).
+    this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear layers are
+    rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
+    `by_name`: weight's name -> `quantize` for it, of schemes that have measured something of each weight.
     """
 
     name: str
     form: str = attrs.field(kw_only=True)
     quantize: Numbers = attrs.field(kw_only=True, eq=False)
+    outliers: float | None = attrs.field(default=None, kw_only=True)
+    by_name: Callable[[str], Numbers] | None = attrs.field(default=None, kw_only=True)
 
     @form.validator
     def _is_known(self, attribute: object, value: str) -> None:
         if value not in FORMATS:
             raise InputError(f"Quantizer {self.name!r}: there is no format {value!r}. Try: one of {', '.join(FORMATS)}")
 
+    @outliers.validator
+    def _is_positive(self, attribute: object, value: float | None) -> None:
+        if value is not None and not value > 0:
+            raise InputError(f"Quantizer {self.name!r}: outliers={value!r} rounds no input. Try: 6.0, or None for inputs as they are")
+
     @property
     def format(self) -> Format:
         """The format of its weights."""
         return FORMATS[self.form]
+
+    def named(self, name: str) -> Quantizer:
+        """The scheme for a weight of this name."""
+        return self if self.by_name is None else attrs.evolve(self, quantize=self.by_name(name))
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Why a weight of this shape cannot be taken, "" where it can."""
@@ -111,11 +128,21 @@ def fp8(weight: Tensor) -> dict[str, Tensor]:
 def int4(weight: Tensor) -> dict[str, Tensor]:
     """Per group of columns, from its least to its largest number, 0 being among them."""
     groups = weight.unflatten(1, (-1, FORMATS["int4"].group))
-    least, largest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scale = _steps(largest - least, 15.0)
-    zero = _divided(-least, scale).round().clamp(0, 15)
-    numbers = (_divided(groups, scale.unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, 15)
+    scale, zero = int4_grid(groups)
+    numbers = int4_numbers(groups, scale, zero)
     return {"data": packed(numbers.flatten(1)), "scale": scale, "zero": zero.to(torch.uint8)}
+
+
+def int4_grid(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale (float32) and zero of each of the groups (..., columns): 0 to 15 between their least and largest number, 0 being among them."""
+    least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = _steps(largest - least, 15.0)
+    return scale, _divided(-least, scale).round().clamp(0, 15)
+
+
+def int4_numbers(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The nearest of 0 to 15, (..., columns), on a grid (...,)."""
+    return (_divided(groups, scale.unsqueeze(-1)).round() + zero.unsqueeze(-1)).clamp(0, 15)
 
 
 def nf4(weight: Tensor) -> dict[str, Tensor]:
@@ -134,6 +161,7 @@ BUILT_IN: Mapping[str, Quantizer] = {
     one.name: one
     for one in (
         Quantizer("int8", form="int8", quantize=int8),
+        Quantizer("int8-dynamic", form="int8", quantize=int8, outliers=OUTLIERS),
         Quantizer("int4-g128", form="int4", quantize=int4),
         Quantizer("nf4", form="nf4", quantize=nf4),
         Quantizer("fp8", form="fp8", quantize=fp8),

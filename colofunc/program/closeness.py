@@ -19,6 +19,13 @@ TOLERANCE = {
 }
 
 
+def apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b| element by element; of whole numbers as float64, where nothing wraps around."""
+    if b.dtype.is_floating_point or b.dtype.is_complex:
+        return (a.to(b.dtype) - b).abs()
+    return (a.to(torch.float64) - b.to(torch.float64)).abs()
+
+
 def scaled_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """max|a - b| / max(1, max|b|); infinite where one is not finite and the other is something else."""
     if b.numel() == 0:

@@ -98,9 +98,13 @@ def compare_leaf(
     if (whole.shape, whole.dtype) != (y.shape, y.dtype):
         raise CheckError(f"{label}: {tuple(whole.shape)} {whole.dtype} against {tuple(y.shape)} {y.dtype}")
     if not (y.dtype.is_floating_point or y.dtype.is_complex):
-        if not torch.equal(whole, y):
-            raise CheckError(f"{label}: {int((whole != y).sum())} of {y.numel()} values differ")
-        return 0.0
+        if torch.equal(whole, y):
+            return 0.0
+        # Whole numbers are exact, but for codes of rounded values (a moment in 8 bits), which have bounds element by element.
+        known = derived(y) if tolerance is None and derived is not None else None
+        if isinstance(known, torch.Tensor) and judged(whole, y, known)[1]:
+            return 0.0
+        raise CheckError(f"{label}: {int((whole != y).sum())} of {y.numel()} values differ")
     worst = scaled_difference(whole, y)
     by_dtype = tolerance if tolerance is not None else TOLERANCE.get(y.dtype, 1e-1)
     bound: float | torch.Tensor = by_dtype

@@ -11,12 +11,15 @@ no widened weight is left. Another use (a table of embeddings, a convolution, a 
 Which weights: those of argument 0 that `where` matches (`grow`; the state has a `Quantized` in their place from then on), and the frozen
 weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step
 changes is an error: what is trained are adapters beside it (`cf.lora`).
+
+Some schemes round the inputs of linear layers too: a function mode around the step does (`colofunc/ops/quantized_inputs.py`), so that
+the trace and the one-device reference compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,6 +37,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
+from colofunc.ops.quantized_inputs import LinearInputs, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
@@ -56,9 +60,10 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "fp8", "int4-g128", "nf4", a name that a plugin brings, or a `cf.ext.Quantizer`. where: globs over the weights' own
-    dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
-    `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, or a `cf.ext.Quantizer`.
+    where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
+    schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
+    do not fit.
     """
     if isinstance(step_fn, (str, Quantizer)):
         return partial(quantize, scheme=step_fn, where=where, plugins=plugins)
@@ -124,7 +129,7 @@ class _Weights:
             shared = _SHARED.setdefault(weight, WeakValueDictionary())
             result = shared.get((self.quantizer, version))
             if result is None:
-                result = shared[self.quantizer, version] = packed(self.quantizer, weight, name)
+                result = shared[self.quantizer, version] = packed(self.quantizer.named(name), weight, name)
             known = self.known[weight] = version, result
         found: Quantized = known[1]
         return found
@@ -155,6 +160,8 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
 
     Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
     """
+    if quantizer.by_name is not None and isinstance(weight, DTensor):
+        weight = weight.full()  # columns one after the other: not where they lie on several ranks
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         if isinstance(weight, LazyTensor):
             found = packed_lazily(quantizer, weight, partial(_finite, name))
@@ -245,7 +252,7 @@ def _wrapped(weights: _Weights, build: Build) -> Build:
     def stepped(*args: Any) -> Any:
         given = _Given(weights)
         opened_args = [mapped(given.open, argument) for argument in args]
-        with given.reading():
+        with given.reading(), given.rounding():
             out = fn(*opened_args)
         given.check_globs()
         out = mapped(given.close, out)
@@ -273,7 +280,7 @@ class _Given:
         self.quantized[name] = None
         mark("frozen", leaf.parts)
         wide = opened(leaf)
-        self.originals[id(wide)] = wide, leaf
+        self._note(wide, leaf)
         return wide
 
     def close(self, name: str, leaf: Any) -> Any:
@@ -284,8 +291,19 @@ class _Given:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, models read the frozen weights that are meant as quantized ones."""
-        with reading(self._packed):
+        with reading(self._packed, self._note):
             yield
+
+    def rounding(self) -> AbstractContextManager[Any]:
+        """Inside, linear layers with quantized weights round their inputs, where the scheme does."""
+        outliers = self.weights.quantizer.outliers
+        if outliers is None:
+            return nullcontext()
+        # From this size on inputs stay as they are.
+        return LinearInputs(lambda weight: outliers if id(weight) in self.originals else None, rounded_rows.apply)
+
+    def _note(self, wide: Tensor, leaf: Quantized) -> None:
+        self.originals[id(wide)] = wide, leaf
 
     def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
         found: dict[str, Tensor | Quantized] = {}

@@ -27,6 +27,8 @@ from colofunc.spec.layout import Layout
 __all__ = ["product_pairs"]
 
 LOSSES = ("nll_loss", "cross_entropy")
+OPENED = ("softmax", "rounded_rows")
+"""Operators over whole rows that columns may pass split, for a few bytes a row."""
 SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
 """Products of activations."""
 
@@ -144,7 +146,7 @@ class _Walk:
         seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
         origins = frozenset().union(*(self.origins[r] for r in seeds))
         loss = any(word in node.target for word in LOSSES)
-        strategy = self.rules.take(node, seeds, opened="softmax" in node.target or loss)
+        strategy = self.rules.take(node, seeds, opened=loss or any(word in node.target for word in OPENED))
         if strategy is None:
             alone = [r for r in seeds if self.rules.take(node, {r: seeds[r]}, opened=False) is None]
             self.ended |= origins

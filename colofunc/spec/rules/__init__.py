@@ -39,6 +39,7 @@ from colofunc.spec.rules import (
     slices,
     softmax,
     sort_scan,
+    updates,
     views,
 )
 from colofunc.spec.rules.pattern import RuleFn
@@ -48,6 +49,7 @@ StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 # One module per family; an operator stands in one family only.
 FAMILIES: tuple[ModuleType, ...] = (
     pointwise,
+    updates,
     views,
     slices,
     shift,

@@ -4,19 +4,26 @@
     int4_linear      b* (g [e]), o (g [h]), o g, o g, o -> b* o    g counts groups: columns are cut between groups only
     int8_linear_dx   b* o, o i, o                 -> b* i          o summed
     int8_dequantize  o i, o                       -> o i
+    rounded_rows     b* [i]                       -> b* [i]        opened at i: ranks tell one another the largest of each row
 
 A bias is an addend, as in `linear`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import attrs
+import torch
 
+from colofunc.mesh import Mesh
+from colofunc.ops.collectives import all_reduce
 from colofunc.ops.quantized import FORMATS, Format
-from colofunc.spec.rule import Call, Rule
+from colofunc.ops.quantized_inputs import rounded, row_size
+from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Texts, at, bind, names
+from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
 
@@ -73,7 +80,30 @@ def _dequantize(form: Format) -> RuleFn:
     return rule
 
 
-RULES: dict[str, RuleFn] = {"colofunc.fp8_bits": pattern("b* -> b*")}
+_rows = pattern("b* [i] -> b* [i]")
+
+
+def _rows_over_ranks(call: Call, split: Split) -> Local:
+    axes, threshold = split.axes, call.arg(1, "threshold")
+
+    def local(x: torch.Tensor, *, mesh: Mesh) -> torch.Tensor:
+        return rounded(x, all_reduce(row_size(x, threshold), axes, mesh, "max"), threshold)
+
+    return local
+
+
+def _open_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    def traffic(call: Call, split: Split) -> float:
+        return nbytes_without(split.ins[0], -1, call.ins[0].dtype)
+
+    return opened(call, mesh, _rows(call), ["i"], _rows_over_ranks, traffic)
+
+
+STRATEGIES = {"colofunc.rounded_rows": _open_rows}
+RULES: dict[str, RuleFn] = {
+    "colofunc.fp8_bits": pattern("b* -> b*"),
+    "colofunc.rounded_rows": _rows,
+}
 for _form in FORMATS.values():
     RULES[f"colofunc.{_form.name}_linear"] = _linear(_form)
     RULES[f"colofunc.{_form.name}_linear_dx"] = _linear_dx(_form)

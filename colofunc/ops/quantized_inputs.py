@@ -1,0 +1,101 @@
+"""Inputs of linear layers in int8, chosen while a step runs: the second half of W8A8.
+
+    linear(rounded_rows(x, 6.0), w)     # multiples of a row's largest |x| below 6, over 127; what is not below 6 as it is
+
+Problem: activations have some columns that are many times as large as the rest; a scale that fits them leaves nothing of the others.
+Idea: what is large stays as it is, and the rest of a row is rounded to 8 bits of its own. Which elements are large is asked of each
+element, not of whole columns as in the source: so a row's result depends on this row only, and rows may lie on ranks or come in
+microbatches. Columns may lie on ranks too, which then tell one another the largest of each row.
+
+A product of these rows with a weight in int8 is one of whole numbers, times both scales, and a thin one of outliers. It is computed here
+as one product in the dtype of x, with the same numbers but for the rounding of sums. The gradient goes through the rounding as if it
+were not there. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from colofunc.ops.canonical import opened
+from colofunc.ops.define import define
+
+STEPS = 127.0
+_CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16", "type_as", "detach", "contiguous"))
+"""Methods of a weight that give the same weight again."""
+
+
+def row_size(x: Tensor, threshold: float) -> Tensor:
+    """The largest |x| of each row (..., i) that is less than the threshold: (...,), 0 where there is none."""
+    size = x.abs()
+    return torch.where(size < threshold, size, torch.zeros_like(size)).amax(-1)
+
+
+def rounded(x: Tensor, size: Tensor, threshold: float) -> Tensor:
+    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    unit = (size.to(wide) / STEPS).unsqueeze(-1)
+    # Rows of zeros (and of outliers alone) are zero whatever they are divided by.
+    steps = (x.to(wide) / torch.where(unit == 0, torch.ones_like(unit), unit)).round()
+    # Not "where x is large": what is no number stays so.
+    return torch.where(x.abs() < threshold, (steps * unit).to(x.dtype), x)
+
+
+def _rounded_rows(x: Tensor, threshold: float) -> Tensor:
+    return rounded(x, row_size(x, threshold), threshold)
+
+
+def _fake(x: Tensor, threshold: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    return None
+
+
+def _straight_through(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    return g, None
+
+
+rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
+
+
+class LinearInputs(TorchFunctionMode):
+    """Inside, linear layers of some weights read `changed(input, key)`.
+
+    `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
+    such a tensor is cast to counts as the tensor.
+    """
+
+    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.key, self.changed = key, changed
+        self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        body = opened(func)
+        if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
+            with self:
+                return body(*args, **kwargs)
+        if func is F.linear:
+            args, kwargs = self._read(*args, **kwargs), {}
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
+            known = self._known(args[0])
+            if known is not None:
+                self.casts[id(result)] = result, known
+        return result
+
+    def _known(self, weight: Any) -> Any:
+        cast = self.casts.get(id(weight))
+        return self.key(weight) if cast is None else cast[1]
+
+    def _read(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        known = self._known(weight)
+        return input if known is None else self.changed(input, known), weight, bias

@@ -1,0 +1,145 @@
+"""Inputs rounded to int8 while a step runs: against the definition in whole numbers, where they are rounded, and what for."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colofunc_plugins import tensor
+from quantize_matrix import WHERE, step_of, tokens
+from torch import nn
+
+import colofunc as cf
+from colofunc.ops.quantized_inputs import rounded_rows
+from colofunc.ops.quantizers import BUILT_IN
+
+
+def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """(4, 3, 128), a column of which is large in most rows."""
+    x = torch.randn(4, 3, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[..., 7] *= 40
+    return x.to(dtype)
+
+
+def test_a_product_is_one_of_whole_numbers_and_one_of_outliers() -> None:
+    x, w = rows(), torch.randn(16, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    packed = BUILT_IN["int8-dynamic"].pack(w)
+    large = x.abs() >= 6
+    unit = x.masked_fill(large, 0).abs().amax(-1, keepdim=True) / 127
+    numbers = (x / unit).round().masked_fill(large, 0).to(torch.int64)
+    assert large.any() and not large.all() and int(numbers.abs().max()) == 127
+    whole = torch.matmul(numbers, packed.data.to(torch.int64).T) * unit * packed.scale.double()
+    wanted = whole + F.linear(x.masked_fill(~large, 0), packed.dequantize(torch.float64))
+    got = F.linear(rounded_rows(x, 6.0), packed.dequantize(torch.float64))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_rows_result_depends_on_this_row_only(dtype: torch.dtype) -> None:
+    x = rows(dtype)
+    together = rounded_rows(x, 6.0)
+    assert together.dtype is dtype and torch.equal(together[2, 1:2], rounded_rows(x[2, 1:2], 6.0))
+    large = x.abs() >= 6
+    assert torch.equal(together[large], x[large])
+    assert bool(((together - x).abs() <= 6 / 127 * (0.51 if dtype.itemsize >= 4 else 1.0))[~large].all())
+
+
+def test_zeros_outliers_alone_and_what_is_no_number_stay_as_they_are() -> None:
+    x = torch.zeros(4, 8)
+    x[1], x[2, 3], x[3, 0] = 100.0, float("nan"), float("inf")
+    torch.testing.assert_close(rounded_rows(x, 6.0), x, rtol=0, atol=0, equal_nan=True)
+
+
+def test_it_is_registered_right_and_gradients_go_through() -> None:
+    x = rows().requires_grad_()
+    torch.library.opcheck(rounded_rows.op, (x, 6.0), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    g = torch.randn_like(x)
+    (grad,) = torch.autograd.grad(rounded_rows(x, 6.0), x, g)
+    assert torch.equal(grad, g)
+
+
+@pytest.mark.parametrize("spec", ["(a b) s i", "b (a s) i", "b s (a i)"])
+def test_rows_and_columns_on_ranks_are_rounded_as_on_one_device(spec: str) -> None:
+    x = torch.cat([rows()] * 4, 1)
+    step = cf.shard(lambda x: rounded_rows(x * 1.0, 6.0), cf.Mesh(a=4), in_specs=(spec,), out_specs=spec)
+    assert torch.equal(step(x).full(), rounded_rows(x, 6.0))
+
+
+def test_outliers_are_what_it_is_good_for() -> None:
+    """A column 40 times as large: rounded with the rest it takes their digits, kept as it is it takes none."""
+    x, w = rows(), torch.randn(16, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact = F.linear(x, w)
+    errors = [float((F.linear(rounded_rows(x, threshold), w) - exact).norm() / exact.norm()) for threshold in (6.0, float("inf"))]
+    assert errors[0] < 0.1 * errors[1], errors
+
+
+# ---- in a step ----
+
+
+def test_megatrons_row_product_takes_split_rows_for_one_number_a_row() -> None:
+    step_fn, params, _ = step_of("arguments")
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(tp=2), tensor("1d", "tp")), "int8-dynamic", where=WHERE)
+    low = step.lower(params, tokens())
+    sent = [(low.program.values[node.outs[0]].shape, node.args[-1]) for node in low.program.nodes if "all_" in node.target]
+    assert sent == [((8, 4), "max"), ((8, 4, 128), "sum")]
+
+
+def rounded_in(step: Any, *args: Any) -> int:
+    return [node.target for node in step.lower(*args).global_program.nodes].count("colofunc.rounded_rows")
+
+
+@pytest.mark.parametrize("kind", ["arguments", "adapters"])
+@pytest.mark.parametrize("order", ["precision first", "precision last"])
+def test_casts_of_weights_are_the_weights(kind: str, order: str) -> None:
+    step_fn, state, _ = step_of(kind)
+    if order == "precision first":
+        step = cf.quantize(cf.precision(step_fn, "bf16"), "int8-dynamic", where=WHERE)
+    else:
+        step = cf.precision(cf.quantize(step_fn, "int8-dynamic", where=WHERE), "bf16")
+    program = step.lower(state, tokens()).global_program
+    ins = [program.values[node.refs[0]].dtype for node in program.nodes if node.target == "colofunc.rounded_rows"]
+    assert ins == [torch.bfloat16] * 2
+
+
+def test_only_inputs_of_quantized_linear_layers_are_rounded() -> None:
+    """Not those of other layers, nor of a convolution; those within attention with projections of its own are."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(128, 4, batch_first=True)
+            self.conv = nn.Conv1d(128, 128, 1)
+            self.up, self.kept = nn.Linear(128, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.attention(x, x, x, need_weights=False)[0]
+            x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+            return self.kept(self.up(x))
+
+    model = cf.functional(Layers())
+
+    def step_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, x)[0]
+
+    x = torch.randn(2, 5, 128)
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8-dynamic", where=("*_proj*weight", "conv.weight", "up.weight"))
+    assert rounded_in(step, model.params, x) == 3  # in, out, up
+    with cf.testing.float64():
+        assert cf.testing.check(step, model.params, x, steps=1).worst <= 1e-10
+
+
+def test_a_scheme_of_4_bits_may_round_inputs_too() -> None:
+    step_fn, params, _ = step_of("arguments")
+    scheme = cf.ext.Quantizer("w4a8", form="int4", quantize=BUILT_IN["int4-g128"].quantize, outliers=4.0)
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), scheme, where=WHERE)
+    assert rounded_in(step, params, tokens()) == 2
+    weights_alone = cf.quantize(step_fn, "int4-g128", where=WHERE)
+    assert rounded_in(weights_alone, params, tokens()) == 0
+    off = (step(params, tokens()).full() - weights_alone(params, tokens()).full()).abs().max()
+    assert 0 < float(off) < 0.05
+
+
+@pytest.mark.parametrize("outliers", [0.0, -1.0, float("nan")])
+def test_a_threshold_that_rounds_nothing_is_named(outliers: float) -> None:
+    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': outliers=.* rounds no input\. Try: 6\.0, or None for inputs as they are"):
+        cf.ext.Quantizer("mine", form="int8", quantize=dict, outliers=outliers)
