@@ -9,7 +9,7 @@ A cell is a training step with clipping under `cf.pipeline` on simulated ranks. 
 itself gives on one device, and each column shows its signature: every weight lies on the ranks of its stage and on no others, the loop is
 run by the schedule's own table, moments and parameters are split as the stage of ZeRO says, products as the tensor plan says, values are
 made again or lie on the host, and simulated ranks hold as many bytes as the accountant says. It is *refused* when planning raises an error
-that `REFUSED` lists, for a cell of which its reason is true. How bfloat16 is compared stands in `narrow.py`.
+that `REFUSED` lists, for a cell of which its reason is true. In bfloat16 `check` bounds what rounding does in that very step.
 """
 
 from __future__ import annotations
@@ -304,5 +304,6 @@ def quick(seed: int = 0) -> list[Cell]:
 
 
 def _effort(cell: Cell) -> float:
-    """About how long a cell takes: whole models, and each mesh axis beside `pp`, which doubles what is searched."""
-    return (4.0 if cell.beside in MODELS else 1.0) * 2 ** len(cell.sizes)
+    """About how long a cell takes: whole models, plans for memory, and each mesh axis beside `pp`, which doubles what is searched."""
+    model = 4.0 if cell.beside in MODELS else 1.0
+    return model * (1.5 if cell.memory != "none" else 1.0) * 2 ** len(cell.sizes)

@@ -1,6 +1,7 @@
 """cf.pipeline: stages on ranks of their own, microbatches that follow one another through them by a schedule's table."""
 
 import re
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.executors.faults import FaultError
 from colofunc.executors.launch import launch
 from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
@@ -418,3 +420,21 @@ def test_real_ranks_compute_what_one_device_does() -> None:
     for found in launch(train_all, 2, 2):
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def dies_in_a_step() -> None:
+    step, state, batch = mlp(8)
+    with cf.testing.float64():
+        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=8, schedule="zb-v")
+        state, _ = chain(chain.init(state, batch), batch)
+        with cf.testing.fail(rank=1, at="send"):
+            chain(state, batch)
+            time.sleep(30)  # the watch ends this rank
+
+
+@pytest.mark.dist
+def test_a_rank_that_fails_within_a_microbatch_ends_all() -> None:
+    began = time.monotonic()
+    with pytest.raises(FaultError, match="rank 1 fails at send") as caught:
+        launch(dies_in_a_step, 2, timeout_s=200)
+    assert "on rank 1" in caught.value.__notes__[-1] and time.monotonic() - began < 60

@@ -52,7 +52,7 @@ class Operator:
     function: type[torch.autograd.Function] | None = None
     own_memory: bool = False
     kind: str = ""  # of those that executors write themselves, one of KINDS
-    gradient_at: int | None = None  # of an elementwise update of a parameter: the argument with its gradient
+    gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
@@ -89,7 +89,7 @@ def define(
 
     `kind`: of an operator that executors write themselves, one of `KINDS`.
 
-    `updates_by`: of an elementwise update of a parameter (argument `param`) and its state, the argument with the gradient.
+    `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """

@@ -1,4 +1,4 @@
-"""Which operators are elementwise updates of a parameter and its state, by what their definitions say."""
+"""Which operators update a parameter and its state, by what their definitions say."""
 
 from __future__ import annotations
 

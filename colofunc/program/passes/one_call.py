@@ -19,7 +19,8 @@ from colofunc.ops.update_lists import MANY
 from colofunc.program.aliases import aliases
 from colofunc.program.facts import has_wires, is_copy, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.memory import MemoryReport, lies
+from colofunc.program.memory import MemoryReport, lies, memory
+from colofunc.program.places import has_places
 
 SMALL_BYTES = 128 << 10
 """Of an update's tensors, as of biases and norms of a width of 8192: memory of a host moves them in the microseconds that a call takes."""
@@ -62,14 +63,15 @@ def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable
     if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
         return program
     before = count(program)
-    moved = _moved(program, kinds, before)
+    # Where ranks do different things `count` is of one of them, whose positions are others: then what all of them hold says where.
+    moved = _moved(program, kinds, memory(program) if has_places(program) else before)
     after = count(moved)
     higher = any(after.peak_bytes.get(tier, 0) > peak_bytes for tier, peak_bytes in before.peak_bytes.items())
     return program if higher else moved
 
 
 def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport) -> Program:
-    memory = aliases(program)
+    groups = aliases(program)
     live_bytes, peak_bytes = report.timeline["device"], report.peak_bytes["device"]
     frees_bytes: dict[int, int] = {}  # node -> what it reads last
     for storage in lies(program).storages:
@@ -78,7 +80,7 @@ def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport)
     order: list[int] = []
     waiting = _Waiting()
     for index, node in enumerate(program.nodes):
-        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        reads, writes = {groups.group(i) for i in node.refs}, {groups.group(i) for i in written(node)}
         if waiting.meets(reads, writes) or live_bytes[index] + waiting.held_bytes > peak_bytes:
             order += waiting.released(kinds)
             waiting = _Waiting()
@@ -98,9 +100,9 @@ def updates_side_by_side(program: Program) -> Program:
     kinds = _kinds(program)
     if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
         return program
-    memory, order, waiting = aliases(program), list[int](), _Waiting()
+    groups, order, waiting = aliases(program), list[int](), _Waiting()
     for index, node in enumerate(program.nodes):
-        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        reads, writes = {groups.group(i) for i in node.refs}, {groups.group(i) for i in written(node)}
         passes = kinds[index] is not None or _only_looks(node, program.values)
         if waiting.nodes and (not passes or waiting.meets(reads, writes)):
             order += waiting.released(kinds)

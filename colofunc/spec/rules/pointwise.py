@@ -19,6 +19,7 @@ import torch
 from colofunc.ops.updates import UPDATES
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
 from colofunc.spec.rules.pattern import RuleFn, dims_of
+from colofunc.spec.rules.updates import RULES as OF_BLOCKS
 
 # operator -> groups of argument positions
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -275,5 +276,5 @@ RULES: dict[str, RuleFn] = {
         for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})
     },
     "prims.convert_element_type": pointwise,
-    **dict.fromkeys(UPDATES, pointwise),  # every state tensor has the parameter's factors
+    **{name: pointwise for name in UPDATES if name not in OF_BLOCKS},  # every state tensor has the parameter's factors
 }
