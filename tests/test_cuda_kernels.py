@@ -17,6 +17,7 @@ import colofunc as cf
 from colofunc.ops.define import KERNELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
+from colofunc.ops.update_packed import _tables, block_of, packed
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program
 
@@ -90,6 +91,12 @@ def moments() -> list[torch.Tensor]:
     return [r(4, 3), r(4, 3), r(4, 3), r(4, 3).abs()]
 
 
+def moments_in_8_bits() -> list[torch.Tensor]:
+    blocks = block_of((64, 64))
+    assert blocks is not None
+    return [r(64, 64), r(64, 64), *packed(r(64, 64), blocks, True), *packed(r(64, 64).abs(), blocks, False)]
+
+
 ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
 SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
 OWN: dict[str, tuple[Any, ...]] = {
@@ -125,6 +132,9 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.grouped_mm_dw": (r(4, 3), r(4, 5), torch.tensor([1, 4], dtype=torch.int32)),
     "colofunc.adamw": (*moments(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.adamw_": (*moments(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.adamw8": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.adamw8_": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.rounded_rows": (10 * r(3, 5), 6.0),
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
 }  # fmt: skip
@@ -162,6 +172,13 @@ def test_every_operator_of_ours_is_tried() -> None:
     assert runs_on_a_card(torch.ops.aten._ctc_loss_backward.default)
 
 
+@pytest.fixture
+def no_tables_of_an_earlier_card() -> None:
+    """What a process keeps on its card for good ends with a pretended one."""
+    _tables.cache_clear()
+
+
+@pytest.mark.usefixtures("no_tables_of_an_earlier_card")
 @pytest.mark.parametrize("target", OWN)
 def test_our_operators_are_made_of_such(target: str) -> None:
     def on(device: str, tree: Any) -> Any:

@@ -15,6 +15,7 @@ from colofunc.ops.define import KERNELS
 from colofunc.ops.linear import linear, linear_dw, linear_dx
 from colofunc.ops.twins import twin_of
 from colofunc.ops.update import adamw, adamw_, sgd, sgd_
+from colofunc.ops.update_packed import block_of, packed
 from colofunc.ops.update_rules import options_of, update, update_
 from colofunc.ops.updates import UPDATES
 
@@ -308,6 +309,9 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     cases = {"colofunc.adamw": (*t, *options), "colofunc.sgd": (t[0], t[1], t[2], t[4], t[5], 0.9, 0.0, 0.1, True)}
     rms = options_of("RMSprop", dict(alpha=0.9, eps=1e-8, momentum=0.5, centered=True, weight_decay=0.1, maximize=False))
     cases["colofunc.update"] = ("RMSprop", t[0], t[1], t[3] + 2, t[2], t[3] / 9, *t[4:], rms)
+    p, g, m, v = rand(64, 64), rand(64, 64), rand(64, 64), rand(64, 64).abs()  # smaller ones have no moments in 8 bits
+    blocks = block_of((64, 64))
+    cases["colofunc.adamw8"] = (p, g, *packed(m, blocks, True), *packed(v, blocks, False), *t[4:], *options[:-1])
     assert cases.keys() == UPDATES.keys()
     for target, args in cases.items():
         twin, places = in_place_of(target)
