@@ -53,7 +53,7 @@ def test_memory_without_a_limit_has_no_card() -> None:
 
 def test_plans_for_cards_say_it_and_keep_it(tmp_path: Path) -> None:
     def lowered(topology: str) -> cf.Plan:
-        return cf.shard(lambda x: x.relu(), cf.Mesh(dp=2, topology=topology)).lower(cf.abstract((1 << 20,), torch.float32)).plan
+        return cf.shard(lambda x: x.relu(), cf.Mesh(dp=2, topology=topology), donate=()).lower(cf.abstract((1 << 20,), torch.float32)).plan
 
     plan = lowered("8xh100")
     assert plan.card[1].endswith("4 MiB") and plan.card[-1].endswith("to spare") and plan.card[0] in plan.table()

@@ -52,7 +52,7 @@ def test_what_is_on_the_device_depends_on_what_the_disk_takes() -> None:
 
 
 def test_what_the_host_cannot_do_with_one_choice_it_may_with_another() -> None:
-    _, fits, _, fits_too = both_ways(dict(layers=2, d=512, rows=256), disk=1, budget=0.7, host=0.5)
+    _, fits, _, fits_too = both_ways(dict(layers=2, d=512, rows=128), disk=1, budget=0.7, host=0.5)
     assert fits_too and not fits
 
 
@@ -70,8 +70,8 @@ def test_making_again_is_weighed_against_the_disk(tmp_path: Path) -> None:
     """Activations that go to disk and back take longer than to make them again: with `checkpoint` they are."""
     step, *args = training(layers=1, d=64, rows=4096)
     base = cf.shard(step, slower(one(), 8))
-    moved = cf.offload(base, budget=int(0.5 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
-    either = cf.offload(cf.checkpoint(base), budget=int(0.5 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
+    moved = cf.offload(base, budget=int(0.57 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
+    either = cf.offload(cf.checkpoint(base), budget=int(0.57 * peak(base, *args)), host="5MiB", disk=tmp_path).lower(*args)
     assert moved.lanes().busy_s()["disk"] > 0
     assert either.lanes().end_s < 0.8 * moved.lanes().end_s and either.memory().peak_bytes["host"] <= 5 << 20
 

@@ -72,7 +72,7 @@ def _group_s(
     made = {i for node in group for i in node.results}
     read_elsewhere = {i for node in nodes if id(node) not in inside for i in node.refs} | set(outs)
     moved = flops = 0.0
-    dtype, read = "float32", set[int]()
+    dtype, read, changed = "float32", set[int](), set[int]()
     for node in group:
         work, own_bytes, dtype_here = node_work(node, values, rule_of)
         if not own_bytes:  # a view
@@ -80,6 +80,6 @@ def _group_s(
         flops, dtype = flops + work, dtype_here
         read |= {i for i in node.refs if i not in made}
         moved += sum(values[i].nbytes for i in node.results if i in read_elsewhere)
-        moved += sum(values[i].nbytes for i in written(node) if i not in made)
-    moved += sum(values[i].nbytes for i in read)
+        changed |= {i for i in written(node) if i not in made}
+    moved += sum(values[i].nbytes for i in (*read, *changed))  # what is written over several times is written once
     return mesh.compute_s(flops, moved, dtype) if moved else 0.0
