@@ -223,3 +223,17 @@ def test_a_cache_that_was_made_by_repeating_one_row_can_be_written() -> None:
         state, found = decode(state, x)
         want_state, want = step(want_state, x)
         torch.testing.assert_close((state["k"].full(), found.full()), (want_state["k"], want))
+
+
+@pytest.mark.parametrize("mesh", [cf.Mesh(), cf.Mesh(dp=2)], ids=["one", "dp"])
+def test_what_a_step_has_looked_up_stays_when_another_one_trains(mesh: cf.Mesh) -> None:
+    """A step that consumes nothing may return its argument, or a view of it."""
+    fn, state = cf.train_step(cf.functional(nn.Linear(4, 4)), cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: out.square().mean())
+    train, x = cf.shard(fn, mesh), torch.ones(4, 4)
+    look = cf.shard(lambda s, x: (s["params"]["weight"], s["params"]["weight"].t(), x.sum()), mesh, donate=())
+    state = train.init(state, x)
+    weight, turned, _ = look(state, x)
+    before = weight.full().clone()
+    state, _ = train(state, x)
+    assert torch.equal(weight.full(), before) and torch.equal(turned.full(), before.t())
+    assert not torch.equal(state["params"]["weight"].full(), before)

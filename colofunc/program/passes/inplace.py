@@ -23,7 +23,8 @@ Where state may lie in another tier (`every_state`), so is every other new value
 makes them: else all of them would be held until the step is over.
 
 What leaves the step beside a new value of state and shares its memory (the value itself, or a view of it) leaves as a copy: the next
-step writes over the state. Values without dims stay as they are: to write over a counter saves nothing.
+step writes over the state. So does what shares memory with an argument: a step to which that is donated may write over it. Values without
+dims stay as they are: to write over a counter saves nothing.
 
 Temporaries are the other case: an operator writes over an operand that dies with it (see `reuse`).
 
@@ -65,10 +66,10 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
 
 
 def _leaving_apart(program: Program) -> Program:
-    """Results that share memory with the new value of a donated leaf leave as copies."""
+    """Results that share memory with the new value of a donated leaf, or with an argument that stays the caller's, leave as copies."""
     memory, edit, end = aliases(program), Editor(program), len(program.nodes)
     donated = {out for out, _ in program.aliases}
-    groups = {memory.group(program.outputs[out]) for out in donated}
+    groups = {memory.group(program.outputs[out]) for out in donated} | set(map(memory.group, program.inputs))
     outputs = list(program.outputs)
     for k, id in enumerate(program.outputs):
         if k in donated or memory.group(id) not in groups:
