@@ -339,5 +339,5 @@ def test_ranks_of_a_node_share_its_host() -> None:
 
 
 def test_a_step_without_operators_is_planned() -> None:
-    step = cf.offload(cf.shard(lambda state, batch: (state, batch), cf.Mesh(a=2, topology="ideal")), budget="1GiB")
+    step = cf.offload(cf.shard(lambda state, batch: state, cf.Mesh(a=2, topology="ideal")), budget="1GiB")
     assert not step.lower(torch.zeros(2, 2), torch.zeros(2)).program.nodes

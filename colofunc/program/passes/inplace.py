@@ -69,14 +69,17 @@ def _leaving_apart(program: Program) -> Program:
     """Results that share memory with the new value of a donated leaf, or with an argument that stays the caller's, leave as copies."""
     memory, edit, end = aliases(program), Editor(program), len(program.nodes)
     donated = {out for out, _ in program.aliases}
-    groups = {memory.group(program.outputs[out]) for out in donated} | set(map(memory.group, program.inputs))
+    mine = set(map(memory.group, program.inputs))
+    groups = mine | {memory.group(program.outputs[out]) for out in donated}
     outputs = list(program.outputs)
     for k, id in enumerate(program.outputs):
         if k in donated or memory.group(id) not in groups:
             continue
         outputs[k] = edit.new(program.values[id])
         layout = program.values[id].layout
-        note, on = "the next step writes over the state", None if layout is None else layout.at
+        argument = memory.group(id) in mine
+        note = "the argument stays the caller's" if argument else "the next step writes over the state"
+        on = None if layout is None else layout.at
         copy = Node("aten.clone.default", (Ref(id),), (), (outputs[k],), note=note, on=on)
         maker = program.makers.get(id)
         edit.insert(end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line))
