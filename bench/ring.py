@@ -1,8 +1,9 @@
 """Attention over a split sequence: bytes against closed forms, activations that stay flat, causal work that is even.
 
 Bytes: one attention block forward on abstract tensors (s = 8192, h = 1024, 8 ranks), as `low.cost()` counts them. Memory:
-forward and backward of a llama of 2 layers, tokens in proportion to ranks, weights whole; of `low.memory()`'s peak what
-is neither weights nor their gradients. Work: visible pairs of each rank under the layout of its tokens. Time: all ranks of
+forward and backward of a llama of 2 layers, tokens in proportion to ranks, weights whole; the most that
+`low.memory()` counts at any operator beside weights and their gradients (the peak of everything may lie at another operator,
+where fewer activations live). Work: visible pairs of each rank under the layout of its tokens. Time: all ranks of
 a ring in this process against dense attention on the same tokens, CPU seconds in alternating pairs.
 """
 
@@ -21,6 +22,7 @@ from bench import Row, Section, pairs, ratio, seconds
 RANKS, TOKENS, WIDTH, HEADS = 8, 8192, 1024, 16
 PER_RANK = 512  # tokens of the model whose memory is looked at
 TOPOLOGY = "8xa100-80g"
+WEIGHTS = ("parameters", "gradients")  # kinds of memory that do not go by tokens
 # DeepSpeed Ulysses (2309.14509) and Ring Attention (2310.01889): elements that a rank receives, forward.
 FORMS = {"ulysses": 3_670_016, "ring": 14_680_064, "gather_kv": 14_680_064}
 
@@ -49,7 +51,7 @@ def model() -> cf.Model:
 
 
 def activations(plan: str, ranks: int) -> int:
-    """Peak bytes of a rank that are neither weights nor gradients nor batch, with `PER_RANK` tokens each."""
+    """The most bytes of a rank at any operator that are neither weights nor gradients, with `PER_RANK` tokens each."""
     net = model()
 
     def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -62,9 +64,8 @@ def activations(plan: str, ranks: int) -> int:
     made = {"ring": ring, "ulysses": ulysses}[plan]("cp")
     whole = {"*": cf.ext.Wish("*", "...", ("cp",))}
     low = cf.shard(step, mesh, made, whole, donate=()).lower(net.params, {"input_ids": ids, "labels": ids})
-    weights = {tuple(p.shape) for p in net.params.values()}
-    at_peak = low.memory().at_peak
-    return sum(live.nbytes for live in at_peak if live.shape not in weights and not live.name.startswith(("batch", "params")))
+    lines = low.memory().by_kind["device"]
+    return max(map(sum, zip(*(line for kind, line in lines.items() if kind not in WEIGHTS), strict=True)))
 
 
 def even(layout: str, ranks: int, tokens: int) -> float:
