@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import attrs
-
 from colofunc.executors.segments import PRODUCTS, pieces
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Planned
 from colofunc.program.cost import RuleOf, node_work
+from colofunc.program.editor import Editor
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 
@@ -30,19 +29,18 @@ FREE = Planned(NAME, 0.0, 0)
 
 def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
     """A local program with what its operators take once it is compiled. Bodies of loops too."""
-    nodes = list(program.nodes)
-    for index, node in enumerate(nodes):
+    edit = Editor(program)
+    for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            nodes[index] = attrs.evolve(node, loop=attrs.evolve(node.loop, body=fused(node.loop.body, mesh, rule_of)))
+            edit.change_body(index, fused(node.loop.body, mesh, rule_of))
     for piece in pieces(program):
         where = {id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)}
         for group in _groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
                 kernel = FREE if place or seconds == 0.0 else Planned(NAME, seconds, 0)
-                at = where[id(node)]
-                nodes[at] = attrs.evolve(nodes[at], kernel=kernel)
-    return program.with_nodes(nodes)
+                edit.change(where[id(node)], kernel=kernel)
+    return edit.done()
 
 
 def _is_product(node: Node) -> bool:

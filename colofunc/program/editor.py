@@ -50,6 +50,16 @@ class Editor:
         """Nodes in place of node `index`."""
         self._instead[index] = nodes
 
+    def change(self, index: int, **changes: Any) -> None:
+        """Node `index` with other fields."""
+        self.replace(index, attrs.evolve(self.program.nodes[index], **changes))
+
+    def change_body(self, index: int, body: Program) -> None:
+        """The loop at node `index` with another body."""
+        loop = self.program.nodes[index].loop
+        assert loop is not None, "a loop"
+        self.change(index, loop=attrs.evolve(loop, body=body))
+
     def drop(self, index: int) -> None:
         """Node `index` goes away; nobody may read its results any more."""
         self.replace(index)
@@ -72,7 +82,10 @@ class Editor:
         return attrs.evolve(node, args=args, kwargs=kwargs)
 
     def done(self, **changes: Any) -> Program:
-        """The changed program, with other fields changed, too. Raises ProgramError where a node reads what none before it has made."""
+        """The changed program, other fields changed, too (see `written`).
+
+        Raises ProgramError where a node reads what none before it has made.
+        """
         nodes: list[Node] = []
         for index, node in enumerate(self.program.nodes):
             nodes += self._before.get(index, ())
@@ -80,13 +93,17 @@ class Editor:
         nodes += self._before.get(len(self.program.nodes), ())
         return self.written(nodes, **changes)
 
-    def written(self, nodes: Iterable[Node], outputs: Iterable[int] | None = None, **changes: Any) -> Program:
-        """The program with these nodes in place of its own, and with those of its values that are left."""
+    def written(
+        self, nodes: Iterable[Node], outputs: Iterable[int] | None = None, inputs: Iterable[int] | None = None, **changes: Any
+    ) -> Program:
+        """The program with these nodes in place of its own, with other outputs or inputs where some are given, and with those of its
+        values that are left."""
         kept = tuple(nodes)
         if self._renamed:
             kept = tuple(self.with_names(node) for node in kept)
         outputs = tuple(self.name_of(id) for id in (self.program.outputs if outputs is None else outputs))
-        there = {*self.program.inputs, *(out for node in kept for out in node.results)}
+        inputs = self.program.inputs if inputs is None else tuple(inputs)
+        there = {*inputs, *(out for node in kept for out in node.results)}
         values = {id: value for id, value in self.values.items() if id in there}
-        changed = attrs.evolve(self.program, nodes=kept, outputs=outputs, values=values, **changes)
+        changed = attrs.evolve(self.program, inputs=inputs, nodes=kept, outputs=outputs, values=values, **changes)
         return changed.in_order()

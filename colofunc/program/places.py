@@ -18,6 +18,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.program.actions import ActionTable
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Timetable, Value, computed_once
 from colofunc.spec.layout import At
 
@@ -95,9 +96,14 @@ def _filtered(program: Program, here: _Here, inputs: Sequence[int]) -> Program:
     places = {k: place for place, k in enumerate(kept)}
     positions = {i: k for k, i in enumerate(inputs)}
     aliases = tuple((places[out], positions[program.inputs[into]]) for out, into in program.aliases if out in places)
-    values = {i: _here(program.values[i]) for i in made}
-    return attrs.evolve(program, inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(kept.values()), values=values, aliases=aliases)
+    return _seen(program, made).written(nodes, kept.values(), inputs, aliases=aliases)
 
+
+def _seen(program: Program, made: Collection[int]) -> Editor:
+    """A program of whose values a rank has these."""
+    edit = Editor(program)
+    edit.values.update({id: _here(program.values[id]) for id in made})
+    return edit
 
 def _here(value: Value) -> Value:
     """A value as a rank sees it that has it."""
@@ -169,9 +175,8 @@ def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], here: _He
     for node in received:
         _receive(node, by_part)
     nodes = [node for part in by_part for node in part]
-    outputs = tuple(out for out in loop.body.outputs if out in made)
-    values = {i: _here(loop.body.values[i]) for i in made}
-    body = attrs.evolve(loop.body, inputs=tuple(inputs), nodes=tuple(nodes), outputs=outputs, values=values)
+    outputs = (out for out in loop.body.outputs if out in made)
+    body = _seen(loop.body, made).written(nodes, outputs, inputs)
     parts = tuple(part for part in timetable.parts if part in mine)
     ends = tuple(accumulate(len(part) for part in by_part))
     return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, table=ActionTable((row,)), parts=parts, ends=ends))

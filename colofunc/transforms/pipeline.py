@@ -32,6 +32,7 @@ from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
 from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Timetable
 from colofunc.program.passes.cut import cut
 from colofunc.program.passes.loop import MIXING
@@ -256,9 +257,9 @@ def _by_timetable(loop: Rewrite, scheduled: _Scheduled, program: Program, mesh: 
 def _with_timetable(program: Program, index: int, timetable: Timetable) -> Program:
     node = program.nodes[index]
     assert node.loop is not None, "a loop"
-    nodes = list(program.nodes)
-    nodes[index] = attrs.evolve(node, loop=attrs.evolve(node.loop, timetable=timetable))
-    return program.with_nodes(nodes)
+    edit = Editor(program)
+    edit.change(index, loop=attrs.evolve(node.loop, timetable=timetable))
+    return edit.done()
 
 
 def _cut_loop(program: Program) -> Loop:

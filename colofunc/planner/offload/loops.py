@@ -22,6 +22,7 @@ from colofunc.planner.offload.host_operators import with_operators
 from colofunc.planner.offload.policies import MemoryPolicy
 from colofunc.planner.offload.residency import Residency, Trace, least_budget, reside
 from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of, write
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node
 from colofunc.program.memory import Meta, inside, lies, memory
 
@@ -40,16 +41,16 @@ def opened(
     if not loops or (max(ground.held, default=0) <= limit and not policy.where):
         return None
     items, trace = trace_of(ground, NOTHING, states, limit)
-    nodes, device_s, host_reads = list(ground.program.nodes), list(ground.device_s), dict[int, frozenset[int]]()
+    edit, device_s, host_reads = Editor(ground.program), list(ground.device_s), dict[int, frozenset[int]]()
     for k, loop in loops.items():
         room = limit - _beside(ground, k, loop, items, trace)
         loop, host_reads[k], device_s[k] = _opened(ground, k, loop, room, mesh, node_s, states, policy)
-        nodes[k] = attrs.evolve(nodes[k], loop=loop)
-    program = ground.program.with_nodes(nodes)
+        edit.change(k, loop=loop)
+    program = edit.done()
     held = memory(program).timeline["device"]
     found = of_lies(program, lies(program), held, mesh, node_s, ground.given)
     for k in loops:  # storages of inputs are numbered first, so what a loop takes is named as before
-        host_reads[k] |= {found.lies.home[o] for o in host_outs(nodes[k])}
+        host_reads[k] |= {found.lies.home[o] for o in host_outs(program.nodes[k])}
     return attrs.evolve(found, device_s=tuple(device_s), host_reads=host_reads)
 
 

@@ -51,13 +51,12 @@ def buckets(
     apart: values whose collectives stay as they are, of the program (key ()) and of bodies (what their node defines).
     most_bytes: no bucket is larger.
     """
-    nodes = []
-    for node in program.nodes:
+    edit = Editor(program)
+    for index, node in enumerate(program.nodes):
         if node.loop is not None:
             inside = partial(_bucketed, mesh=mesh, apart=apart.get(node.outs, NONE), most_bytes=most_bytes)
-            node = attrs.evolve(node, loop=changed(node.loop, inside))
-        nodes.append(node)
-    return _bucketed(program.with_nodes(nodes), mesh, apart.get((), NONE), most_bytes)
+            edit.change(index, loop=changed(node.loop, inside))
+    return _bucketed(edit.done(), mesh, apart.get((), NONE), most_bytes)
 
 
 def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> Program:

@@ -101,16 +101,14 @@ def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program,
     if not chunk_of:
         return program, {}
     order = _orders(scopes, members, chunk_of)
-    nodes = list(program.nodes)
+    edit = Editor(program)
     apart: dict[tuple[int | None, ...], frozenset[int]] = {}
     for at, scope in scopes.items():
         if at >= 0:
-            loop = nodes[at].loop
-            assert loop is not None, "a scope inside is the body of a loop"
             body, made = _merged(scope, chunk_of, order)
-            apart[nodes[at].outs] = frozenset(made)
-            nodes[at] = attrs.evolve(nodes[at], loop=attrs.evolve(loop, body=body))
-    scopes[-1].program = program.with_nodes(nodes)
+            apart[program.nodes[at].outs] = frozenset(made)
+            edit.change_body(at, body)
+    scopes[-1].program = edit.done()
     out, made = _merged(scopes[-1], chunk_of, order)
     return out, {**apart, (): frozenset(made)}
 

@@ -126,10 +126,7 @@ def _part_of_loop(node: Node, which: Collection[int], timetable: Timetable | Non
             nodes.append(inner)
     nodes.reverse()
     passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if into in needed]
-    made = {out for inner in nodes for out in inner.results}
-    inputs = tuple(into for _, into in passed)
-    values = {i: value for i, value in loop.body.values.items() if i in made or i in inputs}
-    body = attrs.evolve(loop.body, inputs=inputs, nodes=tuple(nodes), outputs=outputs, values=values)
+    body = Editor(loop.body).written(nodes, outputs, (into for _, into in passed))
     gathers = tuple(loop.gathers[k] for k in which)
     loop = attrs.evolve(loop, body=body, gathers=gathers, timetable=timetable)
     return attrs.evolve(node, args=tuple(arg for arg, _ in passed), outs=tuple(node.outs[k] for k in which), loop=loop)

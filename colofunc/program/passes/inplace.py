@@ -278,9 +278,8 @@ class _Overwrite:
 
 def _written_over(program: Program, every_state: bool) -> Program:
     """What is gathered of a donated input's new value, or `every_state`, is written over the old one, behind its last reader."""
-    memory, makers = aliases(program), program.makers
-    read = {i for node in program.nodes for i in node.refs}
-    outputs, writes, gone = list(program.outputs), list[Node](), set[int]()
+    memory, makers, edit = aliases(program), program.makers, Editor(program)
+    outputs, end = list(program.outputs), len(program.nodes)
     for out, position in program.aliases:
         new, old = program.outputs[out], program.inputs[position]
         a, b = program.values[new], program.values[old]
@@ -290,14 +289,13 @@ def _written_over(program: Program, every_state: bool) -> Program:
         if not _from_wire(new, makers) and not (every_state and a.shape and _is_fresh(new, memory, program)):
             continue
         maker, source = makers[new], new
-        if maker.target == "colofunc.rearrange" and new not in read and _only_reshapes(maker, program):
-            gone.add(new)  # writing is copying, in any shape
+        if maker.target == "colofunc.rearrange" and new not in program.readers and _only_reshapes(maker, program):
+            edit.drop(program.made_at[new])  # writing is copying, in any shape
             source = maker.refs[0]
-        write = Node("colofunc.write_", (Ref(old), Ref(source)), (), (), "update", maker.path, maker.line, maker.note, on=made_at(maker))
-        writes.append(write)
+        where = ("update", maker.path, maker.line, maker.note)
+        edit.insert(end, Node("colofunc.write_", (Ref(old), Ref(source)), (), (), *where, on=made_at(maker)))
         outputs[out] = old
-    nodes = [node for node in program.nodes if not (node.outs and node.outs[0] in gone)]
-    return attrs.evolve(program, nodes=(*nodes, *writes), outputs=tuple(outputs))
+    return edit.done(outputs=outputs)
 
 
 def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:

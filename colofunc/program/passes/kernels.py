@@ -15,12 +15,11 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-import attrs
-
 from colofunc.mesh import Mesh, Topology
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import attention_flops_per_s
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Planned, Rates, Table, bound, choose, signature
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.positions import Positions
 
@@ -59,17 +58,15 @@ def with_kernels(program: Program, mesh: Mesh, table: Table) -> Program:
 
 
 def _planned(known: Positions, table: Table, capability: tuple[int, int], rates: Rates) -> Program:
-    program, nodes = known.program, []
-    for node in program.nodes:
+    program, edit = known.program, Editor(known.program)
+    for index, node in enumerate(program.nodes):
         candidates = table.get((node.target, "cuda"))
         if node.loop is not None:
-            body = _planned(known.inside(node), table, capability, rates)
-            node = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
+            edit.change_body(index, _planned(known.inside(node), table, capability, rates))
         elif candidates is not None and _on_device(node, program.values):
             call = call_of_node(node, program.values, known, capability)
-            node = attrs.evolve(node, kernel=_chosen(candidates, call, rates))
-        nodes.append(node)
-    return program.with_nodes(nodes)
+            edit.change(index, kernel=_chosen(candidates, call, rates))
+    return edit.done()
 
 
 def _on_device(node: Node, values: Mapping[int, Value]) -> bool:

@@ -71,12 +71,11 @@ def within(program: Program, change: Callable[[Program], Program]) -> Program:
     """`program` with the body of every loop changed."""
     if not any(node.loop for node in program.nodes):
         return program
-    nodes = []
-    for node in program.nodes:
+    edit = Editor(program)
+    for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            node = attrs.evolve(node, loop=changed(node.loop, lambda body: within(change(body), change)))
-        nodes.append(node)
-    return program.with_nodes(nodes)
+            edit.change(index, loop=changed(node.loop, lambda body: within(change(body), change)))
+    return edit.done()
 
 
 def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
@@ -98,10 +97,9 @@ def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
         values |= done.values
         nodes += done.nodes
         ends.append(len(nodes))
-    there = {*body.inputs, *(out for node in nodes for out in node.results)}
-    outputs = tuple(names.get(out, out) for out in body.outputs)
-    kept = {id: value for id, value in values.items() if id in there}
-    body = attrs.evolve(body, nodes=tuple(nodes), outputs=outputs, values=kept, stage=done.stage).in_order()
+    edit = Editor(body)
+    edit.values.update(values)
+    body = edit.written(nodes, (names.get(out, out) for out in body.outputs), stage=done.stage)
     return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, ends=tuple(ends)))
 
 
@@ -330,9 +328,9 @@ def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Progra
             emit(node)
     for node in loops.values():  # what only the outputs read
         emit(node)
-    kept = {o for node in nodes for o in node.results} | set(program.inputs)
-    values = {i: _without(v, plan.axis) for i, v in program.values.items() if i in kept}
-    return attrs.evolve(program, nodes=tuple(nodes), values=values)
+    edit = Editor(program)
+    edit.values.update({id: _without(value, plan.axis) for id, value in program.values.items()})
+    return edit.written(nodes)
 
 
 def _without(value: Value, axis: str) -> Value:
@@ -349,17 +347,17 @@ def _without(value: Value, axis: str) -> Value:
 def _estimated(program: Program, which: set[int], axis: str, trips: int, first: bool) -> Program:
     """Reductions `which` become estimates from the microbatch alone; see Note [Estimates]."""
     before = _Plan(program, axis).varies
-    nodes: list[Node] = []
+    edit, sources = Editor(program), set[int]()
     for index, node in enumerate(program.nodes):
         if index in which:
-            nodes.append(_scaled(node, "aten.mul.Scalar", trips) if node.args[3] == "sum" else _alias(node))
+            edit.replace(index, _scaled(node, "aten.mul.Scalar", trips) if node.args[3] == "sum" else _alias(node))
         elif first and _over(node, axis) and _kind(node) == "keep_first":
-            nodes.append(_scaled(node, "aten.div.Scalar", trips))  # one value per trip is no longer the first trip's
+            edit.replace(index, _scaled(node, "aten.div.Scalar", trips))  # one value per trip is no longer the first trip's
         else:
-            nodes.append(node)
-    changed = program.with_nodes(nodes)
+            continue
+        sources.update(node.results)
+    changed = edit.done()
     each = _Plan(changed, axis).varies - before
-    sources = {o for new, old in zip(nodes, program.nodes, strict=True) if new is not old for o in new.outs if o is not None}
     return _averaged(changed, each, sources, axis, trips)
 
 

@@ -150,10 +150,11 @@ class Writer:
         nodes, self.nodes = self.nodes, []
         return nodes
 
-    def into(self, program: Program, nodes: list[Node]) -> Program:
+    def done(self, nodes: list[Node]) -> Program:
         """The program with these nodes, and with what was written."""
+        program = self.edit.program
         inputs, constants = (*program.inputs, *self.constants), {**program.constants, **self.constants}
-        return attrs.evolve(program, inputs=inputs, nodes=tuple(nodes), values=self.values, constants=constants)
+        return self.edit.written(nodes, inputs=inputs, constants=constants)
 
     def operands(self, parts: Parts, runs: tuple[torch.Tensor, torch.Tensor] | None, shape: tuple[int, ...]) -> tuple[Ref, Ref, Ref]:
         """code (b, n, columns), least and most (b, n, rows) of a mask `shape` (b, 1, rows, columns).

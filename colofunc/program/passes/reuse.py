@@ -46,8 +46,8 @@ WHOLE = frozenset(
 def reuse(program: Program) -> Program:
     """Results written over dying operands; the last pass, because it depends on the final order."""
     facts = Facts(program)
-    nodes = [_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes)]
-    return attrs.evolve(program, nodes=tuple(nodes), stage="inplace")
+    nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
+    return Editor(program).written(nodes, stage="inplace")
 
 
 def _over_what_dies(facts: Facts, index: int, node: Node) -> Node | None:

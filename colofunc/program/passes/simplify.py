@@ -50,9 +50,7 @@ def drop_dead(program: Program) -> Program:
             alive.update(node.refs)
     constants = {vid: t for vid, t in program.constants.items() if vid in alive}
     inputs = tuple(vid for vid in program.inputs if vid in constants or vid not in program.constants)
-    defined = set(inputs) | {o for node in kept for o in node.outs}
-    values = {vid: value for vid, value in program.values.items() if vid in defined}
-    return attrs.evolve(program, inputs=inputs, nodes=tuple(reversed(kept)), values=values, constants=constants)
+    return Editor(program).written(reversed(kept), inputs=inputs, constants=constants)
 
 
 # ---- copies, views, equal calls ----

@@ -23,6 +23,7 @@ import torch
 
 from colofunc import compat
 from colofunc.ops.targets import overload, resolve
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.on_host import OnHost
 from colofunc.program.passes.mask_bands import Band, band_of, runs_of
@@ -107,7 +108,7 @@ def fold_masks(program: Program) -> Program:
             node = masks.folded(node, where)
             nodes += masks.writer.taken()
         nodes.append(node)
-    return masks.writer.into(program, nodes)
+    return masks.writer.done(nodes)
 
 
 @attrs.frozen
@@ -307,7 +308,8 @@ def _free(program: Program, node: Node) -> bool:
 
 
 def _with_constants(program: Program, nodes: tuple[Node, ...], found: dict[int, torch.Tensor]) -> Program:
-    cut = tuple(attrs.evolve(n, outs=tuple(None if o in found else o for o in n.outs)) for n in nodes)
-    values = {**program.values, **{vid: attrs.evolve(program.values[vid], role="constant") for vid in found}}
+    cut = (attrs.evolve(n, outs=tuple(None if o in found else o for o in n.outs)) for n in nodes)
+    edit = Editor(program)
+    edit.values.update({vid: attrs.evolve(program.values[vid], role="constant") for vid in found})
     constants = {**program.constants, **{vid: t.contiguous() for vid, t in found.items()}}
-    return attrs.evolve(program, inputs=(*program.inputs, *found), nodes=cut, values=values, constants=constants)
+    return edit.written(cut, inputs=(*program.inputs, *found), constants=constants)

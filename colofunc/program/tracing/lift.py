@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import attrs
 import torch
 
+from colofunc.program.editor import Editor
 from colofunc.program.ir import Program, Value
 
 # Captured tensors up to this size stay constants, unless they are somebody's frozen weights.
@@ -26,7 +27,8 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
     if not chosen:
         return program, ()
     constants = {vid: t for vid, t in program.constants.items() if vid not in chosen}
-    values = dict(program.values)
+    edit = Editor(program)
+    values = edit.values
     for k, vid in enumerate(chosen):
         values[vid] = attrs.evolve(values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False)
     for node in program.nodes:
@@ -35,7 +37,7 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
                 if o is not None and values[o].device_free:
                     values[o] = attrs.evolve(values[o], device_free=False)
     users = tuple(vid for vid in program.inputs if vid not in program.constants)
-    lifted = attrs.evolve(program, inputs=(*users, *chosen, *constants), values=values, constants=constants)
+    lifted = edit.written(program.nodes, inputs=(*users, *chosen, *constants), constants=constants)
     return lifted, tuple(captured[vid] for vid in chosen)
 
 
