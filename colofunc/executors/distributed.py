@@ -39,8 +39,7 @@ from colofunc.executors.watch import Watch, meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
-from colofunc.ops.copies import COPIES
-from colofunc.program.facts import PEERS, has_wires, is_copy, is_peer, is_wire, written
+from colofunc.program.facts import COPIES, PEERS, has_wires, is_copy, is_peer, is_wire, written
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late

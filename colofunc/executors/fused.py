@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from colofunc.executors.segments import PRODUCTS, pieces
+from colofunc.executors.segments import pieces
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Planned
 from colofunc.program.cost import RuleOf, node_work
 from colofunc.program.editor import Editor
-from colofunc.program.facts import written
+from colofunc.program.facts import is_product, written
 from colofunc.program.ir import Node, Program, Value
 
 NAME = "compiled"
@@ -43,17 +43,13 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
     return edit.done()
 
 
-def _is_product(node: Node) -> bool:
-    return node.target in PRODUCTS or node.target.rsplit(".", 1)[0] in PRODUCTS
-
-
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """The operators of a piece that are no products, by how many products stand before them on the longest way to them."""
     depth: dict[int, int] = {}  # of a value: products up to it
     found: dict[int, list[Node]] = {}
     for node in nodes:
         here = max((depth.get(i, 0) for i in node.refs), default=0)
-        if _is_product(node):
+        if is_product(node.target):
             here += 1
         else:
             found.setdefault(here, []).append(node)

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from colofunc.errors import ProgramError
-from colofunc.ops.copies import COPIES
 from colofunc.program.actions import linear_order
-from colofunc.program.facts import PEERS
+from colofunc.program.facts import COPIES, PEERS
 from colofunc.program.ir import Loop, Node, Part, Timetable
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import own_outputs_of_parts

@@ -20,9 +20,8 @@ import attrs
 import numpy as np
 import torch
 
-from colofunc.ops import quantized
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
-from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, written
+from colofunc.program.facts import is_product, kind_of, lifetimes, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.spec.strategies import FREE
 
@@ -34,10 +33,6 @@ PERIODS = 64
 """Distances at which a piece may repeat itself, the most frequent ones, that are tried."""
 REARRANGE = "colofunc.rearrange"
 MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided".split())
-PRODUCTS = frozenset(
-    "aten.mm aten.bmm aten.addmm aten.baddbmm aten.convolution aten.convolution_backward colofunc.linear colofunc.linear_dx "
-    "colofunc.linear_dw".split()
-) | quantized.PRODUCTS | quantized.PRODUCTS_DX
 
 
 @attrs.frozen(eq=False)
@@ -264,16 +259,13 @@ def _can_fuse(piece: Piece) -> bool:
     for node in piece.nodes:
         outs = node.results
         reads = any(i in computed for i in node.refs)
-        if reads and not is_free(node) and not _is_product(node):
+        if reads and not is_free(node) and not is_product(node.target):
             return True
         if reads or not is_free(node):
             computed.update(outs)
             computed.update(written(node))
     return False
 
-
-def _is_product(node: Node) -> bool:
-    return node.target in PRODUCTS or node.target.rsplit(".", 1)[0] in PRODUCTS
 
 
 def rearranged(x: torch.Tensor, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:

@@ -29,9 +29,9 @@ from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.source import ABSENT, Look, Partition, StepFunction, Tap, Writer, only
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.ops.copies import COPIES, duplicate
+from colofunc.ops.copies import duplicate
 from colofunc.ops.flat import flat_of
-from colofunc.program.facts import written
+from colofunc.program.facts import COPIES, written
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds

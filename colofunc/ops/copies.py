@@ -16,8 +16,6 @@ from torch import Tensor
 
 from colofunc.ops.define import define
 
-COPIES = frozenset({"to_host", "to_device", "to_disk", "put"})
-
 
 def duplicate(x: Tensor) -> Tensor:
     """x in memory of its own, its dims in the order in which they lie."""
@@ -50,7 +48,7 @@ def _itself(x: Tensor) -> Tensor:
 
 define("wait(Tensor(a) x) -> Tensor(a)", _itself, _itself, kind="layout")
 for _name in ("to_host", "to_device", "to_disk"):
-    define(f"{_name}(Tensor x) -> Tensor", duplicate, _like)
+    define(f"{_name}(Tensor x) -> Tensor", duplicate, _like, kind="copy")
     define(f"{_name}_start(Tensor x) -> Tensor", duplicate, _like)
-define("put(Tensor(a!) into, Tensor x) -> ()", _put, _put_fake)
+define("put(Tensor(a!) into, Tensor x) -> ()", _put, _put_fake, kind="copy")
 define("put_start(Tensor(a!) into, Tensor x) -> Tensor(a!)", _put_start, _put_start_fake)

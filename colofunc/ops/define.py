@@ -36,9 +36,11 @@ KINDS: Mapping[str, str] = {
     "peer": "some of a group send to others of it",
     "rank": "what it gives depends on the rank, which needs no other for it",
     "layout": "the same elements in another shape, or later",
+    "copy": "from one tier of memory to another",
 }
 """Kinds of operators that executors write themselves."""
 
+Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
 
@@ -53,6 +55,8 @@ class Operator:
     own_memory: bool = False
     kind: str = ""  # of those that executors write themselves, one of KINDS
     gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
+    narrow_where: Where | None = None
+    product: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
@@ -76,6 +80,8 @@ def define(
     own_memory: bool = False,
     kind: str = "",
     updates_by: str | None = None,
+    narrow_where: Where | None = None,
+    product: bool = False,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -89,7 +95,10 @@ def define(
 
     `kind`: of an operator that executors write themselves, one of `KINDS`.
 
-    `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient.
+    `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient. `narrow_where`: with
+    which arguments, by name, it reads on the host a gradient narrower than the parameter.
+
+    `product`: most of its work is multiplying matrices, so that its results are dear to make again.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -114,7 +123,7 @@ def define(
     if number is not None:
         NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
     gradient_at = None if updates_by is None else arguments.index(updates_by)
-    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at)
+    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, product)
     OPERATORS[operator.name] = operator
     return operator
 

@@ -180,9 +180,11 @@ _SHARE = "float share=1.0"
 
 experts_backward = define(
     f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_SHARE}) -> ({', '.join(['Tensor'] * 6)})",
-    _experts_backward, _backward_fake,
+    _experts_backward, _backward_fake, product=True,
 )  # fmt: skip
-experts = define(f"experts({_OPERANDS}, {_OPTIONS}, {_SHARE}) -> Tensor", _experts, _experts_fake, (_save, _gradient))
+experts = define(
+    f"experts({_OPERANDS}, {_OPTIONS}, {_SHARE}) -> Tensor", _experts, _experts_fake, (_save, _gradient), product=True
+)
 
 
 def _expert_position(index: Tensor, experts: int) -> Tensor:

@@ -80,8 +80,10 @@ def _dw_gradient(ctx: Any, h: Tensor) -> tuple[Any, ...]:
     return dx, grouped_mm.apply(x, h, offs) if need[1] else None, None
 
 
-grouped_mm = define("grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake, (_save, _gradient))
+grouped_mm = define(
+    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake, (_save, _gradient), product=True
+)
 grouped_mm_dw = define(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor offs) -> Tensor", _grouped_mm_dw,
-    lambda x, g, offs: x.new_empty((offs.shape[0], x.shape[1], g.shape[1])), (_save, _dw_gradient),
+    lambda x, g, offs: x.new_empty((offs.shape[0], x.shape[1], g.shape[1])), (_save, _dw_gradient), product=True,
 )  # fmt: skip

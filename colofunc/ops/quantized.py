@@ -192,8 +192,9 @@ def _nothing(*args: object) -> None:
 
 
 packed_linear_ = define(
-    "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, _nothing
-)
+    "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, _nothing,
+    product=True,
+)  # fmt: skip
 
 
 # ---- their operators ----
@@ -298,10 +299,11 @@ def _operators(form: Format) -> Operators:
     made = Operators(
         define(
             f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor", linear, linear_fake, (save_linear, linear_backward),
-            own_memory=True,
+            own_memory=True, product=True,
         ),
         define(
-            f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward), own_memory=True
+            f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward),
+            own_memory=True, product=True,
         ),
         define(f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True),
     )
@@ -310,7 +312,6 @@ def _operators(form: Format) -> Operators:
 
 OPERATORS: Mapping[str, Operators] = {name: _operators(form) for name, form in FORMATS.items()}
 PRODUCTS = frozenset(f"colofunc.{name}_linear" for name in FORMATS)
-PRODUCTS_DX = frozenset(f"colofunc.{name}_linear_dx" for name in FORMATS)
 DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in FORMATS}
 """Operator that gives a weight -> its format."""
 

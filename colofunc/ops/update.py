@@ -19,6 +19,9 @@ Sutskever et al. (2013) for momentum as `torch.optim.SGD` has it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -148,6 +151,14 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
+def _adamw_reads_narrow(given: Mapping[str, Any]) -> bool:
+    return not given["amsgrad"]
+
+
+def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
+    return given["momentum"] == 0.0 or given["dampening"] == 0.0
+
+
 def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
     return (
         f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor "
@@ -165,6 +176,11 @@ def _sgd_schema(p: str = "", m: str = "") -> str:
 
 
 adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake, updates_by="grad")
-adamw_ = define(f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing, updates_by="grad")
+adamw_ = define(
+    f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing, updates_by="grad",
+    narrow_where=_adamw_reads_narrow,
+)  # fmt: skip
 sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake, updates_by="grad")
-sgd_ = define(f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing, updates_by="grad")
+sgd_ = define(
+    f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing, updates_by="grad", narrow_where=_sgd_reads_narrow,
+)  # fmt: skip

@@ -40,6 +40,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import PluginError
 from colofunc.ops.define import KERNELS, Operator, define
+from colofunc.ops.define import OPERATORS as DEFINED
 from colofunc.ops.targets import forget_targets
 from colofunc.plugins.operator_lists import Lengths, all_of, flat, function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
@@ -100,7 +101,8 @@ def operator(
     operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs
     replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives
     one gradient per tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads`
-    look like what the reference returns. Raises PluginError where name, signature and rule do not fit together.
+    look like what the reference returns. With `mults` its results count as products: the policy "dots" keeps them. Raises PluginError
+    where name, signature and rule do not fit together.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
@@ -114,6 +116,7 @@ def operator(
             _check_rule(name, rule, schema)
             found = (repeated if "Tensor[]" in schema else pattern)(rule, reduce=reduce, linear=linear, mults=mults)
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
+        DEFINED[name] = attrs.evolve(defined, product=mults)
         plain = _by_position(reference, signature)
         kernel, fake, save = _kernel(plain), _fake(name, plain), _save(backward is not None)
         KERNELS[name] = kernel

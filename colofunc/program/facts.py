@@ -17,8 +17,7 @@ from math import prod
 import torch
 
 from colofunc.errors import ProgramError
-from colofunc.ops import collectives, flat  # noqa: F401  which define the operators that are told apart here
-from colofunc.ops.copies import COPIES
+from colofunc.ops import collectives, copies, flat  # noqa: F401  which define the operators that are told apart here
 from colofunc.ops.debug import DEBUG
 from colofunc.ops.define import OPERATORS, of_kind
 from colofunc.ops.targets import overload
@@ -35,14 +34,26 @@ MAKERS = frozenset(
     aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default""".split()
 )
+# Operators of torch most of whose work is multiplying matrices; without their overload.
+PRODUCTS = frozenset(
+    """aten.mm aten.addmm aten.bmm aten.baddbmm aten.addbmm aten.mv aten.addmv aten.dot aten._trilinear aten._scaled_mm aten._grouped_mm
+    aten.convolution aten.convolution_backward""".split()
+)
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
 WIRE = of_kind("wire")
+COPIES = of_kind("copy")
 COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "rank"))
 """Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
+
+
+def is_product(target: str) -> bool:
+    """Whether most of an operator's work is multiplying matrices; of torch's by name, of others as their definition says."""
+    operator = OPERATORS.get(target)
+    return target.rpartition(".")[0] in PRODUCTS if operator is None else operator.product
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:

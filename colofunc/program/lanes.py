@@ -22,10 +22,9 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.ops.copies import COPIES
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.facts import WIRE, kind_of, written
+from colofunc.program.facts import COPIES, WIRE, kind_of, written
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
 from colofunc.program.memory_report import MemoryReport, operator
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as

@@ -26,9 +26,8 @@ import numpy as np
 import torch
 
 from colofunc import compat
-from colofunc.ops.copies import COPIES
 from colofunc.ops.targets import resolve
-from colofunc.program.facts import is_wire, kind_of, lifetimes, rearrange_steps, takes_device
+from colofunc.program.facts import COPIES, is_wire, kind_of, lifetimes, rearrange_steps, takes_device
 from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_refs
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport

@@ -15,9 +15,8 @@ import attrs
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan import matches
 from colofunc.planner.recompute.stages import Keeps
+from colofunc.program.facts import is_product
 from colofunc.program.ir import Node, Program
-
-PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped", "experts")
 
 
 @attrs.frozen
@@ -75,5 +74,5 @@ def every(n: int) -> Policy:
 NAMED = {
     "everything": Policy("everything", lambda node, readers: True),
     "nothing": Policy("nothing", lambda node, readers: False),
-    "dots": Policy("dots", lambda node, readers: any(word in node.target for word in PRODUCTS)),
+    "dots": Policy("dots", lambda node, readers: is_product(node.target)),
 }

@@ -31,7 +31,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import LOCAL, WIRE, is_wire, kind_of, lifetimes, written
+from colofunc.program.facts import LOCAL, WIRE, is_product, is_wire, kind_of, lifetimes, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Timetable, Value, map_refs
 from colofunc.program.passes.time import is_reduction
 
@@ -39,7 +39,6 @@ MIXING = ("error", "per-microbatch")
 LARGE_BYTES = 1 << 12  # what is made in each trip rather than held all the time
 # Roles of inputs that a microbatch's own values may be computed from twice, whatever that costs.
 _BATCH = frozenset({"batch", "constant", "seed"})
-_PRODUCTS = ("linear", "attention", "mm.", "bmm.", "addmm", "baddbmm", "convolution", "einsum", "grouped")
 
 
 def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> Program:
@@ -211,7 +210,7 @@ class _Plan:
         self.level.update(dict.fromkeys(outs, level))
         if any(r in self.varies for r in node.refs) or _over(node, axis):
             self.varies.update(outs)
-            mine = any(word in node.target for word in _PRODUCTS) or is_wire(node)
+            mine = is_product(node.target) or is_wire(node)
             if any(r in self._dear for r in node.refs) or (mine and not all(o in self._of_batch for o in outs)):
                 self._dear.update(outs)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from colofunc.ops.define import OPERATORS
 from colofunc.ops.kernels import bound, signature
 from colofunc.ops.update_narrow import is_narrow
 from colofunc.program.aliases import aliases
@@ -62,14 +63,12 @@ def droppable_casts(program: Program) -> Mapping[int, int]:
 
 
 def _takes_narrow(node: Node) -> bool:
-    """Whether an update is one that `update_narrow` has."""
-    if node.target not in ("colofunc.adamw_", "colofunc.sgd_"):
+    """Whether an update reads a gradient as it comes, as its definition says."""
+    operator = OPERATORS.get(node.target)
+    if operator is None or operator.narrow_where is None:
         return False
     names = (name for name, _ in signature(node.target))
-    given = dict(zip(names, bound(node.target, node.args, dict(node.kwargs)), strict=True))
-    if node.target == "colofunc.adamw_":
-        return not given["amsgrad"]
-    return given["momentum"] == 0.0 or given["dampening"] == 0.0
+    return operator.narrow_where(dict(zip(names, bound(node.target, node.args, dict(node.kwargs)), strict=True)))
 
 
 def _changes(program: Program, source: int, begin: int, end: int) -> bool:
