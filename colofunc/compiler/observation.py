@@ -29,7 +29,7 @@ from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lazy import make
-from colofunc.program.lower import Builder, lower
+from colofunc.program.lower import lower
 from colofunc.program.placing import placing_of
 from colofunc.program.text import target_text
 from colofunc.program.tracing.trace import record_local
@@ -64,14 +64,15 @@ def plain_program(low: Lowered, backend: Backend) -> Plain:
 
 
 def _lowered_again(low: Lowered) -> Plain:
-    whole, build = low.global_program, Builder(low.mesh)
+    whole = low.global_program
     ins = dict(zip(whole.inputs, low.input_layouts, strict=True))
     at = {position: layout.at for position, layout in enumerate(low.input_layouts) if layout.at is not None}
     placing = placing_of(whole, at, low.mesh)
-    local = lower(whole, low.choices, ins, low.output_layouts, low.mesh, record_local, build=build, placing=placing)
+    local = lower(whole, low.choices, ins, low.output_layouts, low.mesh, record_local, placing=placing)
+    owners = {id: value.of for id, value in local.values.items() if value.of is not None}
     for name in sorted(low.registry.passes):
         local = low.registry.passes[name](local, low.mesh)
-    return Plain(local, {mine: theirs for theirs, copies in build.copies.items() for mine in copies.values()})
+    return Plain(local, owners)
 
 
 @attrs.frozen(eq=False)

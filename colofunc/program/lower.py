@@ -10,7 +10,7 @@ cheapest copy there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,78 +52,148 @@ def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, .
 
 
 class Builder:
-    """Collects the nodes and values of a local program."""
+    """A local program while it is made. Old ids are those of the program that is lowered, new ids its own.
 
-    def __init__(self, mesh: Mesh, regather: frozenset[int] = frozenset()) -> None:
-        self.mesh = mesh
+    `copies`: old id -> layout -> new id, in which layouts a value is there so far.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, record_local: RecordLocal, regather: frozenset[int] = frozenset()) -> None:
+        self.program, self.mesh, self.record_local = program, mesh, record_local
         self.regather = regather  # values whose conversions are made anew in every phase, so that they can die between
-        self.made_in: dict[int, str] = {}  # local id of a converted copy of such a value -> phase
+        self.made_in: dict[int, str] = {}  # new id of a converted copy of such a value -> phase
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
-        self.copies: dict[int, dict[Layout, int]] = {}  # global id -> layout -> local id
-        self.views: dict[int, tuple[Node, Choice]] = {}  # global id -> the view that it is, where values are at places
+        self.copies: dict[int, dict[Layout, int]] = {}
+        self.views: dict[int, tuple[Node, Choice]] = {}  # old id -> the view that it is, where values are at places
 
-    def new_value(self, like: Value, layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
+    def finished(self, outputs: Iterable[int]) -> Program:
+        """The local program of all that was run, with these new ids as outputs."""
+        program = self.program
+        inputs = tuple(next(iter(self.copies[old].values())) for old in program.inputs)
+        constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
+        return Program(inputs, tuple(self.nodes), tuple(outputs), self.values, constants, program.aliases, "local")
+
+    # ---- values ----
+
+    def new(self, like: Value, layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
+        """The id of a new value."""
         id = len(self.values)
-        self.values[id] = Value(id, shape, dtype or like.dtype, like.name, like.role, layout, like.device_free)
+        self.values[id] = attrs.evolve(like, id=id, shape=shape, dtype=dtype or like.dtype, layout=layout)
         return id
 
-    def define(self, global_id: int, like: Value, layout: Layout) -> int:
-        """A local id for `like` in `layout`, known as a copy of the global value from now on."""
-        id = self.new_value(like, layout, layout.local_shape)
-        self.copies.setdefault(global_id, {})[layout] = id
+    def define(self, old: int, layout: Layout) -> int:
+        """A new value that is the old one in `layout`."""
+        id = self.new(self.program.values[old], self.layout_of(old, layout), layout.local_shape)
+        self.copies.setdefault(old, {})[layout] = id
         return id
 
-    def is_at(self, global_id: int, at: At | None) -> bool:
+    def layout_of(self, old: int, layout: Layout | None) -> Layout | None:
+        """What is written to a copy of an old value in `layout`; None on the way between two layouts."""
+        return layout
+
+    def emit(self, node: Node) -> None:
+        """Append a node whose values are there."""
+        self.nodes.append(node)
+
+    # ---- conversions ----
+
+    def is_at(self, old: int, at: At | None) -> bool:
         """Whether some copy of a value is there."""
-        return any(covers(layout.at, at) for layout in self.copies[global_id])
+        return any(covers(layout.at, at) for layout in self.copies[old])
 
-    def want(self, global_id: int, layout: Layout, source: Node | None) -> int:
-        """The local id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet."""
-        phase = source.phase if source is not None else ""
-        copies = self.copies[global_id]
-        if global_id in self.regather:
+    def want(self, old: int, layout: Layout, reader: Node | None) -> int:
+        """The new id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet. No reader: an output."""
+        phase = reader.phase if reader is not None else ""
+        copies = self.copies[old]
+        if old in self.regather:
             copies = {lay: id for lay, id in copies.items() if self.made_in.get(id, phase) == phase}
         if layout in copies:
             return copies[layout]
-        any_id = next(iter(copies.values()))
-        like = self.values[any_id]
-        itemsize = like.dtype.itemsize
+        itemsize = self.program.values[old].dtype.itemsize
         best = min(copies, key=lambda have: conversion_s(have, layout, self.mesh, itemsize))
-        current = copies[best]
-        conv = conversion(best, layout, self.mesh, itemsize)
-        for move in conv.moves:
-            out = self.new_value(like, move.layout, move.local_shape)
-            note = f"{best.text()} -> {layout.text()}"
-            target, args, origin = f"colofunc.{move.target}", (Ref(current), *move.args), source or Node("", (), (), ())
-            self.nodes.append(Node(target, args, (), (out,), origin.phase, origin.path, origin.line, note, on=move.on))
-            current = out
-        if conv.moves and self.values[current].layout is not layout:
-            self.values[current] = attrs.evolve(self.values[current], layout=layout)
-        self.copies[global_id][layout] = current
-        if global_id in self.regather:
-            self.made_in[current] = phase
-        return current
+        made = self.convert(old, copies[best], best, layout, reader or Node("", (), (), ()), f"{best.text()} -> {layout.text()}")
+        if old in self.regather:
+            self.made_in[made] = phase
+        return made
 
-    def splice(self, body: Program, ids: Sequence[int], node: Node, name: str) -> tuple[int, ...]:
-        """Append the nodes of a recorded local function applied to `ids`; returns the ids of its outputs."""
-        here: dict[int, int] = dict(zip(body.inputs, ids, strict=True))
+    def convert(self, old: int, copy: int, have: Layout, layout: Layout, where: Node, note: str) -> int:
+        """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have phase and line."""
+        like = self.values[copy]
+        moves = conversion(have, layout, self.mesh, like.dtype.itemsize).moves
+        for move in moves:
+            out = self.new(like, self.layout_of(old, move.layout), move.local_shape)
+            target, args, on = f"colofunc.{move.target}", (Ref(copy), *move.args), where.on if move.on is None else move.on
+            self.emit(Node(target, args, (), (out,), where.phase, where.path, where.line, note, on=on))
+            copy = out
+        if moves:
+            self.adopt(old, layout, copy)
+        self.copies[old][layout] = copy
+        return copy
+
+    def adopt(self, old: int, layout: Layout, new: int) -> None:
+        """Make a new value the copy of an old one in `layout`."""
+        like = self.program.values[old]
+        self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, layout=self.layout_of(old, layout))
+        self.copies.setdefault(old, {})[layout] = new
+
+    # ---- nodes ----
+
+    def run(self, node: Node, choice: Choice, at: At | None = None) -> None:
+        """A node under the strategy that was chosen. at: the place that was found for it, and where its operands are wanted."""
+        call, ids = call_of(node, self.program.values)
+        strategy = choice.strategy
+        for id in ids:
+            self._look_again(id, at)
+        operands = [self.want(id, layout.with_at(at), node) for id, layout in zip(ids, strategy.ins, strict=True)]
+        if strategy.local is not None:
+            self._splice(node, strategy, operands, at)
+            return
+        args, kwargs = call.args, call.kwargs
+        if choice.rule is not None and choice.rule.localize is not None:
+            args, kwargs = choice.rule.localize(call, strategy.ins, strategy.outs)
+        outs = tuple(
+            None if old is None or layout is None else self.define(old, layout.with_at(at))
+            for old, layout in zip(node.outs, strategy.outs, strict=True)
+        )
+        args, kwargs = map_refs((args, kwargs), lambda k: Ref(operands[k]))
+        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=outs, note=strategy.name, on=at or node.on))
+
+    def _splice(self, node: Node, strategy: Strategy, operands: Sequence[int], at: At | None) -> None:
+        """The local code of a strategy in place of a node."""
+        assert strategy.local is not None, "a strategy with local code"
+        types = [TensorType(self.values[id].shape, self.values[id].dtype) for id in operands]
+        body = self.record_local(partial(strategy.local, mesh=self.mesh), types)
         if body.constants:
-            raise ProgramError(f"local code of {node.target} {name} captures tensors; create them inside the function")
+            raise ProgramError(f"local code of {node.target} {strategy.name} captures tensors; create them inside the function")
+        here: dict[int, int] = dict(zip(body.inputs, operands, strict=True))
         for inner in body.nodes:
-            outs: list[int | None] = []
-            for o in inner.outs:
-                if o is None:
-                    outs.append(None)
-                    continue
-                v = body.values[o]
-                here[o] = self.new_value(v, None, v.shape)
-                outs.append(here[o])
-            args = map_refs(inner.args, lambda i: Ref(here[i]))
-            kwargs = map_refs(inner.kwargs, lambda i: Ref(here[i]))
-            note = f"{node.target} {name}"
-            self.nodes.append(Node(inner.target, args, kwargs, tuple(outs), node.phase, node.path, node.line, note, on=node.on))
-        return tuple(here[o] for o in body.outputs)
+            here.update({id: self.new(body.values[id], None, body.values[id].shape) for id in inner.results})
+            args, kwargs = map_refs((inner.args, inner.kwargs), lambda id: Ref(here[id]))
+            outs = tuple(None if id is None else here[id] for id in inner.outs)
+            note = f"{node.target} {strategy.name}"
+            self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note, on=at or node.on))
+        tensors = [(old, layout) for old, layout in zip(node.outs, strategy.outs, strict=True) if old is not None and layout is not None]
+        for (old, layout), result in zip(tensors, body.outputs, strict=True):  # results that are None are not recorded
+            self._check(node, old, layout, here[result])
+            self.adopt(old, layout.with_at(at), here[result])
+
+    def _check(self, node: Node, old: int, layout: Layout, new: int) -> None:
+        like, made = self.program.values[old], self.values[new]
+        if made.shape != layout.local_shape or made.dtype != like.dtype:
+            raise ProgramError(
+                f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, "
+                f"its layout {layout.text()} wants {layout.local_shape} {like.dtype}"
+            )
+
+    def _look_again(self, old: int, at: At | None) -> None:
+        """Take a view once more where what it looks at has come or is sent in its place, so that it need not be sent itself."""
+        if old not in self.views or self.is_at(old, at):
+            return
+        node, choice = self.views[old]
+        for ref in node.refs:
+            self._look_again(ref, at)
+        if is_sent_as_source(self.program, old) or all(self.is_at(ref, at) for ref in node.refs):
+            self.run(node, choice, at)
 
 
 def lower(
@@ -134,82 +204,23 @@ def lower(
     mesh: Mesh,
     record_local: RecordLocal,
     regather: frozenset[int] = frozenset(),
-    build: Builder | None = None,
     placing: Placing | None = None,
 ) -> Program:
     """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
 
-    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `build`: a new
-    builder, for callers that want to know afterwards which local value is a copy of which global one. `placing`: where inputs, nodes and
-    outputs are; None: everywhere.
+    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `placing`: where inputs, nodes
+    and outputs are; None: everywhere.
     """
-    build = build or Builder(mesh, regather)
+    build = Builder(program, mesh, record_local, regather)
     places = placing or everywhere(program)
-    inputs = tuple(
-        build.define(i, program.values[i], input_layouts[i].with_at(at)) for i, at in zip(program.inputs, places.inputs, strict=True)
-    )
-    constants = {local: program.constants[i] for local, i in zip(inputs, program.inputs, strict=True) if i in program.constants}
+    for id, at in zip(program.inputs, places.inputs, strict=True):
+        build.define(id, input_layouts[id].with_at(at))
     for node, choice, at in zip(program.nodes, choices, places.nodes, strict=True):
         if placing is not None and is_view(node):
             build.views.update(dict.fromkeys(node.results, (node, choice)))
-        _lower_node(build, program, node, choice, at, record_local)
-    outputs = tuple(
-        build.want(i, layout.with_at(at), None) for i, layout, at in zip(program.outputs, output_layouts, places.outputs, strict=True)
-    )
+        build.run(node, choice, at)
+    ends = zip(program.outputs, output_layouts, places.outputs, strict=True)
+    outputs = [build.want(id, layout.with_at(at), None) for id, layout, at in ends]
     for of, copies in build.copies.items():
         build.values.update({id: attrs.evolve(build.values[id], of=of) for id in copies.values()})
-    return Program(inputs, tuple(build.nodes), outputs, build.values, constants, program.aliases, "local")
-
-
-def _lower_node(build: Builder, program: Program, node: Node, choice: Choice, at: At | None, record_local: RecordLocal) -> None:
-    call, ids = call_of(node, program.values)
-    strategy = choice.strategy
-    for i in ids:
-        _look_again(build, program, i, at, record_local)
-    operands = [build.want(i, layout.with_at(at), node) for i, layout in zip(ids, strategy.ins, strict=True)]
-    if strategy.local is not None:
-        types = [TensorType(build.values[i].shape, build.values[i].dtype) for i in operands]
-        body = record_local(partial(strategy.local, mesh=build.mesh), types)
-        results = build.splice(body, operands, attrs.evolve(node, on=at), strategy.name)
-        tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
-        for (id, layout), result in zip(tensors, results, strict=True):  # results that are None are not recorded
-            _adopt(build, program, id, layout.with_at(at), result, node)
-        return
-    args, kwargs = call.args, call.kwargs
-    if choice.rule is not None and choice.rule.localize is not None:
-        args, kwargs = choice.rule.localize(call, strategy.ins, strategy.outs)
-    outs = [
-        None if o is None or layout is None else build.define(o, program.values[o], layout.with_at(at))
-        for o, layout in zip(node.outs, strategy.outs, strict=True)
-    ]
-
-    def local(k: int) -> Ref:
-        """Operand k of the call is a local value here."""
-        return Ref(operands[k])
-
-    build.nodes.append(
-        attrs.evolve(node, args=map_refs(args, local), kwargs=map_refs(kwargs, local), outs=tuple(outs), note=strategy.name, on=at)
-    )
-
-
-def _look_again(build: Builder, program: Program, id: int, at: At | None, record_local: RecordLocal) -> None:
-    """Take a view once more where what it looks at has come or is sent in its place, so that it need not be sent itself."""
-    if id not in build.views or build.is_at(id, at):
-        return
-    node, choice = build.views[id]
-    for ref in node.refs:
-        _look_again(build, program, ref, at, record_local)
-    if is_sent_as_source(program, id) or all(build.is_at(ref, at) for ref in node.refs):
-        _lower_node(build, program, node, choice, at, record_local)
-
-
-def _adopt(build: Builder, program: Program, global_id: int, layout: Layout, local_id: int, node: Node) -> None:
-    """Make a spliced result the copy of a global value."""
-    like, made = program.values[global_id], build.values[local_id]
-    if made.shape != layout.local_shape or made.dtype != like.dtype:
-        raise ProgramError(
-            f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, "
-            f"its layout {layout.text()} wants {layout.local_shape} {like.dtype}"
-        )
-    build.values[local_id] = attrs.evolve(made, name=like.name, role=like.role, layout=layout)
-    build.copies.setdefault(global_id, {})[layout] = local_id
+    return build.finished(outputs)

@@ -24,27 +24,24 @@ that nothing of the size of the batch is made only to be sliced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
 import torch
 
-from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.program.facts import COLLECTIVES, kind_of
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
-from colofunc.program.lower import RecordLocal, call_of
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.lower import Builder, Choice, RecordLocal, call_of
 from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time
 from colofunc.program.places import made_at
-from colofunc.spec.conversions.conversion import conversion
 from colofunc.spec.layout import At, Layout, make_layout, replicated
-from colofunc.spec.rule import Call, Rule, Strategy, TensorType
+from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import FREE, build, enumerate_strategies, follow, place, replicated_strategy, usable
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
-_LIKE: Mapping[str, Any] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
+_LIKE: Mapping[str, int] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 
 
 @attrs.frozen
@@ -72,38 +69,35 @@ def lies_over_time(
     program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules
 ) -> tuple[dict[int, Layout], Program]:
     """How each value of a program, local or global, lies over time, and the program with that axis."""
-    build_ = _build(program, leaves, microbatches, axis, rules)
-    lies = dict(build_.lies)
-    return lies, _finished(build_)
+    built = _build(program, leaves, microbatches, axis, rules)
+    lies = dict(built.lies)
+    return lies, _finished(built)
 
 
-def _finished(build_: _Build) -> Program:
-    program = build_.program
-    inputs = tuple(build_.copies[id][replicated(program.values[id].shape)] for id in program.inputs)
-    constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
-    outputs = tuple(build_.want(o, replicated(program.values[o].shape), None) for o in program.outputs)
-    return Program(inputs, tuple(build_.nodes), outputs, build_.values, constants, program.aliases, "local")
+def _finished(built: _Build) -> Program:
+    program = built.program
+    return built.finished([built.want(id, replicated(program.values[id].shape), None) for id in program.outputs])
 
 
 def _build(
     program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False, lean: bool = False
 ) -> _Build:
     axes: dict[str, Any] = {axis: microbatches}
-    build_ = _Build(program, Mesh(**axes), axis, rules, lean)
+    built = _Build(program, Mesh(**axes), axis, rules, lean)
     split = {id: _split_rows(program.values[id].shape, microbatches, axis, minor) for id in leaves}
-    build_.leaves.update(split)
+    built.leaves.update(split)
     for id in program.inputs:
-        build_.define(id, replicated(program.values[id].shape))
+        built.define(id, replicated(program.values[id].shape))
         layout = program.values[id].layout
-        build_.places[id] = None if layout is None else layout.at
+        built.places[id] = None if layout is None else layout.at
         if id in split:
-            build_.lies[id] = split[id]
+            built.lies[id] = split[id]
     for node in program.nodes:
-        build_.node(node)
+        built.node(node)
         for o in node.outs:
-            if o in split and o is not None and not build_.lies[o].axes:
-                build_.lies[o] = split[o]
-    return build_
+            if o in split and o is not None and not built.lies[o].axes:
+                built.lies[o] = split[o]
+    return built
 
 
 def _split_rows(shape: tuple[int, ...], n: int, axis: str, minor: bool) -> Layout:
@@ -111,99 +105,83 @@ def _split_rows(shape: tuple[int, ...], n: int, axis: str, minor: bool) -> Layou
     return make_layout((rows, *(((size, None),) for size in shape[1:])), shape)
 
 
-@attrs.define(eq=False)
-class _Build:
-    """The program while it is made. Old ids are those of the local program, new ids those of the one with time."""
+class _Build(Builder):
+    """The program while it is made: lowered as onto any mesh, but each strategy is chosen when its node is reached."""
 
-    program: Program
-    mesh: Mesh
-    axis: str
-    rules: Rules
-    lean: bool
-    nodes: list[Node] = attrs.field(factory=list)
-    values: dict[int, Value] = attrs.field(factory=dict)
-    copies: dict[int, dict[Layout, int]] = attrs.field(factory=dict)  # old id -> how it lies over time -> new id
-    lies: dict[int, Layout] = attrs.field(factory=dict)  # old id -> how consumers had best take it
-    level: dict[int, int] = attrs.field(factory=dict)  # new id -> accumulations that have to end before it is known
-    makers: dict[int, Node] = attrs.field(factory=dict)
-    leaves: set[int] = attrs.field(factory=set)  # old ids of the batch's leaves, however they were moved over the mesh
-    places: dict[int, At | None] = attrs.field(factory=dict)  # old id -> where it exists
-    known: dict[Call, Rule | None] = attrs.field(factory=dict)
-    more: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
+    def __init__(self, program: Program, mesh: Mesh, axis: str, rules: Rules, lean: bool) -> None:
+        super().__init__(program, mesh, rules.record_local)
+        self.axis, self.rules, self.lean = axis, rules, lean
+        self.lies: dict[int, Layout] = {}  # old id -> how consumers had best take it
+        self.level: dict[int, int] = {}  # new id -> accumulations that have to end before it is known
+        self.makers: dict[int, Node] = {}
+        self.leaves: set[int] = set()  # old ids of the batch's leaves, however they were moved over the mesh
+        self.places: dict[int, At | None] = {}  # old id -> where it exists
+        self.known: dict[Call, Rule | None] = {}
+        self.more: dict[Call, tuple[Strategy, ...]] = {}
 
     # ---- values ----
 
-    def new(self, like: Value, layout: Layout | None, shape: tuple[int, ...]) -> int:
-        id = len(self.values)
-        self.values[id] = attrs.evolve(like, id=id, layout=layout, shape=shape)
-        return id
-
-    def define(self, old: int, over: Layout) -> int:
-        """A new value for the old one, lying as `over` over time."""
-        like = self.program.values[old]
-        id = self.new(like, with_time(like.layout, over, self.axis), over.local_shape)
-        self.copies.setdefault(old, {})[over] = id
-        self.lies.setdefault(old, over)
+    def define(self, old: int, layout: Layout) -> int:
+        id = super().define(old, layout)
+        self.lies.setdefault(old, layout)
         self.level.setdefault(id, 0)
         return id
 
-    def emit(self, node: Node, outs: Sequence[int | None], rise: int = 0) -> None:
-        self.nodes.append(node)
-        level = max((self.level[r] for r in node.refs), default=0) + rise
-        self.level.update({o: level for o in outs if o is not None})
+    def adopt(self, old: int, layout: Layout, new: int) -> None:
+        super().adopt(old, layout, new)
+        self.lies.setdefault(old, layout)
+
+    def layout_of(self, old: int, layout: Layout | None) -> Layout | None:
+        """How a value lies over mesh and time together."""
+        return None if layout is None else with_time(self.program.values[old].layout, layout, self.axis)
+
+    def emit(self, node: Node) -> None:
+        node = _filled(node, self.values)
+        super().emit(node)
+        level = max((self.level[ref] for ref in node.refs), default=0) + is_reduction(node, self.axis)
+        self.level.update(dict.fromkeys(node.results, level))
 
     # ---- conversions over time ----
 
-    def want(self, old: int, over: Layout, node: Node | None) -> int:
-        """The new id of the value as it should lie."""
+    def want(self, old: int, layout: Layout, reader: Node | None) -> int:
+        """The new id of the value as it should lie: converted by way of the whole, or computed so from the start."""
         copies = self.copies[old]
-        if over in copies:
-            return copies[over]
-        whole = replicated(over.shape)
+        if layout in copies:
+            return copies[layout]
+        whole = replicated(layout.shape)
         if whole not in copies:
-            self._convert(old, next(iter(copies)), whole, node)
-            return self.want(old, over, node)
-        if over.axes and not over.pending and self.lies[old] is whole:
-            made = self._at_source(old, over)
+            self._convert(old, next(iter(copies)), whole, reader)
+            return self.want(old, layout, reader)
+        if layout.axes and not layout.pending and self.lies[old] is whole:
+            made = self._at_source(old, layout)
             if made is not None:
                 return made
-        self._convert(old, whole, over, node)
-        return copies[over]
+        return self._convert(old, whole, layout, reader)
 
-    def _convert(self, old: int, have: Layout, over: Layout, node: Node | None) -> None:
-        """Add the nodes of a conversion; `node` is who wants it."""
-        current, like = self.copies[old][have], self.program.values[old]
-        if 0 in over.shape:  # no element to move
-            current = self.copies[old][over] = self.new(like, None, over.local_shape)
-            zeros = Node("aten.full.default", (over.local_shape, 0), (("dtype", like.dtype),), (current,), on=self.places[old])
-            self.emit(zeros, (current,))
-            self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
-            return
-        maker = attrs.evolve(node or self.makers.get(old) or Node("", (), (), ()), on=self.places[old])
-        who = f"{_user_of(node)} needs {over.text()}" if node is not None else "an output"
+    def _convert(self, old: int, have: Layout, layout: Layout, reader: Node | None) -> int:
+        """Add the nodes of a conversion; `reader` is who wants it."""
+        copy, like = self.copies[old][have], self.program.values[old]
+        where = attrs.evolve(reader or self.makers.get(old) or Node("", (), (), ()), on=self.places[old])
+        if 0 in layout.shape:  # no element to move
+            zeros = self.define(old, layout)
+            self.emit(Node("aten.full.default", (layout.local_shape, 0), (("dtype", like.dtype),), (zeros,), on=where.on))
+            return zeros
         wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
         if wide:  # see Note [Accumulators]
-            current = self._cast(current, torch.float32, maker)
-        for move in conversion(have, over, self.mesh, like.dtype.itemsize).moves:
-            out = self.new(attrs.evolve(like, dtype=self.values[current].dtype), None, move.local_shape)
-            rise = int(move.target in ("all_reduce", "all_gather"))
-            made = Node(
-                f"colofunc.{move.target}", (Ref(current), *move.args), (), (out,), maker.phase, maker.path, maker.line,
-                f"{have.text()} -> {over.text()}: {who}", on=maker.on,
-            )  # fmt: skip
-            self.emit(made, (out,), rise)
-            current = out
+            copy = self._cast(copy, torch.float32, where)
+        note = f"{have.text()} -> {layout.text()}: " + ("an output" if reader is None else f"{_user_of(reader)} needs {layout.text()}")
+        made = self.convert(old, copy, have, layout, where, note)
         if wide:
-            current = self._cast(current, like.dtype, maker)
-        self.values[current] = attrs.evolve(self.values[current], layout=with_time(like.layout, over, self.axis))
-        self.copies[old][over] = current
+            made = self._cast(made, like.dtype, where)
+            self.adopt(old, layout, made)
+        return made
 
-    def _cast(self, id: int, dtype: torch.dtype, maker: Node) -> int:
+    def _cast(self, id: int, dtype: torch.dtype, where: Node) -> int:
         """The new value in another dtype."""
         value = self.values[id]
-        out = self.new(attrs.evolve(value, dtype=dtype), value.layout, value.shape)
-        where = (maker.phase, maker.path, maker.line, f"accumulated in {torch.float32}")
-        self.emit(Node("aten._to_copy.default", (Ref(id),), (("dtype", dtype),), (out,), *where, on=maker.on), (out,))
+        out = self.new(value, value.layout, value.shape, dtype)
+        told = (where.phase, where.path, where.line, f"accumulated in {torch.float32}")
+        self.emit(Node("aten._to_copy.default", (Ref(id),), (("dtype", dtype),), (out,), *told, on=where.on))
         return out
 
     def _at_source(self, old: int, over: Layout) -> int | None:
@@ -221,7 +199,7 @@ class _Build:
         strategy = build(call, rule, placement)
         if strategy.outs[0] is not over or any(lay.pending for lay in strategy.ins):
             return None
-        self._run(node, call, ids, strategy, rule)
+        self._run(node, strategy, rule)
         return self.copies[old][over]
 
     # ---- nodes ----
@@ -247,88 +225,27 @@ class _Build:
         return self.known[call]
 
     def node(self, node: Node) -> None:
+        node = _filled(node, self.program.values)
         self.makers.update(dict.fromkeys(node.results, node))
         self.places.update(dict.fromkeys(node.results, made_at(node)))
-        if node.target in _LIKE and not dict(node.kwargs).get("memory_format"):
-            node = self._filled(node)
         call, ids = call_of(node, self.program.values)
         lies = [self.lies[i] for i in ids]
         given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
             self.leaves.update(o for o in node.results if given)  # the batch itself is moved once
-            self._whole(node)
+            self._run(node, replicated_strategy(call), None)
             return
         rule = self.rule_at(node, call, ids)
         strategy = self._choose(call, ids, lies, rule)
         if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
-            self._whole(node)
-            return
-        self._run(node, call, ids, strategy, rule)
+            strategy, rule = replicated_strategy(call), None
+        self._run(node, strategy, rule)
 
-    def _filled(self, node: Node) -> Node:
-        """`ones_like(x)` as a factory: it does not depend on x."""
-        (out,) = node.outs
-        assert out is not None
-        value = self.program.values[out]
-        fill = 1 if "ones" in node.target else 0
-        made = attrs.evolve(
-            node, target="aten.full.default", args=(value.shape, float(fill) if value.dtype.is_floating_point else fill),
-            kwargs=(("dtype", value.dtype),),
-        )  # fmt: skip
-        self.makers[out] = made
-        return made
-
-    def _whole(self, node: Node) -> None:
-        """The node as it stands, once for all microbatches."""
-        operands = {i: self.want(i, replicated(self.program.values[i].shape), node) for i in dict.fromkeys(node.refs)}
-        outs = tuple(None if o is None else self.define(o, replicated(self.program.values[o].shape)) for o in node.outs)
-        args, kwargs = map_refs((node.args, node.kwargs), lambda i: Ref(operands[i]))
-        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=outs), outs)
-
-    def _run(self, node: Node, call: Call, ids: Sequence[int], strategy: Strategy, rule: Rule | None) -> None:
-        """The node under a strategy."""
-        operands = [self.want(i, layout, node) for i, layout in zip(ids, strategy.ins, strict=True)]
-        if strategy.local is not None:
-            self._spliced(node, operands, strategy)
-            return
-        args, kwargs = call.args, call.kwargs
-        if rule is not None and rule.localize is not None:
-            args, kwargs = rule.localize(call, strategy.ins, strategy.outs)
-        outs = tuple(
-            None if o is None or lay is None else self.define(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True)
-        )
-        args, kwargs = map_refs((args, kwargs), lambda k: Ref(operands[k]))
-        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=outs), outs)
-
-    def _spliced(self, node: Node, operands: Sequence[int], strategy: Strategy) -> None:
-        """The local code of a strategy in place of the node."""
-        assert strategy.local is not None, "a strategy with local code"
-        types = [TensorType(self.values[i].shape, self.values[i].dtype) for i in operands]
-        body = self.rules.record_local(partial(strategy.local, mesh=self.mesh), types)
-        if body.constants:
-            raise ProgramError(f"local code of {node.target} {strategy.name} captures tensors; create them inside the function")
-        here = dict(zip(body.inputs, operands, strict=True))
-        for inner in body.nodes:
-            if inner.target in _LIKE and inner.outs[0] is not None:
-                v = body.values[inner.outs[0]]
-                fill: float | int = _LIKE[inner.target]
-                fill = float(fill) if v.dtype.is_floating_point else fill
-                inner = attrs.evolve(inner, target="aten.full.default", args=(v.shape, fill), kwargs=(("dtype", v.dtype),))
-            outs = tuple(None if o is None else self.new(body.values[o], None, body.values[o].shape) for o in inner.outs)
-            here.update({o: new for o, new in zip(inner.outs, outs, strict=True) if o is not None and new is not None})
-            args, kwargs = map_refs((inner.args, inner.kwargs), lambda i: Ref(here[i]))
-            note = f"{node.target} {strategy.name}"
-            rise = int(is_reduction(inner, self.axis))
-            self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note, on=node.on), outs, rise)
-        tensors = [(o, lay) for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None]
-        for (old, lay), result in zip(tensors, body.outputs, strict=True):
-            like, new = self.program.values[old], here[result]
-            if self.values[new].shape != lay.local_shape or self.values[new].dtype != like.dtype:
-                raise ProgramError(f"local code of {node.target} over time gave {self.values[new].shape}, {lay.local_shape} was planned")
-            layout = with_time(like.layout, lay, self.axis)
-            self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, layout=layout)
-            self.copies.setdefault(old, {})[lay] = new
-            self.lies.setdefault(old, lay)
+    def _run(self, node: Node, strategy: Strategy, rule: Rule | None) -> None:
+        """The node under a strategy. Where it is one node still, it says what the plan for the mesh has said."""
+        if strategy.local is None:
+            strategy = attrs.evolve(strategy, name=node.note)
+        self.run(node, Choice(strategy, rule))
 
     # ---- which strategy ----
 
@@ -393,6 +310,15 @@ class _Build:
             if members == frozenset(pending):
                 return build(call, rule, {}, [(axis, index, how)])
         return None
+
+
+def _filled(node: Node, values: Mapping[int, Value]) -> Node:
+    """`ones_like(x)` as a factory: it does not depend on x."""
+    if node.target not in _LIKE or dict(node.kwargs).get("memory_format"):
+        return node
+    value, fill = values[node.results[0]], _LIKE[node.target]
+    args = (value.shape, float(fill) if value.dtype.is_floating_point else fill)
+    return attrs.evolve(node, target="aten.full.default", args=args, kwargs=(("dtype", value.dtype),))
 
 
 def _user_of(node: Node) -> str:
