@@ -150,14 +150,18 @@ class _Together(Generic[P]):
         self.scored: list[Scored[P]] = []
         self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
         self.best: Scored[P] | None = None
+        self.alone_s = 0.0  # what every sharding costs that keeps to the budget without help, by the prices that were asked
 
     def run(
         self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
     ) -> tuple[Scored[P] | None, Scored[P]]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first) and not (self.best is None and least() > FAR * self.aim):
-            self.for_less(tries)
+            if self.best is None:
+                self.for_less(tries)
             self.priced(first, min(searches, FEW) if self.far() else searches)
+            if self.best is not None and self.alone_s < self.best.total_s * (1 - FINE):
+                self.for_less(tries)
             if self.best is None:
                 self.all_of(every(None), most)
                 if self.best is not None:
@@ -222,7 +226,10 @@ class _Together(Generic[P]):
             if price_s is None:
                 return
             asked.append(price_s)
-            before, one = self.best, self.score(self.propose(None, price_s))
+            proposed = self.propose(None, price_s)
+            # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of those bytes is known.
+            self.alone_s = max(self.alone_s, proposed.cost_s + price_s * (proposed.peak_bytes - self.aim))
+            before, one = self.best, self.score(proposed)
             if one is not None and self.best is not before and one.done.more_s > 0:
                 ahead.insert(0, self.price_s(one))
 

@@ -151,7 +151,8 @@ def assign(
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
         if price_s or budget_bytes is None:
-            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, memo.fits.get(regather, ()), fresh, restarts)))
+            known = [*memo.fits.get(regather, ()), *(list(one.choice) for one in dear)]
+            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, known, fresh and not dear, restarts)))
             continue
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])

@@ -123,12 +123,19 @@ def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budg
     beside = [sizes + stays * (sizes > 0) for sizes, stays in zip(alone, _stays(program, model, ties, start), strict=True)]
     for held, rooms in ((beside, ()), (alone, ROOMS)):
         least = max((float(sizes.min()) for sizes in held), default=0.0)
-        for most in dict.fromkeys((budget_bytes, least, *(room * budget_bytes for room in rooms))):
-            if least <= most <= budget_bytes:
+        found = list(start)
+        for most in sorted({float(budget_bytes), least, *(room * budget_bytes for room in rooms)}, reverse=True):
+            # What is the fastest with more room and needs less is the fastest here.
+            if least <= most <= budget_bytes and not _fits(held, found, most):
                 extra = [np.where(sizes > most, BIG, 0.0) for sizes in held]
                 found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
-                if all(sizes[o] <= most for sizes, o in zip(held, found, strict=True)):
+                if _fits(held, found, most):
                     yield found
+
+
+def _fits(held: Sequence[Array], choice: Sequence[int], most: float) -> bool:
+    """Whether no class holds more under a choice."""
+    return all(sizes[o] <= most for sizes, o in zip(held, choice, strict=True))
 
 
 def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> list[int]:

@@ -99,19 +99,21 @@ def polish(here: Position, x: list[int], rng: np.random.Generator, effort: Effor
     best = model.true_cost(x)
     stale = 0
     moved = True
+    graph = model.pair_graph(x)
     for _ in range(effort.passes):
-        graph = model.pair_graph(x)
         order, fixed = partial_order(graph, effort.pass_elements, rng)
         found = eliminate_all(graph, order, fixed, x)
-        cost_s = model.true_cost(found)
+        cost_s = best if found == x else model.true_cost(found)
         if cost_s < best - 1e-12 * abs(best):
             x, best, stale, moved = found, cost_s, 0, True
+            graph = model.pair_graph(x)
             continue
         stale += 1
         if effort.sweeps and moved and stale >= effort.patience // 2:
             here.go_to(x)
             x, best, moved = _sweep(here, best)
-            stale = 0 if moved else stale
+            if moved:
+                graph, stale = model.pair_graph(x), 0
         if stale >= effort.patience or (not fixed and not (effort.sweeps and moved)):
             break
     return x
