@@ -146,6 +146,17 @@ def with_less(step, low, batch, loss: float, state, console):
     return lowered, budget
 
 
+def as_pipeline(step_fn, size: int, batch, loss: float, state, console) -> None:
+    """The first step once more, its layers on two groups of ranks that work on one microbatch after another."""
+    mesh = cf.Mesh(pp=2, dp=size // 2)
+    step = cf.pipeline(cf.shard(step_fn, mesh), microbatches=4, schedule="zb-h1")
+    console.print(f'      step = cf.pipeline(cf.shard(step_fn, {mesh}), microbatches=4, schedule="zb-h1")')
+    low = step.lower(state, batch)
+    console.print(low.pipeline().text(), markup=False, highlight=False)
+    _, metrics = step(step.init(state, batch), batch)
+    console.print(f"  loss of the first step {float(metrics['loss']):.4f}, difference {abs(float(metrics['loss']) - loss):.1e}")
+
+
 def pictures(losses, reference, low, budget: int, folder: pathlib.Path, console) -> None:
     """The loss beside the single device's, and one rank's memory over the step under its budget."""
     import matplotlib
@@ -224,7 +235,11 @@ def main() -> None:
     head("5. the same step in less memory")
     lean, budget = with_less(step, low, batch_at(data, 0, args.batch), ours[0], state, console)
 
-    head("6. break it on purpose")
+    if mesh.size % 2 == 0:
+        head("6. the same step as a pipeline")
+        as_pipeline(step_fn, mesh.size, batch_at(data, 0, args.batch), ours[0], state, console)
+
+    head("7. break it on purpose")
     try:
         cf.distribute(torch.zeros(8, 6), "(ddp b) d", mesh)
     except cf.ColofuncError as error:
@@ -232,9 +247,9 @@ def main() -> None:
         console.print(f"  [red]{type(error).__name__}[/red]: {error}")
 
     if not args.quick:
-        head("7. plan a model that fits on no machine here")
+        head("8. plan a model that fits on no machine here")
         plan_big(console)
-        head("8. a little text")
+        head("9. a little text")
         params = {k: v.full() for k, v in placed["params"].items()}
         buffers = {k: v.full() for k, v in placed["buffers"].items()}
         if mesh.is_main:
