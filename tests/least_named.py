@@ -35,10 +35,10 @@ LIMITS: dict[str, Callable[[Callable[[cf.Mesh], Any], cf.Mesh, int], Any]] = {
 }
 
 
-def tried(peak_bytes: int, budget_bytes: int) -> Tried:
+def tried(peak_bytes: int, budget_bytes: int, more_s: float = 0.0) -> Tried:
     """A plan of so many bytes, as a search would have found it."""
     program = Program((), (), (), {}, {}, (), "inplace")
-    return Tried(cast(Decided, None), Fitted(program, peak_bytes, 0.0), budget_bytes)
+    return Tried(cast(Decided, None), Fitted(program, peak_bytes, more_s), budget_bytes)
 
 
 def peak(staged: Any, *args: Any) -> int:

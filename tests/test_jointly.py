@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from least_named import tried
 
 import colofunc as cf
 from bench import jointly
@@ -20,6 +21,7 @@ from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import joint as jointly_planned
+from colofunc.planner.candidate import Fitted
 
 # ---- tests ----
 
@@ -39,6 +41,28 @@ def test_shardings_between_the_fastest_and_the_leanest_are_found_without_a_plan(
     assert asked[:2] == [0.0, 0.0] and asked[2] == 3.0 / 90
     assert len(asked) < 8
     assert [one.plan for one in jointly_planned.frontier(propose, 0)] == ["fast", "lean"]
+
+
+@pytest.mark.parametrize(("help_s", "alone"), [(0.1, 0), (3.0, 1)])
+def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(help_s: float, alone: int) -> None:
+    """Of the fastest (1 s, 100 B) and the leanest (3 s, 40 B), within 70 B. At .1 / 30 s a byte the fastest is the cheapest still, so
+    whatever needs no help takes 1.1 s at least. Where help takes 3 s the prices that are asked say no more than 2 s."""
+    there, aims = {"fast": (1.0, 100), "lean": (3.0, 40)}, list[int]()
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+        if aim is not None:
+            aims.append(aim)
+        fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
+        if not fits:
+            raise PlanError("nothing is that lean")
+        name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposed(name, *there[name], key=name)
+
+    def finish(name: str) -> Fitted:
+        return tried(min(70, there[name][1]), 70, more_s=help_s if name == "fast" else 0.0).done
+
+    best, _ = jointly_planned.together(propose, finish, budget=70)
+    assert best is not None and best.total_s == min(1.0 + help_s, 3.0) and len(aims) == alone
 
 
 def test_the_oracle_by_hand() -> None:
