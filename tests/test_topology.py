@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
@@ -20,6 +21,7 @@ from colofunc.errors import MeshError, TopologyError
 from colofunc.executors.launch import launch
 from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology
 from colofunc.mesh.profile import fit, profile_mesh
+from colofunc.mesh.topology import Rate
 
 # --- presets and names
 
@@ -216,6 +218,26 @@ def test_a_run_that_another_program_interrupts_counts_for_nothing(monkeypatch: p
     assert math.isclose(profile._seconds(run, torch.device("cpu"), 5), 0.001)
 
 
+def machine(name: str, flops_per_s: float, capacity_bytes: int) -> Topology:
+    base = PRESETS["8xa100-80g"]
+    device = attrs.evolve(base.device, name=name, rates=(Rate("float32", flops_per_s), Rate("bfloat16", 4 * flops_per_s)))
+    tiers = tuple(attrs.evolve(tier, capacity_bytes=capacity_bytes) if tier.name == "device" else tier for tier in base.tiers)
+    return attrs.evolve(base, device=device, tiers=tiers)
+
+
+def said(topology: Topology) -> list[tuple[int, float, int | None]]:
+    return [(device.rank, round(device.speed, 9), device.capacity_bytes) for device in topology.ranks]
+
+
+def test_ranks_that_measure_otherwise_are_said_to() -> None:
+    """A difference of a tenth is none. Of devices of one name and memory it counts where it is asked for."""
+    each = [machine("a", 1e12, 40 << 30), machine("a", 1.05e12, 40 << 30), machine("a", 5e11, 40 << 30)]
+    assert profile._with_ranks(each, None) == each[0] == profile._with_ranks(each, False)
+    assert said(profile._with_ranks(each, True)) == [(2, 0.5, None)]
+    each = [machine("a", 1e12, 40 << 30), machine("b", 2e12, 40 << 30), machine("b", 1e12, 24 << 30)]
+    assert said(profile._with_ranks(each, None)) == [(1, 2.0, None), (2, 1.0, 24 << 30)]
+
+
 def test_profile_needs_two_sizes() -> None:
     with pytest.raises(MeshError, match="do not fix a line"):
         profile_mesh(Mesh(), sizes=(1024, 1024))
@@ -240,6 +262,15 @@ def test_profile_of_a_gpu() -> None:
 def profile_on_two_ranks(path: str) -> list[Topology]:
     mesh = Mesh(dp=-1, one=1)
     assert mesh.size == 2 and mesh.rank == dist.get_rank() and mesh.is_main == (mesh.rank == 0)
+    if mesh.rank == 1:  # a device of half the speed and another name
+        as_it_is = profile._time_device
+
+        def slower(*args: Any) -> Topology:
+            found = as_it_is(*args)
+            rates = tuple(attrs.evolve(rate, flops_per_s=rate.flops_per_s / 100) for rate in found.device.rates)
+            return attrs.evolve(found, device=attrs.evolve(found.device, name="slow", rates=rates))
+
+        profile._time_device = slower
     found = profile_mesh(mesh, sizes=(4096, 65536, 1 << 20, 1 << 33), seconds=1.0)
     with pytest.raises(MeshError, match="has 4 ranks, the process group 2"):
         profile_mesh(Mesh(dp=4))
@@ -252,6 +283,7 @@ def profile_on_two_ranks(path: str) -> list[Topology]:
 def test_two_processes_measure_the_same_figures(tmp_path: Path) -> None:
     first, second = launch(profile_on_two_ranks, 2, str(tmp_path / "t.json"), timeout_s=120)
     assert first == second
+    assert [device.rank for device in first.ranks] == [1] and first.rank(1).speed < 0.1
     found = Topology.load(tmp_path / "t.json")
     assert [(m.axis, m.size, m.kind) for m in found.measured] == [("dp", 2, kind) for kind in KINDS]
     mesh = Mesh(dp=2, topology=found)

@@ -44,17 +44,23 @@ _COPIED_BYTES = 1 << 22  # of a copy within a CPU's memory: beyond what a core k
 _CARD_BYTES = 1 << 28  # of a copy within a GPU's memory, and from and to the host
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
+_SAME = 1.1
+"""Ranks whose speeds differ by less are alike."""
 
 Samples = dict[tuple[str, str], list[tuple[int, float]]]  # (axis, kind) -> (bytes, seconds)
 
 
-def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0) -> Topology:
+def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0, ranks: bool | None = None) -> Topology:
     """The mesh's topology with measured figures in place of its own.
 
     With a process group (every rank must call), times each collective along each axis at `sizes` (bytes of the full
     buffer, at least two different ones) and the device; without one, the device only. The two smallest sizes are always
     measured, everything else stays inside `seconds`. Rates of dtypes that cannot be timed, disk figures and links
     between other levels stay as they are.
+
+    ranks: whether ranks that compute faster or slower than rank 0, or have other memory, are said to (`Topology.with_rank`), so that
+    `cf.pipeline` gives each what it can do. None: where devices have other names or other memory. Of CPUs that other programs use a
+    measurement may be of these.
     """
     wanted = sorted(set(sizes))
     if len(wanted) < 2 or wanted[0] < 1:
@@ -71,12 +77,31 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0)
         samples = _time_collectives(mesh, device, wanted, start + 0.7 * seconds)
         measured = tuple(fit(axis, mesh.axis_size(axis), kind, points) for (axis, kind), points in samples.items())
     topology = _time_device(mesh, device, start + seconds)
-    topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured)
+    topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured, ranks=())
     if distributed:
-        box = [topology]
-        dist.broadcast_object_list(box, src=0)
-        topology = box[0]
+        each: list[Topology] = [topology] * mesh.size
+        dist.all_gather_object(each, topology)
+        topology = _with_ranks(each, ranks)
     return topology
+
+
+def _with_ranks(each: Sequence[Topology], ranks: bool | None) -> Topology:
+    """The figures of rank 0, with what the others have measured otherwise of their own devices."""
+    first = topology = each[0]
+    if ranks is None:
+        ranks = len({(one.device.name, one.tier("device").capacity_bytes) for one in each}) > 1
+    for rank, one in enumerate(each) if ranks else ():
+        speed, capacity_bytes = _times_as_fast(one.device, first.device), one.tier("device").capacity_bytes
+        other_memory = capacity_bytes != first.tier("device").capacity_bytes
+        if other_memory or not 1 / _SAME < speed < _SAME:
+            topology = topology.with_rank(rank, speed, capacity_bytes if other_memory else None)
+    return topology
+
+
+def _times_as_fast(device: Device, other: Device) -> float:
+    """How many times as fast as another one a device multiplies matrices: the geometric mean over dtypes that both have."""
+    shared = device.flops_per_s.keys() & other.flops_per_s.keys()
+    return statistics.geometric_mean([device.flops_per_s[d] / other.flops_per_s[d] for d in shared]) if shared else 1.0
 
 
 def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) -> Measured:
