@@ -8,9 +8,10 @@
     state, metrics = step(state, batch)
 """
 
-from colofunc import ext, testing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from colofunc.compiler.staged import Staged
-from colofunc.config import configure
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
 from colofunc.errors import (
     CapacityError,
@@ -33,22 +34,12 @@ from colofunc.errors import (
 )
 from colofunc.executors.backend import join
 from colofunc.executors.launch import launch
-from colofunc.functional import Batches as Batches
 from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
-from colofunc.functional import batches as batches
-from colofunc.functional import gptq as gptq
-from colofunc.functional import input_moments as input_moments
 from colofunc.functional import lazy as lazy
-from colofunc.functional import load as load
-from colofunc.functional import lora as lora
-from colofunc.functional import pad as pad
-from colofunc.functional import save as save
-from colofunc.functional import save_pretrained as save_pretrained
 from colofunc.functional import schedule as schedule
 from colofunc.mesh import Mesh, Topology
-from colofunc.mesh.profile import profile_mesh
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
@@ -61,14 +52,26 @@ from colofunc.spec.rule import Cost, Strategy
 from colofunc.spec.spec import Spec
 from colofunc.transforms.accumulate import accumulate
 from colofunc.transforms.checkpoint import checkpoint
-from colofunc.transforms.expert_capacity import expert_capacity
-from colofunc.transforms.local_stats import local_stats
 from colofunc.transforms.offload import offload
-from colofunc.transforms.pipeline import pipeline
 from colofunc.transforms.precision import precision
-from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from colofunc import ext, testing
+    from colofunc.config import configure
+    from colofunc.functional.batches import Batches, batches
+    from colofunc.functional.calibration import gptq, input_moments
+    from colofunc.functional.load import load
+    from colofunc.functional.lora import lora
+    from colofunc.functional.padding import pad
+    from colofunc.functional.pretrained import save_pretrained
+    from colofunc.functional.save import save
+    from colofunc.mesh.profile import profile_mesh
+    from colofunc.transforms.expert_capacity import expert_capacity
+    from colofunc.transforms.local_stats import local_stats
+    from colofunc.transforms.pipeline import pipeline
+    from colofunc.transforms.quantize import quantize
 
 __all__ = [
     "Batches",
@@ -146,3 +149,36 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+
+# Names that many steps do without, and their modules: imported when one is first asked for.
+_WHEN_USED = {
+    "Batches": "functional.batches",
+    "batches": "functional.batches",
+    "configure": "config",
+    "expert_capacity": "transforms.expert_capacity",
+    "gptq": "functional.calibration",
+    "input_moments": "functional.calibration",
+    "load": "functional.load",
+    "local_stats": "transforms.local_stats",
+    "lora": "functional.lora",
+    "pad": "functional.padding",
+    "pipeline": "transforms.pipeline",
+    "profile_mesh": "mesh.profile",
+    "quantize": "transforms.quantize",
+    "save": "functional.save",
+    "save_pretrained": "functional.pretrained",
+}
+_MODULES_WHEN_USED = ("ext", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES_WHEN_USED:
+        return import_module(f"colofunc.{name}")  # which is an attribute from then on
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module 'colofunc' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"colofunc.{_WHEN_USED[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
