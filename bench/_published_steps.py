@@ -22,7 +22,8 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.executors.backend import ordered
 from colofunc.executors.fused import fused
 from colofunc.mesh import Topology
-from colofunc.planner.recompute.policies import PRODUCTS, Policy
+from colofunc.planner.recompute.policies import Policy
+from colofunc.program.facts import is_product
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import lanes
 from colofunc.program.passes.kernels import with_kernels
@@ -81,7 +82,7 @@ def _policy(run: Run) -> Policy | str | None:
 def _keeps_operators(node: Node, readers: Sequence[Node]) -> bool:
     if "attention" in node.target:
         return True
-    return any(word in node.target for word in PRODUCTS) and node.path.endswith(SAVED)
+    return is_product(node.target) and node.path.endswith(SAVED)
 
 
 def _keeps_layers(node: Node, readers: Sequence[Node]) -> bool:

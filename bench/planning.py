@@ -2,7 +2,8 @@
 
 The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks. LLaMA-3 8B is planned
 with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, and four of its layers for 64 and for 512: neither the sizes of axes
-nor the number of layers should matter much. Its sequences are of 8,192 tokens, one for each rank of dp and cp.
+nor the number of layers should matter much; LLaMA-3 70B as the 8B. Their sequences are of 8,192 tokens, one for each rank of dp and cp.
+A toy LLaMA of 12 layers is planned for four ranks with nothing that pins its plan: alone, and within 0.6 of what it takes then.
 
 Counted from the call of `step.lower` to its return: trace, simplify, plan, lower, check. Memory is the peak resident set
 of the whole process, libraries included.
@@ -11,6 +12,7 @@ of the whole process, libraries included.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import colofunc_plugins
@@ -31,23 +33,39 @@ from transformers import (
 import colofunc as cf
 from bench import Row, Section, fresh, peak_rss_bytes
 
+SIZES = {"8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32),
+         "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64)}  # fmt: skip
 LLAMAS = {
-    "llama-3 8b on 1,024 ranks": (32, dict(dp=16, cp=8, tp=8)),
-    "4 of its layers on 64 ranks": (4, dict(dp=4, cp=2, tp=8)),
-    "4 of its layers on 512 ranks": (4, dict(dp=16, cp=4, tp=8)),
+    "llama-3 8b on 1,024 ranks": ("8b", 32, dict(dp=16, cp=8, tp=8)),
+    "4 of its layers on 64 ranks": ("8b", 4, dict(dp=4, cp=2, tp=8)),
+    "4 of its layers on 512 ranks": ("8b", 4, dict(dp=16, cp=4, tp=8)),
+    "llama-3 70b on 1,024 ranks": ("70b", 80, dict(dp=16, cp=8, tp=8)),
 }
-"""Name -> layers, mesh."""
-LIMITS_S = {"opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0)}
+"""Name -> size, layers, mesh."""
+TOYS: dict[str, Callable[[cf.Staged, int], cf.Staged]] = {
+    "toy llama of 12 layers": lambda step, budget: step,
+    "toy llama, offload": lambda step, budget: cf.offload(step, budget=budget),
+    "toy llama, checkpoint": lambda step, budget: cf.checkpoint(step, budget=budget),
+    "toy llama, both": lambda step, budget: cf.checkpoint(cf.offload(step), budget=budget),
+}
+TOY_PART = 0.6
+"""Of the peak without a budget, what toys may take."""
+LIMITS_S = {
+    "opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0), "llama-3 70b on 1,024 ranks": 60.0,
+    **dict.fromkeys(TOYS), "toy llama, both": 5.0,
+}  # fmt: skip
 WITH_MEMORY_LIMIT = ("opt-30b", "llama-3 8b on 1,024 ranks")
 
 
 def module_of(name: str) -> torch.nn.Module:
     with torch.device("meta"):
         if name in LLAMAS:
-            layers, _ = LLAMAS[name]
-            size = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=128256)
-            heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
-            return LlamaForCausalLM(LlamaConfig(**size, **heads, use_cache=False))
+            size, layers, _ = LLAMAS[name]
+            rest = dict(num_hidden_layers=layers, vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192)
+            return LlamaForCausalLM(LlamaConfig(**SIZES[size], **rest, use_cache=False))
+        if name in TOYS:
+            size = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=12, max_position_embeddings=64)
+            return LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
         if name == "gpt2":
             return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
         if name == "mixtral on 4 axes":
@@ -60,18 +78,22 @@ def module_of(name: str) -> torch.nn.Module:
         ).train(False)
 
 
-def plan(name: str) -> dict[str, Any]:
+def plan(name: str, budget_bytes: int = 0) -> dict[str, Any]:
+    """budget_bytes: of a toy that has one."""
     model, opt = cf.functional(module_of(name)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     if name in LLAMAS:
-        _, axes = LLAMAS[name]
+        _, _, axes = LLAMAS[name]
         ids, mesh = cf.abstract((axes["dp"] * axes["cp"], 8192), torch.int64), cf.Mesh(**axes, topology="8xh100-80g")
         step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), plugins=[colofunc_plugins])
         step = cf.checkpoint(step, budget="60GiB")
     elif name == "mixtral on 4 axes":
         ids, mesh = cf.abstract((16, 16), torch.int64), cf.Mesh(dp=2, tp=2, cp=2, ep=2, topology="16xa100-80g")
         step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), experts("ep"), plugins=[colofunc_plugins])
+    elif name in TOYS:
+        ids = cf.abstract((8, 32), torch.int64)
+        step = TOYS[name](cf.shard(step_fn, cf.Mesh(dp=2, tp=2, topology="8xa100-80g")), budget_bytes)
     else:
         ids = cf.abstract((8, 1024), torch.int64)
         step = cf.shard(step_fn, cf.Mesh(dp=2, tp=4, topology="8xa100-80g"))
@@ -85,28 +107,33 @@ def plan(name: str) -> dict[str, Any]:
         "cpu_s": time.process_time() - cpu,
         "peak_bytes": peak_rss_bytes(),
         "nodes": len(low.program.nodes),
+        "device_bytes": low.memory().peak_bytes["device"],
         "plan": str(low.plan),
     }
 
 
 def bench() -> Section:
-    found = {name: fresh("planning", f"m.plan({name!r})") for name in LIMITS_S}
+    found, budget_bytes = dict[str, Any](), 0
+    for name in LIMITS_S:
+        found[name] = fresh("planning", f"m.plan({name!r}, {budget_bytes if name in TOYS else 0})")
+        if name == "toy llama of 12 layers":
+            budget_bytes = int(TOY_PART * found[name]["device_bytes"])
     rows = []
     for name, limit in LIMITS_S.items():
-        one = found[name]
+        one, target = found[name], "" if limit is None else f"at most {limit:g} s"
         if "failed" in one:
             figure = f"no plan after {one['cpu_s']:.1f} CPU s: {one['failed']}"
-            rows.append(Row(f"{name}: trace and plan", figure, f"at most {limit:g} s", False))
+            rows.append(Row(f"{name}: trace and plan", figure, target, False))
             continue
         figure = f"{one['cpu_s']:.1f} CPU s, {one['wall_s']:.1f} s by the clock, {one['nodes']:,} local operators"
-        rows.append(Row(f"{name}: trace and plan", figure, f"at most {limit:g} s", one["cpu_s"] <= limit))
+        rows.append(Row(f"{name}: trace and plan", figure, target, None if limit is None else one["cpu_s"] <= limit))
         gib = one["peak_bytes"] / 2**30
         big = name in WITH_MEMORY_LIMIT
         rows.append(Row(f"{name}: peak memory", f"{gib:.2f} GiB", "at most 2 GB" if big else "", gib <= 1.86 if big else None))
         rows.append(Row(f"{name}: plan", one["plan"]))
-    meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for _, axes in LLAMAS.values())
+    meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for _, _, axes in list(LLAMAS.values())[:3])
     setting = (
         "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
-        f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G; torch {torch.__version__}"
+        f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G, 70B as 8B; toys 8 x 32 tokens on dp=2, tp=2; torch {torch.__version__}"
     )
     return Section("Trace and plan", setting, rows)

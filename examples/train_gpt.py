@@ -9,6 +9,7 @@ The step function below is ordinary PyTorch for one device. One line makes it ru
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import sys
@@ -149,8 +150,9 @@ def with_less(step, low, batch, loss: float, state, console):
 def as_pipeline(step_fn, size: int, batch, loss: float, state, console) -> None:
     """The first step once more, its layers on two groups of ranks that work on one microbatch after another."""
     mesh = cf.Mesh(pp=2, dp=size // 2)
-    step = cf.pipeline(cf.shard(step_fn, mesh), microbatches=4, schedule="zb-h1")
-    console.print(f'      step = cf.pipeline(cf.shard(step_fn, {mesh}), microbatches=4, schedule="zb-h1")')
+    parts = math.gcd(4, len(batch["input_ids"]))
+    step = cf.pipeline(cf.shard(step_fn, mesh), microbatches=parts, schedule="zb-h1")
+    console.print(f'      step = cf.pipeline(cf.shard(step_fn, {mesh}), microbatches={parts}, schedule="zb-h1")')
     low = step.lower(state, batch)
     console.print(low.pipeline().text(), markup=False, highlight=False)
     _, metrics = step(step.init(state, batch), batch)
@@ -235,9 +237,11 @@ def main() -> None:
     head("5. the same step in less memory")
     lean, budget = with_less(step, low, batch_at(data, 0, args.batch), ours[0], state, console)
 
+    head("6. the same step as a pipeline")
     if mesh.size % 2 == 0:
-        head("6. the same step as a pipeline")
         as_pipeline(step_fn, mesh.size, batch_at(data, 0, args.batch), ours[0], state, console)
+    else:
+        console.print("  two stages of as many ranks each want an even number of ranks")
 
     head("7. break it on purpose")
     try:

@@ -120,6 +120,20 @@ def test_one_accumulator_per_gradient_and_the_update_outside():
     assert "linear" not in " ".join(node.target for node in counting.body.nodes)
 
 
+def test_what_a_loop_gathers_is_known_as_a_copy_of_the_whole_value():
+    """`step.compare` finds by it what to look at; a mean over all labels comes out of local code."""
+
+    def step(state, batch):
+        mean = lambda w: torch.nn.functional.cross_entropy(batch["x"] @ w, batch["y"])  # noqa: E731
+        loss, grad = cf.value_and_grad(mean)(state["w"])
+        return {"w": state["w"] - 0.1 * grad}, {"loss": loss}
+
+    state, batch = {"w": torch.randn(8, 5)}, {"x": torch.randn(8, 8), "y": torch.arange(8) % 5}
+    low = cf.accumulate(cf.shard(step, cf.Mesh(dp=2)), 2).lower(state, batch)
+    gathered = [low.program.values[out] for node in low.program.nodes if node.loop is not None for out in node.results]
+    assert len(gathered) >= 2 and all(value.of is not None for value in gathered)
+
+
 def test_half_precision_is_accumulated_as_it_is_made():
     """Gradients that a cast widens are summed behind the cast."""
     step, state, batch = programs.mlp(dtype=torch.float32)

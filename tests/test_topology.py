@@ -208,6 +208,11 @@ def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
     assert Mesh(dp=2, tp=2, topology=tmp_path / "t.json", device="cpu") == mesh.with_topology(found)
 
 
+def test_what_was_said_of_ranks_that_are_not_measured_stays() -> None:
+    mesh = Mesh(pp=2, device="cpu", topology=PRESETS["gloo-cpu"].with_rank(1, speed=0.5))
+    assert profile_mesh(mesh, seconds=0.1).ranks == mesh.topology.ranks
+
+
 def test_a_run_that_another_program_interrupts_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slices = [0.0], iter([0.0, 0.3, 0.0, 0.7, 2.0, 0.1])  # of others, the first while it warms up
 
@@ -234,6 +239,8 @@ def test_ranks_that_measure_otherwise_are_said_to() -> None:
     each = [machine("a", 1e12, 40 << 30), machine("a", 1.05e12, 40 << 30), machine("a", 5e11, 40 << 30)]
     assert profile._with_ranks(each, None) == each[0] == profile._with_ranks(each, False)
     assert said(profile._with_ranks(each, True)) == [(2, 0.5, None)]
+    each[2] = machine("a", 5e11, (40 << 30) - (1 << 20))  # some pages less
+    assert profile._with_ranks(each, None) == each[0]
     each = [machine("a", 1e12, 40 << 30), machine("b", 2e12, 40 << 30), machine("b", 1e12, 24 << 30)]
     assert said(profile._with_ranks(each, None)) == [(1, 2.0, None), (2, 1.0, 24 << 30)]
 

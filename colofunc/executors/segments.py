@@ -267,7 +267,6 @@ def _can_fuse(piece: Piece) -> bool:
     return False
 
 
-
 def rearranged(x: torch.Tensor, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
     """`colofunc.rearrange` in torch's operators."""
     first, order, last = rearrange_steps(pattern, tuple(names), tuple(sizes), tuple(x.shape))

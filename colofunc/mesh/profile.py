@@ -2,7 +2,7 @@
 
 Problem: data sheets are optimistic and the box at hand is in none. Idea: time every collective along every axis at a
 few sizes, fit alpha + beta·bytes, time matrix products and copies, and put the figures in place of the mesh's own. All
-ranks end with the figures of rank 0; the caller saves them.
+ranks end with the figures of rank 0, and with what other devices measure otherwise; the caller saves them.
 
 >>> profile_mesh(mesh, seconds=5).save("mybox.json")        # then Mesh(dp=2, tp=4, topology="mybox.json")
 
@@ -45,7 +45,7 @@ _CARD_BYTES = 1 << 28  # of a copy within a GPU's memory, and from and to the ho
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
 _SAME = 1.1
-"""Ranks whose speeds differ by less are alike."""
+"""Ranks whose speeds, and memories, differ by less are alike."""
 
 Samples = dict[tuple[str, str], list[tuple[int, float]]]  # (axis, kind) -> (bytes, seconds)
 
@@ -58,9 +58,9 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0,
     measured, everything else stays inside `seconds`. Rates of dtypes that cannot be timed, disk figures and links
     between other levels stay as they are.
 
-    ranks: whether ranks that compute faster or slower than rank 0, or have other memory, are said to (`Topology.with_rank`), so that
-    `cf.pipeline` gives each what it can do. None: where devices have other names or other memory. Of CPUs that other programs use a
-    measurement may be of these.
+    ranks: True compares the ranks: the topology says which of them compute faster or slower than rank 0 or have other memory
+    (`Topology.with_rank`), so that `cf.pipeline` gives each what it can do. None does so where devices have other names or other
+    memory, False leaves what the topology says of ranks. On busy CPUs a measured difference may come from other programs.
     """
     wanted = sorted(set(sizes))
     if len(wanted) < 2 or wanted[0] < 1:
@@ -77,7 +77,7 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0,
         samples = _time_collectives(mesh, device, wanted, start + 0.7 * seconds)
         measured = tuple(fit(axis, mesh.axis_size(axis), kind, points) for (axis, kind), points in samples.items())
     topology = _time_device(mesh, device, start + seconds)
-    topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured, ranks=())
+    topology = attrs.evolve(topology, name=topology.name.removesuffix(_SAYS) + _SAYS, measured=measured)
     if distributed:
         each: list[Topology] = [topology] * mesh.size
         dist.all_gather_object(each, topology)
@@ -87,15 +87,25 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0,
 
 def _with_ranks(each: Sequence[Topology], ranks: bool | None) -> Topology:
     """The figures of rank 0, with what the others have measured otherwise of their own devices."""
-    first = topology = each[0]
-    if ranks is None:
-        ranks = len({(one.device.name, one.tier("device").capacity_bytes) for one in each}) > 1
-    for rank, one in enumerate(each) if ranks else ():
-        speed, capacity_bytes = _times_as_fast(one.device, first.device), one.tier("device").capacity_bytes
-        other_memory = capacity_bytes != first.tier("device").capacity_bytes
-        if other_memory or not 1 / _SAME < speed < _SAME:
-            topology = topology.with_rank(rank, speed, capacity_bytes if other_memory else None)
+    first = each[0]
+    if ranks is False:
+        return first
+    if ranks is None and all(one.device.name == first.device.name and _has_memory_of(one, first) for one in each):
+        return attrs.evolve(first, ranks=())
+    topology = attrs.evolve(first, ranks=())
+    for rank, one in enumerate(each):
+        speed, alike = _times_as_fast(one.device, first.device), _has_memory_of(one, first)
+        if not alike or not 1 / _SAME < speed < _SAME:
+            topology = topology.with_rank(rank, speed, None if alike else one.tier("device").capacity_bytes)
     return topology
+
+
+def _has_memory_of(one: Topology, other: Topology) -> bool:
+    """Whether devices have about the same memory: like hosts tell of some pages more or less."""
+    mine, theirs = one.tier("device").capacity_bytes, other.tier("device").capacity_bytes
+    if mine is None or theirs is None:
+        return mine == theirs
+    return max(mine, theirs) < _SAME * min(mine, theirs)
 
 
 def _times_as_fast(device: Device, other: Device) -> float:

@@ -109,11 +109,12 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 lstm = define(
-    "lstm(Tensor gates, Tensor h0, Tensor c0, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _lstm, _lstm_fake, (_save, _gradient)
-)
+    "lstm(Tensor gates, Tensor h0, Tensor c0, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _lstm, _lstm_fake, (_save, _gradient),
+    product=True,
+)  # fmt: skip
 lstm_backward = define(
     "lstm_backward(Tensor grad, Tensor grad_c, Tensor c0, Tensor w, Tensor cells, Tensor opened) -> (Tensor, Tensor, Tensor)",
-    _lstm_backward, _lstm_backward_fake, (_save_nothing, _no_gradient),
+    _lstm_backward, _lstm_backward_fake, (_save_nothing, _no_gradient), product=True,
 )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ Problem: which sharding is best depends on what it costs to fit it into memory, 
 copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
 byte at the peak costs. A finished plan tells it: what making again and copying cost, over the bytes that they saved. The search
 for a sharding pays it, its plan is finished and tells another one, a few times; so do two plans that cost the same at some
-price, because a third one may be better at it. Plans for a budget that sharding alone meets are among those that are tried, and
-so is the fastest; every one is scored as it would run, and the fastest that fits is taken. So none of the separate choices (the
-fastest and make again, or move; less by sharding alone) is better.
+price, because a third one may be better at it. The fastest is tried, and plans for a budget that sharding alone meets, unless
+the searches at prices say that none of these can be faster; every one is scored as it would run, and the fastest that fits is
+taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
 
     fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
     at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
@@ -150,17 +150,18 @@ class _Together(Generic[P]):
         self.scored: list[Scored[P]] = []
         self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
         self.best: Scored[P] | None = None
-        self.alone_s = 0.0  # what every sharding costs that keeps to the budget without help, by the prices that were asked
+        self.alone_at_least_s = 0.0  # of what keeps to the budget without help, as far as searches at prices find what is cheapest
 
     def run(
         self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
     ) -> tuple[Scored[P] | None, Scored[P]]:
         first = self.score(self.propose(None, 0.0))
         if first is not None and not self.near(first) and not (self.best is None and least() > FAR * self.aim):
-            if self.best is None:
+            fits = self.best is not None
+            if not fits:
                 self.for_less(tries)
             self.priced(first, min(searches, FEW) if self.far() else searches)
-            if self.best is not None and self.alone_s < self.best.total_s * (1 - FINE):
+            if fits and self.best is not None and self.alone_at_least_s < self.best.total_s * (1 - FINE):
                 self.for_less(tries)
             if self.best is None:
                 self.all_of(every(None), most)
@@ -228,7 +229,7 @@ class _Together(Generic[P]):
             asked.append(price_s)
             proposed = self.propose(None, price_s)
             # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of those bytes is known.
-            self.alone_s = max(self.alone_s, proposed.cost_s + price_s * (proposed.peak_bytes - self.aim))
+            self.alone_at_least_s = max(self.alone_at_least_s, proposed.cost_s + price_s * (proposed.peak_bytes - self.aim))
             before, one = self.best, self.score(proposed)
             if one is not None and self.best is not before and one.done.more_s > 0:
                 ahead.insert(0, self.price_s(one))

@@ -98,11 +98,11 @@ def operator(
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
     `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.ext.pattern`), or a function `rule(call)`. A pattern's
-    operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs
-    replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives
-    one gradient per tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads`
-    look like what the reference returns. With `mults` its results count as products: the policy "dots" keeps them. Raises PluginError
-    where name, signature and rule do not fit together.
+    operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs replicated,
+    unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives one gradient per
+    tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads` look like what the
+    reference returns. With `mults`, given here also where the rule is a function, its results count as products: the policy "dots"
+    keeps them. Raises PluginError where name, signature and rule do not fit together.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):

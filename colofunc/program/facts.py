@@ -37,7 +37,8 @@ MAKERS = frozenset(
 # Operators of torch most of whose work is multiplying matrices; without their overload.
 PRODUCTS = frozenset(
     """aten.mm aten.addmm aten.bmm aten.baddbmm aten.addbmm aten.mv aten.addmv aten.dot aten._trilinear aten._scaled_mm aten._grouped_mm
-    aten.convolution aten.convolution_backward""".split()
+    aten._int_mm aten.convolution aten.convolution_backward aten._scaled_dot_product_flash_attention_for_cpu
+    aten._scaled_dot_product_flash_attention_for_cpu_backward""".split()
 )
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")

@@ -118,7 +118,7 @@ class Builder:
 
     def convert(self, old: int, copy: int, have: Layout, layout: Layout, where: Node, note: str) -> int:
         """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have phase and line."""
-        like = self.values[copy]
+        like = attrs.evolve(self.program.values[old], dtype=self.values[copy].dtype)
         moves = conversion(have, layout, self.mesh, like.dtype.itemsize).moves
         for move in moves:
             out = self.new(like, self.layout_of(old, move.layout), move.local_shape)
@@ -133,7 +133,8 @@ class Builder:
     def adopt(self, old: int, layout: Layout, new: int) -> None:
         """Make a new value the copy of an old one in `layout`."""
         like = self.program.values[old]
-        self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, layout=self.layout_of(old, layout))
+        layout_of = self.layout_of(old, layout)
+        self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, of=like.of, layout=layout_of)
         self.copies.setdefault(old, {})[layout] = new
 
     # ---- nodes ----

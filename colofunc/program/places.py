@@ -105,6 +105,7 @@ def _seen(program: Program, made: Collection[int]) -> Editor:
     edit.values.update({id: _here(program.values[id]) for id in made})
     return edit
 
+
 def _here(value: Value) -> Value:
     """A value as a rank sees it that has it."""
     if value.layout is None or value.layout.at is None:
