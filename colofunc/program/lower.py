@@ -132,9 +132,8 @@ class Builder:
 
     def adopt(self, old: int, layout: Layout, new: int) -> None:
         """Make a new value the copy of an old one in `layout`."""
-        like = self.program.values[old]
-        layout_of = self.layout_of(old, layout)
-        self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, of=like.of, layout=layout_of)
+        like, said = self.program.values[old], self.layout_of(old, layout)
+        self.values[new] = attrs.evolve(self.values[new], name=like.name, role=like.role, of=like.of, layout=said)
         self.copies.setdefault(old, {})[layout] = new
 
     # ---- nodes ----
