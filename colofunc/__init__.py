@@ -11,7 +11,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor, distribute, from_local
 from colofunc.errors import (
     CapacityError,
@@ -44,21 +43,16 @@ from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
-from colofunc.planner.plan import Plan
 from colofunc.planner.recompute.policies import every, save_only
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Cost, Strategy
 from colofunc.spec.spec import Spec
-from colofunc.transforms.accumulate import accumulate
-from colofunc.transforms.checkpoint import checkpoint
-from colofunc.transforms.offload import offload
-from colofunc.transforms.precision import precision
-from colofunc.transforms.shard import shard
 from colofunc.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from colofunc import ext, testing
+    from colofunc.compiler.staged import Staged
     from colofunc.config import configure
     from colofunc.functional.batches import Batches, batches
     from colofunc.functional.calibration import gptq, input_moments
@@ -68,10 +62,16 @@ if TYPE_CHECKING:
     from colofunc.functional.pretrained import save_pretrained
     from colofunc.functional.save import save
     from colofunc.mesh.profile import profile_mesh
+    from colofunc.planner.plan import Plan
+    from colofunc.transforms.accumulate import accumulate
+    from colofunc.transforms.checkpoint import checkpoint
     from colofunc.transforms.expert_capacity import expert_capacity
     from colofunc.transforms.local_stats import local_stats
+    from colofunc.transforms.offload import offload
     from colofunc.transforms.pipeline import pipeline
+    from colofunc.transforms.precision import precision
     from colofunc.transforms.quantize import quantize
+    from colofunc.transforms.shard import shard
 
 __all__ = [
     "Batches",
@@ -150,10 +150,13 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Names that many steps do without, and their modules: imported when one is first asked for.
+# Names and their modules that are imported when one is first asked for: the transforms, which bring compiler and planner along, and
+# what many steps do without.
 _WHEN_USED = {
+    "accumulate": "transforms.accumulate",
     "Batches": "functional.batches",
     "batches": "functional.batches",
+    "checkpoint": "transforms.checkpoint",
     "configure": "config",
     "expert_capacity": "transforms.expert_capacity",
     "gptq": "functional.calibration",
@@ -161,12 +164,17 @@ _WHEN_USED = {
     "load": "functional.load",
     "local_stats": "transforms.local_stats",
     "lora": "functional.lora",
+    "offload": "transforms.offload",
     "pad": "functional.padding",
+    "Plan": "planner.plan",
     "pipeline": "transforms.pipeline",
+    "precision": "transforms.precision",
     "profile_mesh": "mesh.profile",
     "quantize": "transforms.quantize",
     "save": "functional.save",
     "save_pretrained": "functional.pretrained",
+    "shard": "transforms.shard",
+    "Staged": "compiler.staged",
 }
 _MODULES_WHEN_USED = ("ext", "testing")
 

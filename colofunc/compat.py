@@ -248,7 +248,9 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], c
 
 # Settings of inductor for graphs on a CPU. On its own account it turns all convolutions there to channels-last. They gain a fifth by
 # it, but what it writes for a group norm then reads memory with strides and takes several times as long (bench/compiled.py).
-_ON_CPU = {"layout_optimization": False}
+# What is read more than once it computes again for every reader, up to so many operations: `erf` is not on its list of dear ones, so
+# a GELU in front of a layer norm was computed five times a step. 8 is least for the perceptrons there, and no other model is slower.
+_ON_CPU = {"layout_optimization": False, "realize_opcount_threshold": 8}
 
 
 def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
