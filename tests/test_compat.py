@@ -553,8 +553,11 @@ def test_compile_graph() -> None:
         compat.compile_graph(graph, [x], "no_such_compiler")
 
 
-@pytest.mark.parametrize(("device", "options"), [("cpu", {"config_patches": {"layout_optimization": False}}), ("meta", {})])
-def test_compile_graph_keeps_the_layout_of_convolutions_on_a_cpu(device: str, options: dict[str, Any]) -> None:
+ON_CPU = {"config_patches": {"layout_optimization": False, "realize_opcount_threshold": 8}}
+
+
+@pytest.mark.parametrize(("device", "options"), [("cpu", ON_CPU), ("meta", {})])
+def test_compile_graph_has_settings_of_its_own_on_a_cpu(device: str, options: dict[str, Any]) -> None:
     given: dict[str, Any] = {}
     compiler = lambda graph, inputs, **more: given.update(more) or graph  # noqa: E731
     with mock.patch("torch._dynamo.lookup_backend", return_value=compiler):

@@ -6,8 +6,11 @@ come back. Or the first stage keeps what its backward reads (all of it, or part,
 
     C(i, j, m)   least seconds for stages i..j, forward and backward, with the input of i held by the caller
     C(i, i, m) = f_i + b_i                                          if m holds the gradient and all that stage i keeps
-    C(i, j, m) = min( min_k  f_i + .. + f_(k-1) + C(k, j, m - x_k) + C(i, k-1, m),
+    C(i, j, m) = min( min_k  f_i + .. + f_(k-1) + C(k, j, m - x_k) + C(i, k-1, m - left_k - .. - left_j),
                       min_v  f_i + b_i + again_v + C(i+1, j, m - kept_v) )
+
+Each backward leaves something behind, gradients of parameters first of all, which the backward of earlier stages has to leave
+room for. `m` is what is left for stages i..j when later ones are done, so that equal pieces of a chain are one problem.
 
 Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13214), there with one way v to keep.
 
@@ -18,7 +21,7 @@ Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -30,7 +33,8 @@ INF = float("inf")
 class Kept:
     """One way to keep a stage for its backward: bytes held in between, seconds of work that backward does again.
 
-    needs_bytes: while that backward runs, these included; None: the gradient of the output, and all that the stage made.
+    needs_bytes: while that backward runs, these included, beside what later stages left; None: the gradient of the output, and all
+    that the stage made.
     """
 
     nbytes: int
@@ -40,12 +44,16 @@ class Kept:
 
 @attrs.frozen
 class Stage:
-    """`out_bytes`: of what the next stage reads. `ways`: how it may be kept, everything first (and nothing made again)."""
+    """`out_bytes`: of what the next stage reads. `ways`: how it may be kept, everything first (and nothing made again).
+
+    `left_bytes`: more of them are held once its backward has run (gradients of its parameters).
+    """
 
     forward_s: float
     backward_s: float
     out_bytes: int
     ways: tuple[Kept, ...]
+    left_bytes: int = 0
 
     def needs(self, way: Kept) -> int:
         """Bytes while its backward runs."""
@@ -78,17 +86,18 @@ class Sweep:
 
 @attrs.frozen(eq=False)
 class Table:
-    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve."""
+    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Equal pieces of it share a row."""
 
     stages: tuple[Stage, ...]
     unit: float  # bytes of one slot
-    cost: dict[tuple[int, int], np.ndarray]
-    choice: dict[tuple[int, int], np.ndarray]  # k > i: split there; -1-v: keep stage i in way v
+    rows: np.ndarray  # [i, j] -> the row of `cost` and `choice` for stages i..j
+    cost: np.ndarray  # seconds by row and slots
+    choice: np.ndarray  # s > 0: split behind s stages; -1-v: keep the first stage in way v
 
     def at(self, slots: int) -> Sweep | None:
         """The least for so many slots; None where nothing fits."""
         last = len(self.stages) - 1
-        seconds = float(self.cost[0, last][slots])
+        seconds = float(self.cost[self.rows[0, last], slots])
         return None if seconds == INF else Sweep(seconds, tuple(self._order(0, last, slots)))
 
     def _order(self, i: int, j: int, m: int) -> list[Run | Back]:
@@ -101,10 +110,12 @@ class Table:
                 out.append(item)
                 continue
             i, j, m = item
-            pick = int(self.choice[i, j][m])
-            if pick > i:
-                todo += [(i, pick - 1, m), (pick, j, m - self._slots(self.stages[pick - 1].out_bytes))]
-                todo += [Run(t, None, t == i) for t in range(pick - 1, i - 1, -1)]
+            pick = int(self.choice[self.rows[i, j], m])
+            if pick > 0:
+                k = i + pick
+                left = sum(stage.left_bytes for stage in self.stages[k : j + 1])
+                todo += [(i, k - 1, m - self._slots(max(left, 0))), (k, j, m - self._slots(self.stages[k - 1].out_bytes))]
+                todo += [Run(t, None, t == i) for t in range(k - 1, i - 1, -1)]
                 continue
             way = -1 - pick
             todo.append(Back(i))
@@ -130,41 +141,87 @@ def solve(stages: Sequence[Stage], memory: int, slots: int = 200) -> Sweep:
 
 
 def table(stages: Sequence[Stage], memory: int, slots: int = 200) -> Table:
-    """All least times for 0..memory bytes in so many slots. Sizes are rounded up to slots."""
-    unit = max(memory / slots, 1e-9)
-    size = slots + 1
-    n = len(stages)
-    outs = [slots_of(s.out_bytes, unit) for s in stages]
-    needs = [[slots_of(s.needs(way), unit) for way in s.ways] for s in stages]
-    before = np.concatenate([[0.0], np.cumsum([s.forward_s for s in stages])])
-    cost: dict[tuple[int, int], np.ndarray] = {}
-    choice: dict[tuple[int, int], np.ndarray] = {}
+    """All least times for 0..memory bytes in so many slots. Sizes are rounded up to slots.
+
+    Pieces of equal stages are solved once, wherever they begin: 80 equal layers cost little more than the first of them.
+    """
+    unit, n = max(memory / slots, 1e-9), len(stages)
+    solver = _Solver(stages, unit, slots + 1)
+    numbers: dict[Stage, int] = {}
+    kinds = [numbers.setdefault(stage, len(numbers)) for stage in stages]
+    rows = np.zeros((n, n), dtype=np.int64)
     for width in range(n):
+        known: dict[tuple[int, int], int] = {}  # (the row of all but the last stage, its kind) -> row
         for i in range(n - width):
             j = i + width
-            best, pick = np.full(size, INF), np.full(size, -1, dtype=np.int64)
-            for v, way in enumerate(stages[i].ways):
-                here = stages[i].forward_s + stages[i].backward_s + way.again_s
-                kept = slots_of(way.nbytes, unit)
-                if kept >= size:
-                    continue
-                rest = np.full(size, 0.0 if i == j else INF)
-                if i < j:
-                    rest[kept:] = cost[i + 1, j][: size - kept]
-                rest[: min(needs[i][v], size)] = INF
-                _better(best, pick, rest + here, -1 - v)
-            for k in range(i + 1, j + 1):
-                x = outs[k - 1]
-                if x >= size:
-                    continue
-                split = np.full(size, INF)
-                split[x:] = cost[k, j][: size - x]
-                _better(best, pick, split + cost[i, k - 1] + (before[k] - before[i]), k)
-            cost[i, j], choice[i, j] = best, pick
-    return Table(tuple(stages), unit, cost, choice)
+            piece = (int(rows[i, j - 1]) if width else 0, kinds[j])
+            row = known.get(piece)
+            if row is None:
+                row = known[piece] = solver.solve(rows, i, j)
+            rows[i, j] = row
+    cost, choice = solver.solved()
+    return Table(tuple(stages), unit, rows, cost, choice)
 
 
-def _better(best: np.ndarray, pick: np.ndarray, new: np.ndarray, what: int) -> None:
+class _Solver:
+    """C(i, j, .) of pieces of a chain, a row for each."""
+
+    def __init__(self, stages: Sequence[Stage], unit: float, size: int) -> None:
+        self.stages, self.size, self.count = stages, size, 0
+        self.forward_s = np.array([s.forward_s for s in stages])
+        self.outs = np.array([slots_of(s.out_bytes, unit) for s in stages]).clip(max=size)
+        self.unit, self.left = unit, np.array([s.left_bytes for s in stages], dtype=np.int64)
+        self.kept = [[slots_of(way.nbytes, unit) for way in s.ways] for s in stages]
+        self.needs = [[slots_of(s.needs(way), unit) for way in s.ways] for s in stages]
+        # In front of each row of `cost`, as many slots that hold nothing: a row shifted by x slots begins x to the left.
+        self.cost = np.full((len(stages), 2 * size), INF)
+        self.choice = np.full((len(stages), size), -1, dtype=np.int64)
+
+    def solved(self) -> tuple[np.ndarray, np.ndarray]:
+        """(cost, choice) of all rows."""
+        return self.cost[: self.count, self.size :].copy(), self.choice[: self.count].copy()
+
+    def solve(self, rows: np.ndarray, i: int, j: int) -> int:
+        """The row of stages i..j, all shorter pieces of which have theirs in `rows`."""
+        best, pick = np.full(self.size, INF), np.full(self.size, -1, dtype=np.int64)
+        for v, seconds in enumerate(self._keeping(rows, i, j)):
+            _better(best, pick, seconds, -1 - v)
+        if i < j:
+            splits = self._splitting(rows, i, j)
+            first = splits.argmin(axis=0)
+            _better(best, pick, splits[first, np.arange(self.size)], first + 1)
+        if self.count == len(self.cost):
+            self.cost = np.concatenate([self.cost, np.full_like(self.cost, INF)])
+            self.choice = np.concatenate([self.choice, np.full_like(self.choice, -1)])
+        row, self.count = self.count, self.count + 1
+        self.cost[row, self.size :], self.choice[row] = best, pick
+        return row
+
+    def _left(self, first: int, last: int) -> np.ndarray:
+        """Slots of what stages k..last leave, for k from `first` to `last`."""
+        nbytes = np.cumsum(self.left[first : last + 1][::-1])[::-1]
+        return np.ceil(nbytes / self.unit).clip(0, self.size).astype(np.int64)
+
+    def _keeping(self, rows: np.ndarray, i: int, j: int) -> Iterator[np.ndarray]:
+        """Seconds by slots where stage i is kept, for every way."""
+        stage, left = self.stages[i], int(self._left(i + 1, j)[0]) if i < j else 0
+        for way, kept, needs in zip(stage.ways, self.kept[i], self.needs[i], strict=True):
+            seconds = np.full(self.size, INF)
+            if kept < self.size:
+                seconds[:] = self.cost[rows[i + 1, j], self.size - kept : 2 * self.size - kept] if i < j else 0.0
+                seconds[: needs + left] = INF
+            yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
+
+    def _splitting(self, rows: np.ndarray, i: int, j: int) -> np.ndarray:
+        """Seconds by number of stages in front of the split, from one on, and by slots."""
+        forward_s = np.cumsum(self.forward_s[i:j])
+        behind = rows[i + 1 : j + 1, j] * (2 * self.size) + self.size - self.outs[i:j]
+        ahead = rows[i, i:j] * (2 * self.size) + self.size - self._left(i + 1, j)
+        cost, slots = self.cost.reshape(-1), np.arange(self.size)
+        return cost[behind[:, None] + slots] + cost[ahead[:, None] + slots] + forward_s[:, None]
+
+
+def _better(best: np.ndarray, pick: np.ndarray, new: np.ndarray, what: int | np.ndarray) -> None:
     wins = new < best
     best[wins] = new[wins]
-    pick[wins] = what
+    pick[wins] = what if isinstance(what, int) else what[wins]

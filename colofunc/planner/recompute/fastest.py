@@ -216,6 +216,7 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs(way) for s in stages for way in s.ways)
+    most += sum(max(s.left_bytes, 0) for s in stages)
     count = min(MOST_SLOTS, max(SLOTS, WORK // len(stages)))
     whole, found = table(stages, most, count), dict[tuple[Run | Back, ...], Sweep]()
     for slots in reversed(range(count + 1)):

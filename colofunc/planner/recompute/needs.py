@@ -7,11 +7,15 @@ and the one that keeps least, and what is alive at each stage's backward beside 
 
     alive, everything kept   inputs | stage 0 | stage 1 | stage 2, its gradients        needs of stage 2, kept whole
     alive, least kept        inputs | 0 | 1 | stage 2 made again, its gradients         needs of stage 2, made again
+
+What later stages left behind (gradients of parameters, mostly) is not of the stage's needs: a chain has it apart, as
+`left_bytes`, so that equal layers have equal needs, wherever they stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -24,25 +28,29 @@ from colofunc.program.passes.inplace import in_place
 
 
 def measured(chain: Chain) -> Chain:
-    """The chain with `Kept.needs_bytes` as counted; a program with loops is left as it is."""
+    """The chain with `Kept.needs_bytes` and `left_bytes` as counted; a program with loops is left as it is."""
     if not chain.parts or any(node.loop is not None for node in chain.program.nodes):
         return chain
-    whole, lean = (_needs(chain, way) for way in (0, -1))
-    return attrs.evolve(chain, parts=tuple(map(_counted, chain.parts, whole, lean)))
+    (whole, later), (lean, _) = (_needs(chain, way) for way in (0, -1))
+    left = [0, *(before - own for before, own in pairwise(later))]
+    return attrs.evolve(chain, parts=tuple(map(_counted, chain.parts, whole, lean, left)))
 
 
-def _counted(part: Part, whole: int, lean: int) -> Part:
+def _counted(part: Part, whole: int, lean: int, left: int) -> Part:
     """Between the two that were counted, needs go as what is kept does."""
     ways = part.stage.ways
     most, least = ways[0].nbytes, ways[-1].nbytes
     share = [(way.nbytes - least) / (most - least) if most > least else 1.0 for way in ways]
     found = [max(way.nbytes, round(lean + (whole - lean) * s)) for way, s in zip(ways, share, strict=True)]
     kept = tuple(attrs.evolve(way, needs_bytes=n) for way, n in zip(ways, found, strict=True))
-    return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=kept))
+    return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=kept, left_bytes=left))
 
 
-def _needs(chain: Chain, way: int) -> list[int]:
-    """Bytes alive at the worst moment of each stage, where all are kept in this way, beside inputs and what earlier stages left."""
+def _needs(chain: Chain, way: int) -> tuple[list[int], list[int]]:
+    """(needs, left by later stages) in bytes by stage, where all are kept in this way.
+
+    Needs are what is alive at a stage's worst moment beside inputs, what earlier stages hold and what later ones left.
+    """
     last = len(chain.parts) - 1
     runs = [Run(s, way % len(part.stage.ways)) for s, part in enumerate(chain.parts)]
     done = in_place(chain.replay([*runs, *(Back(s) for s in range(last, -1, -1))]))
@@ -60,13 +68,16 @@ def _needs(chain: Chain, way: int) -> list[int]:
     backward = _ends(chain, done.nodes, [part.back for part in reversed(chain.parts)])
     begins = [0, *(end + 1 for end in forward)]
     after = [begins[-1], *(end + 1 for end in backward)]
-    out = []
+    needs, left = list[int](), list[int]()
     for s in range(last + 1):
         windows = ((begins[s], begins[s + 1]), (after[last - s], after[last - s + 1]))
         earlier = (born >= 0) & (born < begins[s])
         beside = [int(nbytes[earlier & (dies >= a)].sum()) for a, _ in windows]
-        out.append(max(int(line[a:b].max(initial=base)) - base - held for (a, b), held in zip(windows, beside, strict=True)))
-    return out
+        begin, end = windows[1]
+        left.append(int(nbytes[(born >= after[0]) & (born < begin) & (dies >= end)].sum()))
+        beside[1] += left[-1]
+        needs.append(max(int(line[a:b].max(initial=base)) - base - held for (a, b), held in zip(windows, beside, strict=True)))
+    return needs, left
 
 
 def _ends(chain: Chain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:

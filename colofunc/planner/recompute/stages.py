@@ -254,7 +254,7 @@ def _part(
         chosen = {g for g in members if any(keeps(program.nodes[facts.maker[v]], facts.read_by(v)) for v in members[g])}
         again = _again(facts, nodes, saved, chosen | outs)
         read = {facts.group(r) for k in again for r in program.nodes[k].refs}  # what is made again may start from these
-        again_s = sum(node_s(program.nodes[k], program.values) for k in again)
+        again_s = sum(node_s(program.nodes[k], program.values) for k in sorted(again))
         sets = [(frozenset(saved), 0.0), (frozenset(chosen & (read | saved)), again_s)]
     else:
         sets = _ladder(facts, nodes, saved, outs, sizes, node_s)
@@ -269,7 +269,7 @@ def _part(
 def _again_s(facts: _Facts, nodes: range, saved: Collection[int], kept: Collection[int], node_s: NodeS) -> float:
     """Seconds to make what is saved but not kept, from what is kept."""
     program = facts.program
-    return sum(node_s(program.nodes[k], program.values) for k in _again(facts, nodes, saved, kept))
+    return sum(node_s(program.nodes[k], program.values) for k in sorted(_again(facts, nodes, saved, kept)))
 
 
 def _again(facts: _Facts, nodes: range, saved: Collection[int], kept: Collection[int]) -> set[int]:

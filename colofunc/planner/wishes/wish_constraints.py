@@ -11,6 +11,7 @@ wish that matches nothing is an error with near names.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
@@ -42,8 +43,9 @@ def constraints_of(
     extra_of: ExtraOf = lambda node: (),
 ) -> Constraints:
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
+    named = _by_name(program)
     told = [
-        (wish, list(_on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh)))
+        (wish, list(_on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh, named)))
         for wish in wishes
     ]
     some = _Heard(program, mesh, highest((item, wish.rank, where) for wish, found in told for item, where, _ in found))
@@ -142,10 +144,26 @@ def _say(place: object) -> str:
     return f"dim {place}" if isinstance(place, int) else str(place)
 
 
-def _on_leaves(wish: Wish, program: Program, mesh: Mesh) -> Iterator[tuple[int, Where, Constraint]]:
+def _by_name(program: Program) -> Mapping[str, Sequence[int]]:
+    """Numbers of inputs by all that may be written for them: "layers.0.weight", "0.weight" and "weight" are one leaf's."""
+    named = defaultdict[str, list[int]](list)
+    for k, i in enumerate(program.inputs):
+        rest: str | None = program.values[i].name
+        while rest is not None:
+            named[rest].append(k)
+            _, dot, behind = rest.partition(".")
+            rest = behind if dot else None
+    return named
+
+
+def _on_leaves(wish: Wish, program: Program, mesh: Mesh, named: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, Where, Constraint]]:
     if wish.values:
         return
-    hits = [(k, program.values[i]) for k, i in enumerate(program.inputs) if wish.meets(program.values[i].name)]
+    # Plans wish for one leaf at a time by its name: a look at all names for each would take minutes for a deep model.
+    plain = isinstance(wish.match, str) and not any(c in wish.match for c in "*?[")
+    numbers = named.get(str(wish.match), ()) if plain else range(len(program.inputs))
+    hits = [(k, program.values[program.inputs[k]]) for k in numbers]
+    hits = [(k, value) for k, value in hits if plain or wish.meets(value.name)]
     roles = wish.roles or PARAMETERS
     chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
     if "grad" in roles:
