@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.update_lamb import lamb_direction, lamb_direction_
+from colofunc.ops.update_lamb import ROW, lamb_direction, lamb_direction_
 from colofunc.ops.update_lion import lion, lion_, lion_host_
 from colofunc.ops.update_narrow import BLOCK
 
@@ -408,14 +408,13 @@ def test_bad_operands_are_named(what: str, mode: str) -> None:  # noqa: F811
         update(*spoil(*operands(40, torch.bfloat16)), 1e-2, 0.9, 0.99, 0.1, False)
 
 
-def test_sums_of_squares_are_exact_and_of_all_blocks() -> None:
-    """A running sum in float32 would be off by 1e-3 here."""
-    n = 8 * BLOCK + 17
-    p, g, m, v = torch.randn(n), torch.zeros(n), torch.ones(n) / 2, torch.ones(n)
-    _, squares, _, _ = lamb_direction.kernel(p, g, m, v, torch.tensor(1.0), 0.0, 0.0, 1e-6, 0.5)
-    want = torch.stack([p.double().square().sum(), (p.double() / 2).square().sum()])
-    torch.testing.assert_close(squares, want, rtol=1e-6, atol=0)
-    assert squares.dtype is D
+@pytest.mark.parametrize("numel", [0, 1, ROW, (1 << 24) + 17])
+def test_squared_norms_are_of_all_elements_and_exact(numel: int) -> None:
+    """A running sum in float32 would be off by 1e-3 in the last case."""
+    p, nothing, v = torch.randn(numel), torch.zeros(numel), torch.ones(numel)
+    _, squares, _, _ = lamb_direction.kernel(p, nothing, nothing, v, torch.tensor(1.0), 0.0, 0.0, 1e-6, 0.5)
+    of_param = p.double().square().sum()
+    torch.testing.assert_close(squares, torch.stack([of_param, of_param / 4]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("cls", [cf.Lion, cf.LAMB])

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from colofunc.ops.define import define
 from colofunc.ops.update import adamw_
-from colofunc.ops.update_narrow import BLOCK
+
+ROW = 1024
+"""Elements whose squares are summed in the parameter's own precision."""
 
 
 def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
@@ -39,13 +41,12 @@ def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """0-dim float64 of x in at least float32. On the host the squares of a block at a time are held, which stay in the cache."""
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    at_once = BLOCK if x.device.type == "cpu" else max(1, x.numel())
-    for part in x.reshape(-1).split(at_once):
-        wide = part.to(torch.promote_types(x.dtype, torch.float32))
-        total += (wide * wide).sum()
-    return total
+    """0-dim float64. Squares are summed in at least float32, by rows: a running sum of all would lose a thousandth of a large tensor."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    flat, count = x.reshape(-1), x.numel() // ROW
+    rows, rest = flat[: count * ROW].view(count, ROW), flat[count * ROW :]
+    of_rows = torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(torch.float64)
+    return of_rows.square().sum() + torch.linalg.vector_norm(rest, dtype=wide).to(torch.float64).square()
 
 
 def _direction_(

@@ -19,13 +19,16 @@ Source: Chen et al., Symbolic discovery of optimization algorithms (2023, 2302.0
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.ops import native
 from colofunc.ops.define import define
 from colofunc.ops.update_fused import beside, fusable
-from colofunc.ops.update_narrow import GRADS, check_operands, in_blocks, in_memory_order
+from colofunc.ops.update_narrow import BLOCK, GRADS, check_operands, in_blocks, in_memory_order
 
 HOST_GRADS = (torch.float32, *GRADS)
 
@@ -37,13 +40,18 @@ def _on_host(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
     return param.shape == grad.shape and fusable(param, exp_avg)
 
 
-def _next(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, rate: Tensor | float, keep: Tensor | float, beta1: float, beta2: float
-) -> tuple[Tensor, Tensor]:
-    """(parameter, momentum) in the dtype of all three tensors. keep: the share of the parameter that decay leaves."""
-    toward = exp_avg * beta1 + grad * (1 - beta1)
-    sign = torch.where(toward == toward, toward.sign(), toward)
-    return param * keep - sign * rate, exp_avg * beta2 + grad * (1 - beta2)
+def _move_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, toward: Tensor, part: Tensor, rate: Tensor | float, keep: Tensor | float, beta1: float,
+    beta2: float, maximize: bool,
+) -> None:  # fmt: skip
+    """One step in place, of tensors of one shape and dtype. toward, part: memory like the parameter's. keep: what decay leaves of it."""
+    upward = -1.0 if maximize else 1.0
+    torch.mul(exp_avg, beta1, out=toward).add_(torch.mul(grad, upward * (1 - beta1), out=part))
+    # The sign, but of NaN itself: anything but 0 is at least 1 after two products with the largest power of two.
+    largest = 2.0 ** (math.frexp(torch.finfo(toward.dtype).max)[1] - 1)
+    toward.mul_(largest).mul_(largest).clamp_(-1.0, 1.0)
+    param.mul_(keep).sub_(toward.mul_(rate))
+    exp_avg.mul_(beta2).add_(torch.mul(grad, upward * (1 - beta2), out=part))
 
 
 def _lion_(
@@ -57,15 +65,16 @@ def _lion_(
         return
     wide = torch.promote_types(param.dtype, torch.float32)
     rate = beside(lr, param).to(torch.float64)
-    g = grad.to(wide)
-    g = -g if maximize else g
     keep = (1 - rate * weight_decay).to(wide)
-    new, mean = _next(param.to(wide), g, exp_avg.to(wide), rate.to(wide), keep, beta1, beta2)
-    if finite is not None:
-        finite = beside(finite, param)
-    for old, value in ((param, new), (exp_avg, mean)):
-        value = value.to(old.dtype)
-        old.copy_(value if finite is None else torch.where(finite, value, old))
+    # Where something else is to be kept or written, the step is made on copies.
+    direct = finite is None and param.dtype == exp_avg.dtype == wide
+    p, m = (x if direct else x.to(wide, copy=True) for x in (param, exp_avg))
+    _move_(p, grad.to(wide), m, torch.empty_like(p), torch.empty_like(p), rate.to(wide), keep, beta1, beta2, maximize)
+    if direct:
+        return
+    for old, new in ((param, p), (exp_avg, m)):
+        new = new.to(old.dtype)
+        old.copy_(new if finite is None else torch.where(beside(finite, param), new, old))
 
 
 def _lion(
@@ -85,10 +94,10 @@ def _lion_host_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, beta1: float, beta2: float, weight_decay: float, maximize: bool
 ) -> None:
     check_operands("lion_host_", param, grad, exp_avg, grads=HOST_GRADS)
+    with compat.no_function_modes():
+        toward, part = torch.empty((2, min(BLOCK, param.numel())), dtype=torch.float32)
     for p, g, m in in_blocks(param, grad, exp_avg):
-        new, mean = _next(p, -g if maximize else g, m, lr, 1 - lr * weight_decay, beta1, beta2)
-        p.copy_(new)
-        m.copy_(mean)
+        _move_(p, g, m, toward[: len(p)], part[: len(p)], lr, 1 - lr * weight_decay, beta1, beta2, maximize)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -87,10 +87,9 @@ struct Lion {
     average = average * keep_mean + g * mean;
     // Numbers, not members: a choice between loads would be a branch.
     const float up = rate, down = -rate;
-    float step = way > 0.0f ? up : 0.0f;
+    // 0 and NaN as they are: a parameter that stood still at NaN would hide it.
+    float step = way > 0.0f ? up : way;
     step = way < 0.0f ? down : step;
-    // NaN where the gradient or the momentum is: a parameter that stands still would hide it.
-    step = way == way ? step : way;
     return param * keep - step;
   }
 };
