@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import zero
+from pretended import Machine
 from quantize_matrix import MODES, Net, tokens
 from test_host_updates import ALL_THERE
 from test_update_narrow import U, after, assert_within, casts_on_host, laid, mode, training  # noqa: F401  mode: a fixture
@@ -427,3 +428,18 @@ def test_a_step_with_updates_on_the_host_reads_narrow_gradients(cls: Any, mode: 
     found, want = (after(each, *training(cls)[1:], 3 if exact else 1) for each in (away, step))
     for n in want:
         torch.testing.assert_close(found[n], want[n], rtol=0 if exact else 16 * U, atol=0 if exact else 16 * U * 1e-2)
+
+
+@pytest.mark.parametrize("cls", [cf.Lion, cf.LAMB])
+@pytest.mark.parametrize("away", [True, False])
+def test_beside_a_card_the_bits_are_those_of_the_host_alone(cls: Any, away: bool) -> None:
+    """On a pretended one, whose streams run in any order."""
+
+    def placed(step: Any) -> Any:
+        return cf.offload(step, policy=ALL_THERE) if away else step
+
+    want = after(placed(training(cls)[0]), *training(cls)[1:])
+    with Machine(seed=1):
+        step, state, batch = training(cls, device="cuda")
+        found = after(placed(step), placed(step).init(state, batch), batch)
+    assert all(torch.equal(found[n], want[n]) for n in want)
