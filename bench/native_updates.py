@@ -1,8 +1,9 @@
 """Updates of a float32 parameter by a bfloat16 gradient in the memory of the host, beside what torch has for it.
 
-torch's pieces are the cast of the gradient and its fused kernel, or `torch.optim.AdamW(foreach=True)`. The cast makes a new tensor, as
-torch does; where a buffer is kept for it, which costs four bytes an element, there is a row of its own. Ours is the operator that an
-offloaded step calls (`colofunc.adamw_`, `colofunc.sgd_`), with its kernel in C++ and without.
+torch's pieces are the cast of the gradient and its fused kernel, or `torch.optim.AdamW(foreach=True)`; of Lion and LAMB, which torch does
+not have, its `_foreach` functions as other libraries put them together. The cast makes a new tensor, as torch does; where a buffer is
+kept for it, which costs four bytes an element, there is a row of its own. Ours are the operators that an offloaded step calls
+(`colofunc.adamw_`, `sgd_`, `lion_`, `lamb_direction_`), with their kernel in C++ and without.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 from bench import Row, Section, pairs, ratio, seconds
 from colofunc.ops import native
 from colofunc.ops.update import adamw_, sgd_
+from colofunc.ops.update_lamb import lamb_direction_, trust_ratios
+from colofunc.ops.update_lion import lion_
 
 SIZES = (1 << 16, 1 << 20, 1 << 25)
 LEAST_ELEMENTS = 1 << 22  # that one measurement updates, in several calls of a small size
@@ -56,11 +59,45 @@ class Operands:
     def our_sgd(self, grad: Tensor) -> None:
         sgd_.kernel(self.param, grad, self.first, self.step, self.lr, MOMENTUM, 0.0, DECAY, False)
 
-    def without_kernel(self, grad: Tensor) -> None:
-        """What an update is where there is no compiler."""
-        os.environ["COLOFUNC_NATIVE"] = "off"
-        self.our_adamw(grad)
-        os.environ["COLOFUNC_NATIVE"] = "require"
+    def foreach_lion(self, grad: Tensor) -> None:
+        params, grads, means = [self.param], [grad], [self.first]
+        torch._foreach_mul_(params, 1 - LR * DECAY)
+        toward = torch._foreach_mul(means, BETA1)
+        torch._foreach_add_(toward, grads, alpha=1 - BETA1)
+        torch._foreach_sign_(toward)
+        torch._foreach_add_(params, toward, alpha=-LR)
+        torch._foreach_lerp_(means, grads, 1 - BETA2)
+
+    def our_lion(self, grad: Tensor) -> None:
+        lion_.kernel(self.param, grad, self.first, self.lr, BETA1, BETA2, DECAY)
+
+    def foreach_lamb(self, grad: Tensor) -> None:
+        params, grads, means, squares = [self.param], [grad], [self.first], [self.second]
+        torch._foreach_lerp_(means, grads, 1 - BETA1)
+        torch._foreach_mul_(squares, BETA2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - BETA2)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, (1 - BETA2**3) ** 0.5)
+        torch._foreach_add_(denominators, EPS)
+        directions = torch._foreach_div(means, 1 - BETA1**3)
+        torch._foreach_div_(directions, denominators)
+        torch._foreach_add_(directions, params, alpha=DECAY)
+        ratios = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(directions))
+        torch._foreach_mul_(directions, ratios)
+        torch._foreach_add_(params, directions, alpha=-LR)
+
+    def our_lamb(self, grad: Tensor) -> None:
+        direction, squares = lamb_direction_.kernel(
+            self.param, grad, self.first, self.second, self.step, BETA1, BETA2, EPS, DECAY
+        )  # fmt: skip
+        sgd_.kernel(self.param, direction, None, self.step, self.lr * trust_ratios([squares])[0], 0.0, 0.0, 0.0, False)
+
+
+def without_kernel(update: Callable[[Tensor], None], grad: Tensor) -> None:
+    """What an update is where there is no compiler."""
+    os.environ["COLOFUNC_NATIVE"] = "off"
+    update(grad)
+    os.environ["COLOFUNC_NATIVE"] = "require"
 
 
 def repeated(update: Callable[[], Any], numel: int) -> Callable[[], None]:
@@ -81,11 +118,18 @@ def rows_of(numel: int) -> list[Row]:
         "adamw of torch": lambda: x.fused_adamw(x.grad.float()),
         "adamw of torch, cast to a kept buffer": lambda: x.fused_adamw(x.buffer.copy_(x.grad)),
         "adamw of torch, foreach": lambda: x.foreach_adamw(x.grad.float()),
-        "adamw without a compiler": lambda: x.without_kernel(x.grad),
+        "adamw without a compiler": lambda: without_kernel(x.our_adamw, x.grad),
         "adamw with a float32 gradient": lambda: x.fused_adamw(x.buffer),
         "sgd": lambda: x.our_sgd(x.grad),
         "sgd of torch": lambda: x.fused_sgd(x.grad.float()),
         "sgd of torch, cast to a kept buffer": lambda: x.fused_sgd(x.buffer.copy_(x.grad)),
+        "lion": lambda: x.our_lion(x.grad),
+        "lion of torch": lambda: x.foreach_lion(x.grad.float()),
+        "lion without a compiler": lambda: without_kernel(x.our_lion, x.grad),
+        "lion with a float32 gradient": lambda: x.our_lion(x.buffer),
+        "lion of torch, no cast": lambda: x.foreach_lion(x.buffer),
+        "lamb": lambda: x.our_lamb(x.grad),
+        "lamb of torch": lambda: x.foreach_lamb(x.grad.float()),
     }
     times = pairs(*(repeated(way, numel) for way in ways.values()), count=11, warm=2)
     column = {name: k for k, name in enumerate(ways)}
@@ -105,6 +149,11 @@ def rows_of(numel: int) -> list[Row]:
         row("sgd of torch, cast to a kept buffer", "sgd", "SGD with momentum, cast to a kept buffer and torch's fused kernel / ours"),
         row("adamw of torch", "adamw without a compiler", "AdamW, cast and torch's fused kernel / ours without a compiler"),
         row("adamw with a float32 gradient", "adamw", "AdamW, torch's fused kernel with a float32 gradient, no cast / ours"),
+        Row(f"{numel:,} elements: CPU seconds of {calls} Lion update(s), ours", seconds(times, column["lion"])),
+        row("lion of torch", "lion", "Lion, cast and torch's foreach / ours", TARGET),
+        row("lion of torch, no cast", "lion with a float32 gradient", "Lion with a float32 gradient, torch's foreach / ours", TARGET),
+        row("lion of torch", "lion without a compiler", "Lion, cast and torch's foreach / ours without a compiler"),
+        row("lamb of torch", "lamb", "LAMB, cast and torch's foreach / ours"),
     ]
 
 
@@ -115,7 +164,8 @@ def bench() -> Section:
     return Section(
         "Updates on the host",
         f"float32 parameter and states, bfloat16 gradient, {torch.get_num_threads()} thread(s), torch {torch.__version__}, load average "
-        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. With a float32 gradient colofunc calls torch's fused kernel. DeepSpeed's "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. With a float32 gradient colofunc calls torch's fused kernel, but for Lion, "
+        "which torch has not. torch's norms in LAMB are running sums in float32, ours are of rows that are summed in float64. DeepSpeed's "
         "CPUAdam was not tried",
         rows,
     )

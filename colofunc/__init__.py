@@ -33,6 +33,8 @@ from colofunc.errors import (
 )
 from colofunc.executors.backend import join
 from colofunc.executors.launch import launch
+from colofunc.functional import LAMB as LAMB
+from colofunc.functional import Lion as Lion
 from colofunc.functional import Model as Model
 from colofunc.functional import Optimizer as Optimizer
 from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from colofunc.transforms.shard import shard
 
 __all__ = [
+    "LAMB",
     "Batches",
     "CapacityError",
     "CheckError",
@@ -86,6 +89,7 @@ __all__ = [
     "DTensor",
     "InputError",
     "Layout",
+    "Lion",
     "Mesh",
     "MeshError",
     "Model",

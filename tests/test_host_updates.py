@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 import colofunc as cf
+from colofunc.functional.lion_lamb import OWN
 from colofunc.functional.optimizers import OPERATORS
 from colofunc.functional.torch_optim import TRACEABLE
 from colofunc.planner.offload.policies import HOST
 from colofunc.testing import check
 
-EVERY = sorted({*TRACEABLE, *(cls.__name__ for cls in OPERATORS)})
+CLASSES = {cls.__name__: cls for cls in (*OPERATORS, *OWN, *(getattr(torch.optim, name) for name in TRACEABLE))}
+EVERY = sorted(CLASSES)
 OPTIONS = {"Adam": {"amsgrad": True}, "RMSprop": {"momentum": 0.9, "centered": True}, "SGD": {"momentum": 0.9}}
 ALL_THERE = attrs.evolve(HOST, name="all there", update="host")
 
@@ -31,7 +33,7 @@ def batch() -> Any:
 
 def training(name: str) -> tuple[Any, Any, Any]:
     groups = {"*.bias": cf.adapt(torch.optim.SGD, lr=1e-2)} if name == "Muon" else {}
-    optimizer = cf.adapt(getattr(torch.optim, name), lr=1e-2, groups=groups, **OPTIONS.get(name, {}))
+    optimizer = cf.adapt(CLASSES[name], lr=1e-2, groups=groups, **OPTIONS.get(name, {}))
     step, state = cf.train_step(network(), optimizer, loss=lambda out: out.square().mean())
     return step, state, batch()
 

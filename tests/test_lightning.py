@@ -131,7 +131,10 @@ def test_modules_as_they_come(tmp_path: Path) -> None:
     pair(Tied, DP, tmp_path, data=rows(16), max_epochs=1)
 
 
-@pytest.mark.parametrize("make", [Tiny, lambda: Tiny(torch.optim.SGD, momentum=0.9, dampening=0.2)], ids=["adamw", "sgd"])
+MAKE = {"adamw": Tiny, "sgd": lambda: Tiny(torch.optim.SGD, momentum=0.9, dampening=0.2), "lamb": lambda: Tiny(cf.LAMB)}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_checkpoint_resumes_here_and_in_the_plain_trainer(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole, first, again, plain = (make() for _ in range(4))

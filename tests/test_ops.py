@@ -309,6 +309,8 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     cases = {"colofunc.adamw": (*t, *options), "colofunc.sgd": (t[0], t[1], t[2], t[4], t[5], 0.9, 0.0, 0.1, True)}
     rms = options_of("RMSprop", dict(alpha=0.9, eps=1e-8, momentum=0.5, centered=True, weight_decay=0.1, maximize=False))
     cases["colofunc.update"] = ("RMSprop", t[0], t[1], t[3] + 2, t[2], t[3] / 9, *t[4:], rms)
+    cases["colofunc.lion"] = (*t[:3], t[5], 0.9, 0.99, 0.1)
+    cases["colofunc.lamb_direction"] = (*t[:5], 0.9, 0.99, 1e-6, 0.1)
     p, g, m, v = rand(64, 64), rand(64, 64), rand(64, 64), rand(64, 64).abs()  # smaller ones have no moments in 8 bits
     blocks = block_of((64, 64))
     cases["colofunc.adamw8"] = (p, g, *packed(m, blocks, True), *packed(v, blocks, False), *t[4:], *options[:-1])

@@ -324,7 +324,7 @@ def test_a_norm_that_is_not_finite_does_what_torchs_does(bad) -> None:
     torch.testing.assert_close(list(clipped.values()), [leaf.grad for leaf in leaves], equal_nan=True)
 
 
-@pytest.mark.parametrize("cls", [O.AdamW, O.RMSprop, O.Muon], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [O.AdamW, O.RMSprop, O.Muon, cf.Lion, cf.LAMB], ids=lambda c: c.__name__)
 def test_state_of_large_parameters_is_made_where_it_is_placed(cls) -> None:
     params = {"w": torch.ones(1024, 512)}
     opt = adapt(cls, lr=0.1)

@@ -134,8 +134,8 @@ def errors_page() -> str:
 SECTIONS = {
     "Meshes and tensors": ("Mesh", "Topology", "DTensor", "Spec", "Layout", "distribute", "from_local", "launch"),
     "Models, optimizers, gradients": (
-        "functional", "Model", "lazy", "abstract", "lora", "adapt", "Optimizer", "schedule", "train_step", "value_and_grad",
-        "clip_by_global_norm",
+        "functional", "Model", "lazy", "abstract", "lora", "adapt", "Optimizer", "Lion", "LAMB", "schedule", "train_step",
+        "value_and_grad", "clip_by_global_norm",
     ),
     "Transforms": (
         "shard", "offload", "checkpoint", "precision", "Policy", "quantize", "accumulate", "local_stats", "expert_capacity", "every",

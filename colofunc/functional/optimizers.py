@@ -6,7 +6,7 @@ Problem: `torch.optim` classes hold state in attributes and change parameters in
 
 and `update(grads, state, params)` returns new params and new state. Elementwise classes are one operator per parameter
 (`colofunc.ops.update`, `update_rules`); Muon, which looks at whole matrices, runs torch's own code on copies
-(`colofunc.functional.torch_optim`).
+(`colofunc.functional.torch_optim`). Lion and LAMB, which torch has not, are classes of `colofunc.functional.lion_lamb`.
 
 `groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match; later
 entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales (`colofunc.functional.packed_moments`). `lr` is a
@@ -28,6 +28,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
 from colofunc.functional import packed_moments, torch_optim
+from colofunc.functional.lion_lamb import OWN
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import policy
 from colofunc.ops import update as ops
@@ -46,7 +47,7 @@ OPERATORS = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.
 
 @attrs.frozen(eq=False)
 class Optimizer:
-    """A `torch.optim` class as two functions. Build it with `adapt`."""
+    """A class of `torch.optim`, or in its style, as two functions. Build it with `adapt`."""
 
     cls: type[torch.optim.Optimizer]
     lr: float | Schedule
@@ -136,6 +137,8 @@ class Optimizer:
         if kind == "sgd":
             buffers = {n: zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
+        if self.cls in OWN:
+            return {key: {n: zeros_like(p) for n, p in params.items()} for key in OWN[self.cls].states}
         return torch_optim.init(self.cls, self._grouped(params), params)
 
     def _blocks(self, name: str, param: Tensor) -> Blocks | None:
@@ -150,6 +153,8 @@ class Optimizer:
             return self._adamw(grads, state, params, step, rates, finite)
         if kind == "sgd":
             return self._sgd(grads, state, params, step, rates, finite)
+        if self.cls in OWN:
+            return OWN[self.cls].update(grads, state, params, step, rates, {n: self.of(n) for n in params}, finite)
         if self.cls.__name__ in KINDS:
             return self._elementwise(grads, state, params, step, rates, finite)
         return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
@@ -289,6 +294,8 @@ class Optimizer:
             return [*MOMENTS, *scales, *(["max_exp_avg_sq"] if o["amsgrad"] else [])]
         if kind in ("SGD", "Muon"):
             return ["momentum_buffer"] if kind == "Muon" or o["momentum"] != 0 else []
+        if self.cls in OWN:
+            return list(OWN[self.cls].states)
         unused = [k for k, on in (("momentum_buffer", o.get("momentum")), ("grad_avg", o.get("centered"))) if not on]
         return [key for key in KINDS[kind].states if kind != "RMSprop" or key not in unused]
 
@@ -345,14 +352,14 @@ def adapt(
     state_bits: int = 32,
     **options: Any,
 ) -> Optimizer:
-    """The functional form of a `torch.optim` class.
+    """The functional form of a `torch.optim` class, or of `cf.Lion` and `cf.LAMB`.
 
     `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. `state_bits`: 8 keeps the moments of
     Adam and AdamW as codes of a byte with a float32 scale for each block of at most 128 elements, 8.25 bits an element, of parameters with
     4096 elements and more; 32 keeps them in the parameter's dtype. Groups may differ in it. Raises InputError for a class that cannot be
     traced, an option the class does not have, or a value it refuses.
     """
-    if cls not in OPERATORS:
+    if cls not in OPERATORS and cls not in OWN:
         torch_optim.check(cls)
     defaults = torch_optim.defaults(cls, lr, options)
     packed_moments.check(cls, state_bits, defaults)

@@ -40,7 +40,7 @@ def check(cls: type[torch.optim.Optimizer]) -> None:
     if name in TRACEABLE and cls is getattr(torch.optim, name, None):
         return
     why = REFUSED.get(name, "it is not a class of torch.optim that is known to have no data-dependent code")
-    raise InputError(f"optimizer {name} cannot be adapted: {why}. Try: torch.optim.AdamW, SGD, {', '.join(TRACEABLE)}")
+    raise InputError(f"optimizer {name} cannot be adapted: {why}. Try: torch.optim.AdamW, SGD, {', '.join(TRACEABLE)}, or cf.Lion, cf.LAMB")
 
 
 def defaults(cls: type[torch.optim.Optimizer], lr: Any, options: Mapping[str, Any]) -> dict[str, Any]:

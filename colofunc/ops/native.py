@@ -86,8 +86,8 @@ def _try(mode: str, wanted: tuple[str, str]) -> None:
         if mode == "auto":
             warnings.warn(
                 f"{error}. Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, "
-                "and updates that read a narrow gradient by torch's kernels; COLOFUNC_NATIVE=off says that this is meant, "
-                "COLOFUNC_NATIVE=require makes it an error",
+                "updates that read a narrow gradient by torch's kernels, and Lion's by several operators; COLOFUNC_NATIVE=off says that "
+                "this is meant, COLOFUNC_NATIVE=require makes it an error",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -55,7 +55,7 @@ def adamw_on_host(
     weight_decay: float, decoupled: bool, maximize: bool,
 ) -> None:  # fmt: skip
     """An update of tensors that `reads_narrow` and `fusable` have agreed to."""
-    p, g, m, v = _in_memory_order(param, grad, exp_avg, exp_avg_sq)
+    p, g, m, v = in_memory_order(param, grad, exp_avg, exp_avg_sq)
     update = adamw_narrow_ if native.ready() else adamw_narrow_.kernel
     update(p, g, m, v, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
 
@@ -64,12 +64,12 @@ def sgd_on_host(
     param: Tensor, grad: Tensor, buffer: Tensor | None, lr: Tensor, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
 ) -> None:
     """As `adamw_on_host`. No buffer: no momentum."""
-    p, g, *buffers = _in_memory_order(param, grad, *([] if buffer is None else [buffer]))
+    p, g, *buffers = in_memory_order(param, grad, *([] if buffer is None else [buffer]))
     update = sgd_narrow_ if native.ready() else sgd_narrow_.kernel
     update(p, g, buffers[0] if buffers else None, float(lr), momentum, weight_decay, nesterov, maximize)
 
 
-def _in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:
+def in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:
     """All of them contiguous, with elements in the order of the parameter's memory. It is dense, and its states lie as it does."""
     if param.is_contiguous():
         return param, grad.contiguous(), *states
@@ -81,32 +81,35 @@ def _in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[T
 # ---- the operators: without the library, blocks of torch's ----
 
 
-def _in_blocks(param: Tensor, grad: Tensor, *states: Tensor) -> Iterator[list[Tensor]]:
+def in_blocks(param: Tensor, grad: Tensor, *states: Tensor) -> Iterator[list[Tensor]]:
     """The operands of one block after the other, the gradient as wide as the parameter."""
     with compat.no_function_modes():
         wide = torch.empty(min(BLOCK, param.numel()), dtype=param.dtype)
     flat = [x.view(-1) for x in (param, grad, *states)]
     for begin in range(0, param.numel(), BLOCK):
         p, g, *others = (x[begin : begin + BLOCK] for x in flat)
-        yield [p, wide[: len(p)].copy_(g), *others]
+        yield [p, g if g.dtype == p.dtype else wide[: len(p)].copy_(g), *others]
 
 
-def _check(what: str, param: Tensor, grad: Tensor, *states: Tensor) -> None:
+def check_operands(what: str, param: Tensor, grad: Tensor, *states: Tensor, grads: Sequence[torch.dtype] = GRADS) -> None:
+    """Raises InputError where an update in float32 cannot take these, by a gradient of one of `grads`."""
     if any(not x.is_contiguous() or x.numel() != param.numel() for x in (param, grad, *states)):
         raise InputError(f"{what}: not contiguous, or not of the parameter's size. Try: colofunc.adamw_ or colofunc.sgd_, which take any")
     if any(x.dtype != torch.float32 for x in (param, *states)):
         raise InputError(f"{what}: neither parameter nor states may be other than float32. Try: a cast to it")
-    if grad.dtype not in GRADS:
-        raise InputError(f"{what}: a gradient is bfloat16 or float16, not {grad.dtype}. Try: torch's fused kernel")
+    if grad.dtype not in grads:
+        able = " or ".join(str(dtype).removeprefix("torch.") for dtype in grads)
+        instead = "torch's fused kernel" if grads == GRADS else "a cast to float32"
+        raise InputError(f"{what}: a gradient is {able}, not {grad.dtype}. Try: {instead}")
 
 
 def _adamw(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float, decoupled: bool, maximize: bool,
 ) -> None:  # fmt: skip
-    _check("adamw_narrow_", param, grad, exp_avg, exp_avg_sq)
+    check_operands("adamw_narrow_", param, grad, exp_avg, exp_avg_sq)
     count, rate = torch.full((), step, dtype=torch.float32), torch.full((), lr, dtype=torch.float64)
-    for p, g, m, v in _in_blocks(param, grad, exp_avg, exp_avg_sq):
+    for p, g, m, v in in_blocks(param, grad, exp_avg, exp_avg_sq):
         fused_adamw_([p], [g], [m], [v], [], count, rate, beta1, beta2, eps, weight_decay, decoupled, maximize, None)
 
 
@@ -114,9 +117,9 @@ def _sgd(
     param: Tensor, grad: Tensor, buffer: Tensor | None, lr: float, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
 ) -> None:
     buffers = [] if buffer is None else [buffer]
-    _check("sgd_narrow_", param, grad, *buffers)
+    check_operands("sgd_narrow_", param, grad, *buffers)
     rate = torch.full((), lr, dtype=torch.float64)
-    for p, g, *b in _in_blocks(param, grad, *buffers):
+    for p, g, *b in in_blocks(param, grad, *buffers):
         fused_sgd_([p], [g], b, rate, momentum, weight_decay, nesterov, maximize, None)
 
 

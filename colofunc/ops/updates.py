@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from colofunc.ops.define import OPERATORS
 from colofunc.ops.twins import twin_of
 from colofunc.ops.update import adamw as adamw  # the modules that define them
+from colofunc.ops.update_lamb import lamb_direction as lamb_direction
+from colofunc.ops.update_lion import lion as lion
 from colofunc.ops.update_packed import adamw8 as adamw8
 from colofunc.ops.update_rules import update as update
 

@@ -6,6 +6,7 @@ update of a zero by a zero gradient is zero; so is a product, a cast, and what p
 padded shards as they are:
 
     adamw: (dp a~) b, (dp a~) b, ... -> (dp a~) b          mul, to_copy, neg: the same            sum: (dp a~) b -> +dp
+    lamb_direction: (dp a~) b, ... -> (dp a~) b, _ +dp, ...          the sums of squares are of zeros, too
 
 Adamax and Rprop keep numbers that are never zero (a largest gradient of at least eps, a least step), so they are no such updates.
 Which shapes are padded is the plan's; this offers the strategies, and cost takes them.
@@ -20,12 +21,13 @@ import colofunc as cf
 
 __all__ = ["TARGETS", "strategies"]
 
-_EPS = 8  # position of adamw's eps: without it a zero over a zero would not be zero
+_EPS = {"colofunc.adamw": 8, "colofunc.lamb_direction": 7}  # where it stands: without it a zero over a zero would not be zero
 _KIND, _OPTIONS = 0, 8  # positions in `update`
 # Kinds of `update` that leave zeros zeros -> position of eps among their options, if they divide by a root.
 _EPS_OF = {"Adadelta": 1, "Adagrad": 1, "ASGD": None, "NAdam": 2, "RAdam": 2, "RMSprop": 1}
 _KEEP = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default", "aten._to_copy.default")  # zero where an operand is
-TARGETS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update", *_KEEP, "aten.sum.default")
+_NORMS = 1  # which result of lamb_direction the sums of squares are
+TARGETS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update", "colofunc.lion", "colofunc.lamb_direction", *_KEEP, "aten.sum.default")
 
 
 def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
@@ -38,8 +40,11 @@ def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> It
     if any(t.shape and not mine for t, mine in zip(call.ins, large, strict=True)):
         return  # broadcast
     ins = tuple(shards if mine else whole(t) for t, mine in zip(call.ins, large, strict=True))
+    pending = " ".join(f"+{axis}" for axis in axes)
     if call.target == "aten.sum.default":
-        outs: tuple[Any, ...] = (cf.Spec(" ".join(f"+{axis}" for axis in axes)).bind(mesh, ()),)
+        outs: tuple[Any, ...] = (cf.Spec(pending).bind(mesh, ()),)
+    elif call.target == "colofunc.lamb_direction":
+        outs = tuple(cf.Spec(f"_ {pending}").bind(mesh, (2,)) if k == _NORMS else shards for k in range(len(call.outs)))
     else:
         outs = tuple(None if t is None else shards if t.shape == shape else whole(t) for t in call.outs)
     nbytes = sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(ins, call.ins, strict=True))
@@ -50,8 +55,8 @@ def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> It
 
 def _stays_zero(call: Any) -> bool:
     """Whether zeros in all operands of the parameter's shape give zeros."""
-    if call.target == "colofunc.adamw":
-        return bool(call.arg(_EPS, "eps"))
+    if call.target in _EPS:
+        return bool(call.arg(_EPS[call.target], "eps"))
     if call.target != "colofunc.update":
         return True
     kind = call.arg(_KIND, "kind")

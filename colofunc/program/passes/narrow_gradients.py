@@ -6,8 +6,8 @@ update is the only reader of the cast, it reads what was cast.
 
     %9 = _to_copy(%8: bf16 @host, dtype=f32)   adamw_(%1, %9, %2, %3, ...)     ->     adamw_(%1, %8: bf16 @host, %2, %3, ...)
 
-Updates that run so are those of `colofunc.ops.update_narrow`: Adam and AdamW without amsgrad, SGD without dampening. On a device the
-cast stays: torch's fused kernels read one dtype.
+Updates that run so say it where they are defined (`narrow_where`): Adam and AdamW without amsgrad, SGD without dampening, Lion, LAMB's
+direction. On a device the cast stays: torch's fused kernels read one dtype.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Updates whose states have other shapes than the parameter: moments in 8 bits, with a scale for each block of elements.
+"""Updates with more than tensors of the parameter's shape; those that are elementwise in everything are pointwise.
 
-    adamw8    (o, i) in blocks of h columns      o (g [h]), o (g [h]), o (g [h]), o g, o (g [h]), o g, , -> o (g [h]), ...
-              (o, c, k) with blocks of h k       o (g [h]) [k], ...
+    adamw8            (o, i) in blocks of h columns      o (g [h]), o (g [h]), o (g [h]), o g, o (g [h]), o g, , -> o (g [h]), ...
+                      (o, c, k) with blocks of h k       o (g [h]) [k], ...
+    lamb_direction    (o, i)                             o i, o i, o i, o i, -> o i, [norms], o i, o i
 
-A block is never cut: `g` counts them. Updates that are elementwise in everything are pointwise.
+Of moments in 8 bits a block with a scale is never cut: `g` counts them. LAMB's squared norms are summed over all factors.
 """
 
 from __future__ import annotations
 
 from colofunc.ops.update_packed import block_of
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import Texts, at, bind
+from colofunc.spec.rules.build import Texts, at, bind, names
 from colofunc.spec.rules.pattern import RuleFn
 
 _CODES, _SCALES = (2, 4), (3, 5)  # arguments of adamw8
@@ -31,4 +32,16 @@ def _adamw8(call: Call) -> Rule | None:
     return bind(call, texts, [full, full, scale, full, scale], sizes={"g": blocks.count})
 
 
-RULES: dict[str, RuleFn] = {"colofunc.adamw8": _adamw8}
+def _lamb_direction(call: Call) -> Rule | None:
+    shape = call.ins[0].shape
+    tensors = range(4)  # parameter, gradient, moments
+    if any(call.ins[k].shape != shape for k in tensors):
+        return None
+    dims = names("d", len(shape))
+    full = " ".join(dims)
+    texts: Texts = dict.fromkeys(tensors, full)
+    texts |= {at(call, 4, "step"): "", at(call, 10, "finite"): ""}
+    return bind(call, texts, [full, "[norms]", full, full], reduce=dict.fromkeys(dims, "sum"))
+
+
+RULES: dict[str, RuleFn] = {"colofunc.adamw8": _adamw8, "colofunc.lamb_direction": _lamb_direction}

@@ -1,7 +1,7 @@
-// Optimizer updates on the CPU that read a gradient narrower than the parameter.
+// Optimizer updates on the CPU that read a gradient narrower than the parameter; Lion, which torch has no kernel for, of any width.
 //
 // No product is contracted with a sum, so that every instruction set gives the same bits: these loops wait for memory, and one
-// rounding more costs nothing. Operators, formulas and bounds: `colofunc/ops/update_narrow.py`.
+// rounding more costs nothing. Operators, formulas and bounds: `colofunc/ops/update_narrow.py`, `update_lion.py`.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off")
@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <type_traits>
 
 namespace colofunc {
 namespace {
@@ -25,6 +26,7 @@ constexpr int64_t BLOCK = 1024;
 
 struct Adam {
   static constexpr int states = 2;
+  static constexpr bool takes_wide = false;
   float sign, decay, keep, toward_first, keep_second, toward_second, rate, inverse_root, eps;
 
   Adam(double step, double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
@@ -50,6 +52,7 @@ struct Adam {
 template <bool has_buffer>
 struct Sgd {
   static constexpr int states = has_buffer ? 1 : 0;
+  static constexpr bool takes_wide = false;
   float sign, decay, momentum, rate;
   bool nesterov;
 
@@ -61,6 +64,33 @@ struct Sgd {
     if constexpr (!has_buffer) return param - rate * g;
     buffer = buffer * momentum + g;
     return param - rate * (nesterov ? g + buffer * momentum : buffer);
+  }
+};
+
+struct Lion {
+  static constexpr int states = 1;
+  static constexpr bool takes_wide = true;
+  float sign, keep, keep_toward, toward, keep_mean, mean, rate;
+
+  Lion(double lr, double beta1, double beta2, double weight_decay, bool maximize)
+      : sign(maximize ? -1.0f : 1.0f),
+        keep(1.0 - lr * weight_decay),
+        keep_toward(beta1),
+        toward(1.0 - beta1),
+        keep_mean(beta2),
+        mean(1.0 - beta2),
+        rate(lr) {}
+
+  COLOFUNC_INLINE float next(float param, float grad, float& average, float&) const {
+    const float g = grad * sign;
+    const float way = average * keep_toward + g * toward;
+    average = average * keep_mean + g * mean;
+    // Numbers, not members: a choice between loads would be a branch.
+    const float up = rate, down = -rate;
+    // 0 and NaN as they are: a parameter that stood still at NaN would hide it.
+    float step = way > 0.0f ? up : way;
+    step = way < 0.0f ? down : step;
+    return param * keep - step;
   }
 };
 
@@ -83,6 +113,10 @@ struct Update {
   }
 
   COLOFUNC_INLINE void operator()() const {
+    if constexpr (std::is_same_v<Narrow, float>) {
+      return block(
+          param + begin, grad + begin, first == nullptr ? nullptr : first + begin, second == nullptr ? nullptr : second + begin, end - begin);
+    }
     float wide[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
       const int64_t count = std::min(BLOCK, end - at);
@@ -118,7 +152,10 @@ void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor
   switch (grad.scalar_type()) {
     case ScalarType::BFloat16: return over(static_cast<const BFloat16*>(grad.data_ptr()));
     case ScalarType::Half: return over(static_cast<const Half*>(grad.data_ptr()));
-    default: STD_TORCH_CHECK(false, what, ": a gradient is bfloat16 or float16");
+    case ScalarType::Float:
+      if constexpr (Rule::takes_wide) return over(static_cast<const float*>(grad.data_ptr()));
+      [[fallthrough]];
+    default: STD_TORCH_CHECK(false, what, ": a gradient is ", Rule::takes_wide ? "float32, " : "", "bfloat16 or float16");
   }
 }
 
@@ -139,10 +176,16 @@ void sgd(
   }
 }
 
+void lion(
+    Tensor param, Tensor grad, Tensor exp_avg, double lr, double beta1, double beta2, double weight_decay, bool maximize) {
+  run(Lion(lr, beta1, beta2, weight_decay, maximize), param, grad, &exp_avg, nullptr, "lion_host_");
+}
+
 }  // namespace
 }  // namespace colofunc
 
 STABLE_TORCH_LIBRARY_IMPL(colofunc, CPU, m) {
   m.impl("adamw_narrow_", TORCH_BOX(&colofunc::adamw));
   m.impl("sgd_narrow_", TORCH_BOX(&colofunc::sgd));
+  m.impl("lion_host_", TORCH_BOX(&colofunc::lion));
 }
