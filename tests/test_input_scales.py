@@ -208,6 +208,17 @@ def test_inputs_are_divided_in_front_of_packed_products() -> None:
         assert [node.args[-1] for node in low.program.nodes if "all_" in node.target] == sum_and_more
 
 
+@pytest.mark.parametrize("kind", ["arguments", "adapters"])
+def test_the_scale_is_frozen_and_named_after_its_weight(kind: str) -> None:
+    step_fn, state, _ = step_of(kind)
+    program = cf.quantize(step_fn, scheme_of("smoothquant"), where=WHERE).lower(state, tokens()).global_program
+    roles = {program.values[id].name: program.values[id].role for id in program.inputs}
+    prefix = "params" if kind == "arguments" else "frozen"
+    assert {name: roles.get(name) for name in (f"{prefix}.{w}.input_scale" for w in WHERE)} == {
+        f"{prefix}.up.weight.input_scale": "frozen", f"{prefix}.down.weight.input_scale": "frozen",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_it_is_one_leaf_that_is_saved_and_loaded_onto_another_mesh(name: str, tmp_path: Path) -> None:
     step_fn, params, _ = step_of("arguments")
