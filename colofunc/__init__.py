@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from colofunc.compiler.staged import Staged
     from colofunc.config import configure
     from colofunc.functional.batches import Batches, batches
-    from colofunc.functional.calibration import gptq, input_moments
+    from colofunc.functional.calibration import awq, gptq, input_maxima, input_moments, smoothquant
     from colofunc.functional.load import load
     from colofunc.functional.lora import lora
     from colofunc.functional.padding import pad
@@ -111,6 +111,7 @@ __all__ = [
     "abstract",
     "accumulate",
     "adapt",
+    "awq",
     "batches",
     "checkpoint",
     "clip_by_global_norm",
@@ -125,6 +126,7 @@ __all__ = [
     "functional",
     "gptq",
     "hookimpl",
+    "input_maxima",
     "input_moments",
     "join",
     "launch",
@@ -148,6 +150,7 @@ __all__ = [
     "schedule",
     "set_random_state",
     "shard",
+    "smoothquant",
     "testing",
     "topology",
     "train_step",
@@ -158,12 +161,14 @@ __all__ = [
 # what many steps do without.
 _WHEN_USED = {
     "accumulate": "transforms.accumulate",
+    "awq": "functional.calibration",
     "Batches": "functional.batches",
     "batches": "functional.batches",
     "checkpoint": "transforms.checkpoint",
     "configure": "config",
     "expert_capacity": "transforms.expert_capacity",
     "gptq": "functional.calibration",
+    "input_maxima": "functional.calibration",
     "input_moments": "functional.calibration",
     "load": "functional.load",
     "local_stats": "transforms.local_stats",
@@ -178,6 +183,7 @@ _WHEN_USED = {
     "save": "functional.save",
     "save_pretrained": "functional.pretrained",
     "shard": "transforms.shard",
+    "smoothquant": "functional.calibration",
     "Staged": "compiler.staged",
 }
 _MODULES_WHEN_USED = ("ext", "testing")

@@ -4,11 +4,13 @@
 
 A cell is *equal* when in float64 the outputs of the staged step (of two training steps where there are adapters) are those of the quantized
 function on one device, when the packed tensors on the mesh are bit for bit what one device packs and lie as the mode says, when products
-read them packed, and when the rows of scales lie where the rows of numbers do.
+read them packed, and when the rows of scales lie where the rows of numbers do. Calibrated schemes are calibrated on one device, and leave
+out experts, which no linear layer reads.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import attrs
@@ -23,7 +25,8 @@ from colofunc.ops.quantized_frozen import sources
 from colofunc.plugins import build_registry
 from colofunc.transforms.quantize import packed
 
-SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "int8-dynamic")
+CALIBRATED = ("awq", "smoothquant")
+SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "int8-dynamic", *CALIBRATED)
 WHERE = ("up.weight", "down.weight")
 EXPERTS = ("experts_in", "experts_out")
 KINDS = ("arguments", "adapters")
@@ -183,11 +186,27 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 16, (8, 4), generator=torch.Generator().manual_seed(2))
 
 
+@cache
+def scheme_of(name: str) -> cf.ext.Quantizer:
+    """The scheme of this name, calibrated where it is one that is."""
+    forward, params, _ = step_of("arguments")
+    if name == "awq":
+        return cf.awq(cf.input_moments(forward, where=WHERE)(params, tokens()))
+    if name == "smoothquant":
+        return cf.smoothquant(cf.input_maxima(forward, where=WHERE)(params, tokens()))
+    return build_registry().quantizers[name]
+
+
+def where_of(cell: Cell) -> tuple[str, ...]:
+    """The weights that a cell quantizes."""
+    return WHERE if cell.scheme in CALIBRATED else MODES[cell.mode].where
+
+
 def staged(cell: Cell, step_fn: Callable[..., Any]) -> cf.Staged:
-    mode = MODES[cell.mode]
+    mode, scheme, where = MODES[cell.mode], scheme_of(cell.scheme), where_of(cell)
     if cell.order == "first":
-        return mode.place(cf.quantize(step_fn, cell.scheme, where=mode.where))
-    return cf.quantize(mode.place(step_fn), cell.scheme, where=mode.where)
+        return mode.place(cf.quantize(step_fn, scheme, where=where))
+    return cf.quantize(mode.place(step_fn), scheme, where=where)
 
 
 def run(cell: Cell) -> float:
@@ -214,22 +233,22 @@ def targets(program: cf.ext.Program) -> Iterator[str]:
 def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> None:
     """Products read packed tensors, which are those of one device, and scales lie as numbers do."""
     low = step.lower(state, tokens())
-    form = build_registry().quantizers[cell.scheme].form
+    scheme = scheme_of(cell.scheme)
+    form = scheme.form
     products = [target for target in targets(low.program) if target.startswith(f"colofunc.{form}")]
     assert f"colofunc.{form}_linear" in products, products
-    dynamic = build_registry().quantizers[cell.scheme].outliers is not None
-    assert dynamic == ("colofunc.rounded_rows" in targets(step.lower(state, tokens()).global_program)), "inputs"
+    assert (scheme.outliers is not None) == ("colofunc.rounded_rows" in targets(step.lower(state, tokens()).global_program)), "inputs"
     assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)
     weights = model.params if cell.kind == "arguments" else model.frozen
-    for name in MODES[cell.mode].where:
-        quantizer = build_registry().quantizers[cell.scheme]
-        wanted = sources({name: packed(quantizer, weights[name].clone())})
+    for name in where_of(cell):
+        wanted = sources({name: packed(scheme.named(name), weights[name].clone())})
         rows = {}
         for part, tensor_of_one in wanted.items():
             got, layout = placed[part]
             assert torch.equal(got, tensor_of_one), part
-            rows[part] = [axis for _, axis in layout.dims[0] if axis is not None]
+            if not part.endswith("input_scale"):  # which has no rows
+                rows[part] = [axis for _, axis in layout.dims[0] if axis is not None]
         lies = placed[name][1].text()
         assert lies == MODES[cell.mode].lies.get(name, lies), f"{name} lies as {lies}"
         assert all(axes == rows[name] or not rows[name] for axes in rows.values()), rows
@@ -240,7 +259,7 @@ def parts_on_mesh(cell: Cell, step: cf.Staged, low: Any, state: Any) -> dict[str
     if cell.kind == "arguments":
         placed = step.init(state, tokens())
         found = {}
-        for name in MODES[cell.mode].where:
+        for name in where_of(cell):
             for part, x in sources({name: placed[name]}).items():
                 found[part] = x.full(), x.sharding
         return found

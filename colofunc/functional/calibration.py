@@ -2,7 +2,10 @@
 
     calibration = cf.shard(cf.input_moments(forward, where="*.weight"), mesh, zero(3, "dp"))
     moments = calibration(params, batch)                                  # {"0.weight": sum of x x^T, (i, i), ...}
-    step = cf.quantize(step, cf.gptq(moments))
+    step = cf.quantize(step, cf.gptq(moments))                            # or cf.awq(moments)
+
+    calibration = cf.shard(cf.input_maxima(forward), mesh)
+    step = cf.quantize(step, cf.smoothquant(calibration(params, batch)))  # {"0.weight": max |x|, (i,), ...}
 
 Problem: schemes that look at data need hooks in modules and a pass of their own over layers, on one device. Idea: a function mode sees
 which weights linear layers read, so that their inputs can be summed up in the step itself; ranks sum over rows as they do for gradients.
@@ -14,19 +17,59 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
-from colofunc.ops.gptq import DAMPING, Moments, calibrated
+from colofunc.ops import input_scales
+from colofunc.ops.gptq import DAMPING, calibrated
 from colofunc.ops.linear import linear_dw
+from colofunc.ops.measured import Measured
 from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import LinearInputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.tree import walk
+
+Values = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
+
+
+@attrs.frozen
+class Statistic:
+    """What a calibration step measures of the inputs of a weight.
+
+    `of(x)`: that of rows x (..., i). `join`: of two sets of rows that of both. `maker`, `what`: what errors call the step and its values.
+    `shape`: theirs, for a weight (o, i).
+    """
+
+    maker: str
+    what: str
+    shape: str
+    of: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def dims(self) -> int:
+        """Of a value."""
+        return self.shape.count("i")
+
+
+def _products(x: Tensor) -> Tensor:
+    return linear_dw(x, x)
+
+
+def _largest(x: Tensor) -> Tensor:
+    size = x.abs()
+    # A maximum over real ranks may drop what is no number, and infinity it keeps.
+    size = torch.where(size.isnan(), torch.inf, size)
+    return size.reshape(-1, x.shape[-1]).amax(0)
+
+
+MOMENTS = Statistic("cf.input_moments", "moments", "(i, i)", _products, torch.add)
+MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum)
 
 
 def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
@@ -35,17 +78,31 @@ def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
     where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i) for a weight
     (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no weight of a linear layer.
     """
+    return _measuring(MOMENTS, step_fn, where)
+
+
+def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
+    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x that linear layers multiply it with}.
+
+    where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises
+    InputError where a glob matches no weight of a linear layer.
+    """
+    return _measuring(MAXIMA, step_fn, where)
+
+
+def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]) -> Callable[..., dict[str, Tensor]]:
+    maker = statistic.maker
     globs = (where,) if isinstance(where, str) else tuple(where)
     if isinstance(step_fn, Staged):
-        raise InputError("cf.input_moments takes the step function itself. Try: cf.shard(cf.input_moments(step_fn), mesh)")
+        raise InputError(f"{maker} takes the step function itself. Try: cf.shard({maker}(step_fn), mesh)")
     if not callable(step_fn):
-        raise InputError(f"cf.input_moments was given a {type(step_fn).__name__}. Try: a function such as forward(params, batch)")
+        raise InputError(f"{maker} was given a {type(step_fn).__name__}. Try: a function such as forward(params, batch)")
     if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise InputError(f"cf.input_moments(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+        raise InputError(f"{maker}(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
 
     @wraps(step_fn)
-    def moments(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        seen = _Seen(globs)
+    def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        seen = _Seen(statistic, globs)
         for name, leaf in walk(args[0] if args else {}):
             if isinstance(leaf, Tensor):
                 seen.note(name, leaf)
@@ -53,16 +110,17 @@ def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
             step_fn(*args, **kwargs)
         return seen.result()
 
-    return moments
+    return measured
 
 
 class _Seen:
-    """Weights of one run by name, and the moments of their inputs."""
+    """Weights of one run by name, and what was measured of their inputs."""
 
-    def __init__(self, globs: tuple[str, ...]) -> None:
+    def __init__(self, statistic: Statistic, globs: tuple[str, ...]) -> None:
+        self.statistic = statistic
         self.globs = globs
         self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
-        self.moments: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
 
     def note(self, name: str, leaf: Tensor) -> None:
         self.names[id(leaf)] = leaf, name
@@ -78,52 +136,84 @@ class _Seen:
             return None
         return known[1]
 
-    def see(self, x: Tensor, name: str) -> Tensor:
+    def see(self, x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-            found = linear_dw(rows, rows)
-            self.moments[name] = self.moments[name] + found if name in self.moments else found
-        return x
+            found = self.statistic.of(x.detach().to(torch.promote_types(x.dtype, torch.float32)))
+            self.values[name] = self.statistic.join(self.values[name], found) if name in self.values else found
+        return x, weight
 
     def result(self) -> dict[str, Tensor]:
         for glob in self.globs:
-            if not any(matches(name, glob) for name in self.moments):
+            if not any(matches(name, glob) for name in self.values):
                 names = [name for _, name in self.names.values()]
-                raise InputError(f"cf.input_moments: where={glob!r} matches no weight that a linear layer reads{near(glob, names)}")
-        return self.moments
+                raise InputError(
+                    f"{self.statistic.maker}: where={glob!r} matches no weight that a linear layer reads{near(glob, names)}"
+                )
+        return self.values
 
 
 # ---- what is made of them ----
 
 
-def gptq(moments: Moments | Sequence[Moments], damping: float = DAMPING) -> Quantizer:
+def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quantizer:
     """The scheme "gptq" in the format int4, for `cf.quantize`.
 
     moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns them; of several
     batches a list, which are summed (collective where they are DTensors). damping: added to the diagonal, times its mean. Raises
     InputError where moments are not finite, and when a weight is quantized of which there are none.
     """
-    several = [moments] if isinstance(moments, Mapping) else list(moments)
-    if not several or not all(isinstance(one, Mapping) and one for one in several):
-        raise InputError("cf.gptq: there are no moments. Try: those that a step of cf.input_moments returns, or a list of them")
     if not damping > 0:
         raise InputError(f"cf.gptq(damping={damping!r}): moments of few rows have no inverse. Try: damping={DAMPING}")
-    summed: dict[str, Tensor] = {}
+    return calibrated(_joined("cf.gptq", MOMENTS, moments), float(damping))
+
+
+def awq(moments: Values | Sequence[Values]) -> Quantizer:
+    """The scheme "awq" in the format int4, for `cf.quantize`: columns whose inputs are large are rounded more finely.
+
+    moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which there are none.
+    Source: Lin et al. 2023, "AWQ" (2306.00978).
+    """
+    return input_scales.awq(_joined("cf.awq", MOMENTS, moments))
+
+
+def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
+    """The scheme "smoothquant" in the format int8, for `cf.quantize`: inputs are rounded to 8 bits too, after their outliers have moved
+    into the weights.
+
+    maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several batches a list, of which
+    the largest count (collective where they are DTensors). alpha: how much of the outliers moves, from 0 to 1. Raises InputError where
+    maxima are not finite, and when a weight is quantized of which there are none. Source: Xiao et al. 2022, "SmoothQuant" (2211.10438).
+    """
+    if not 0 <= alpha <= 1:
+        raise InputError(f"cf.smoothquant(alpha={alpha!r}): a part of what is moved, from 0 to 1. Try: alpha=0.5")
+    return input_scales.smoothquant(_joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
+
+
+def _joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
+    """What several batches have measured together, in float64 on the host."""
+    what, maker = statistic.what, statistic.maker
+    several = [values] if isinstance(values, Mapping) else list(values)
+    if not several or not all(isinstance(one, Mapping) and one for one in several):
+        raise InputError(f"{scheme}: there are no {what}. Try: those that a step of {maker} returns, or a list of them")
+    joined: dict[str, Tensor] = {}
     for one in several:
         for name, value in one.items():
-            value = _checked(name, value)
-            summed[name] = summed[name] + value if name in summed else value
-    return calibrated(summed, float(damping))
+            value = _checked(scheme, statistic, name, value)
+            joined[name] = statistic.join(joined[name], value) if name in joined else value
+    return Measured(scheme, what, maker, joined)
 
 
-def _checked(name: str, value: Tensor) -> Tensor:
-    if value.dim() != 2 or value.shape[0] != value.shape[1]:
-        raise InputError(f"cf.gptq: moments of {name!r} are {tuple(value.shape)}, and (i, i) of a weight (o, i). Try: cf.input_moments")
+def _checked(scheme: str, statistic: Statistic, name: str, value: Tensor) -> Tensor:
+    if value.dim() != statistic.dims or len(set(value.shape)) != 1:
+        raise InputError(
+            f"{scheme}: {statistic.what} of {name!r} are {tuple(value.shape)}, and {statistic.shape} of a weight (o, i). Try: "
+            f"{statistic.maker}"
+        )
     whole = value.full() if isinstance(value, DTensor) else value
     value = whole.detach().to("cpu", torch.float64)
     if not bool(value.isfinite().all()):
         raise InputError(
-            f"cf.gptq: the moments of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without them; "
-            "low.check_finite(state, batch), which names where they come from"
+            f"{scheme}: the {statistic.what} of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without "
+            "them; low.check_finite(state, batch), which names where they come from"
         )
     return value

@@ -15,7 +15,6 @@ Source: Frantar et al. 2022, "GPTQ" (2210.17323), algorithm 1; damping as there,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import attrs
@@ -23,54 +22,37 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.errors import InputError, near
+from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import FORMATS, packed
-from colofunc.ops.quantizers import Numbers, Quantizer, int4, int4_grid, int4_numbers
+from colofunc.ops.quantizers import Quantizer, int4, int4_grid, int4_numbers
 
 GROUP = FORMATS["int4"].group
 DAMPING = 0.01
 """What is added to the diagonal, as a part of its mean: moments of few rows have no inverse."""
 
-Moments = Mapping[str, Tensor]
 
-
-def calibrated(moments: Moments, damping: float) -> Quantizer:
-    """The scheme "gptq" in the format int4. moments: weight's name -> (i, i), float64."""
-    return Quantizer("gptq", form="int4", quantize=int4, by_name=_Calibrated(moments, damping).numbers)
+def calibrated(moments: Measured, damping: float) -> Quantizer:
+    """The scheme "gptq" in the format int4. moments: of each weight (i, i), float64."""
+    return Quantizer("gptq", form="int4", quantize=int4, by_name=_Calibrated(moments, damping).named)
 
 
 @attrs.frozen(eq=False)
 class _Calibrated:
     """Moments by name, and the factors that were made of them."""
 
-    moments: Mapping[str, Tensor]
+    moments: Measured
     damping: float
     factors: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def numbers(self, name: str) -> Numbers:
-        """How the weight of this name is quantized."""
-        known = self._known(name)
-        return partial(self._quantized, name, known)
-
-    def _known(self, name: str) -> str:
-        """The name that the moments of a weight have: in a state it may stand behind further words."""
-        fitting = [known for known in self.moments if f".{name}".endswith(f".{known}") or f".{known}".endswith(f".{name}")]
-        exact = [known for known in fitting if known == name]
-        if not exact and len(fitting) != 1:
-            raise InputError(
-                f"cf.gptq: there are no moments of {name!r}{near(name, self.moments)}. Try: cf.input_moments with the where= of the step; "
-                "where= that leaves it out, as what no linear layer reads"
-            )
-        return (exact or fitting)[0]
+    def named(self, name: str) -> Quantizer:
+        """The scheme for the weight of this name."""
+        return Quantizer("gptq", form="int4", quantize=partial(self._quantized, name, self.moments.known(name)))
 
     def _quantized(self, name: str, known: str, weight: Tensor) -> dict[str, Tensor]:
         if weight.is_meta:
             return int4(weight)
         with compat.no_function_modes():
-            moments = self.moments[known]
-            if moments.shape[0] != weight.shape[1]:
-                has = f"{name!r} has {weight.shape[1]} columns, and its moments are {tuple(moments.shape)}"
-                raise InputError(f"cf.gptq: {has}. Try: moments of this model")
+            moments = self.moments.of(name, weight.shape[1])
             if known not in self.factors:
                 self.factors[known] = factor(moments, self.damping)
             return rounded(weight, self.factors[known])

@@ -14,6 +14,9 @@ a split of rows splits all of them. `Quantized` is one weight in a format. Each 
     int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
     nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
 
+A weight in any of them may have an `input_scale` (i) beside these parts: its columns were multiplied by it before they were rounded, so
+inputs are divided by it in front of the product (`colofunc/ops/input_scales.py`), and a widened weight is divided by it.
+
 The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA (2305.14314),
 section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one another.
 
@@ -327,6 +330,7 @@ class Quantized:
 
     `scheme`: how its numbers were chosen ("int8", "nf4", ...). `form`: the name of its format. `dtype`: that it had. `data` has the
     weight's own name in a program, so that globs of plans and specs that are meant for the weight are about it; the others follow.
+    `input_scale`: (i,) float32, by which its columns were multiplied before they were rounded; None: by nothing.
     """
 
     scheme: str
@@ -337,6 +341,7 @@ class Quantized:
     scale: Tensor
     zero: Tensor | None = None
     outer: Tensor | None = None
+    input_scale: Tensor | None = None
 
     @property
     def format(self) -> Format:
@@ -351,14 +356,29 @@ class Quantized:
         return tuple(part for part in found if part is not None)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are kept of it: its parts, and the scale of its inputs where there is one."""
+        return self.parts if self.input_scale is None else (*self.parts, self.input_scale)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all its parts."""
-        return sum(part.numel() * part.itemsize for part in self.parts)
+        """Bytes of all its tensors."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that it stands for, in `dtype` (its own by default)."""
-        rows: Tensor = OPERATORS[self.form].dequantize(*self.parts, self.dtype if dtype is None else dtype)
+        dtype = self.dtype if dtype is None else dtype
+        if self.input_scale is None:
+            rows = self.for_divided_inputs(dtype)
+        else:
+            # Cast once, after the division.
+            rows = (self.for_divided_inputs(_wide_dtype(self.parts, dtype)) / self.input_scale).to(dtype)
         return rows if len(self.shape) == 2 else rows.reshape(self.shape)
+
+    def for_divided_inputs(self, dtype: torch.dtype) -> Tensor:
+        """The matrix (o, i) of its parts alone, which inputs divided by `input_scale` are multiplied with."""
+        rows: Tensor = OPERATORS[self.form].dequantize(*self.parts, dtype)
+        return rows
 
     def __repr__(self) -> str:
         return f"Quantized({self.scheme!r}, {tuple(self.shape)}, {str(self.dtype).removeprefix('torch.')}, {self.nbytes:,} bytes)"

@@ -54,9 +54,14 @@ def sources(weights: Weights) -> dict[str, Tensor]:
 
 
 def named_parts(name: str, weight: Quantized) -> dict[str, Tensor]:
-    """The parts of a quantized weight by name: "w", "w.scale", ..."""
+    """The tensors of a quantized weight by name: "w", "w.scale", ..."""
     _, *rest = weight.format.parts
-    return {name: weight.data, **{f"{name}.{part}": tensor for part, tensor in zip(rest, weight.parts[1:], strict=True)}}
+    found = {name: weight.data}
+    for part, tensor in zip(rest, weight.parts[1:], strict=True):
+        found[f"{name}.{part}"] = tensor
+    if weight.input_scale is not None:
+        found[f"{name}.input_scale"] = weight.input_scale
+    return found
 
 
 def opened(weight: Tensor | Quantized) -> Tensor:

@@ -62,17 +62,22 @@ def _straight_through(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
     return g, None
 
 
+def divided(x: Tensor, scale: Tensor) -> Tensor:
+    """Rows (..., i) over the scale (i,) of a weight's inputs, rounded to the dtype of x once."""
+    return (x / scale).to(x.dtype)
+
+
 rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
 
 
 class LinearInputs(TorchFunctionMode):
-    """Inside, linear layers of some weights read `changed(input, key)`.
+    """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight.
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
     such a tensor is cast to counts as the tensor.
     """
 
-    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Any], Tensor]) -> None:
+    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.key, self.changed = key, changed
         self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
@@ -98,4 +103,6 @@ class LinearInputs(TorchFunctionMode):
 
     def _read(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         known = self._known(weight)
-        return input if known is None else self.changed(input, known), weight, bias
+        if known is not None:
+            input, weight = self.changed(input, weight, known)
+        return input, weight, bias

@@ -1,4 +1,5 @@
-"""Quantizers: how the numbers of a quantized weight are chosen. These round to nearest; `colofunc/ops/gptq.py` has one that measures.
+"""Quantizers: how the numbers of a quantized weight are chosen. These round to nearest; those that have measured inputs of layers are in
+`colofunc/ops/gptq.py` and `colofunc/ops/input_scales.py`.
 
     int8         a row's largest is 127                                       |w - w'| <= scale / 2
     int8-dynamic the same, and inputs of linear layers in int8 too (`colofunc/ops/quantized_inputs.py`)
@@ -14,7 +15,7 @@ numbers of a row are the same whichever rows are quantized with it, so a rank ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -27,6 +28,7 @@ from colofunc.errors import InputError
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
 
 Numbers = Callable[[Tensor], Mapping[str, Tensor]]
+InputScale = Callable[[Iterable[Tensor]], Tensor]
 BLOCK_BYTES = 4 << 20
 """A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a few times that."""
 
@@ -41,14 +43,17 @@ class Quantizer:
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
     this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear layers are
     rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
-    `by_name`: weight's name -> `quantize` for it, of schemes that have measured something of each weight.
+    `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
+    before `quantize`, and inputs divided by it; None: by nothing. `by_name`: weight's name -> the scheme for it, in the same form, of
+    schemes that have measured something of each weight.
     """
 
     name: str
     form: str = attrs.field(kw_only=True)
     quantize: Numbers = attrs.field(kw_only=True, eq=False)
     outliers: float | None = attrs.field(default=None, kw_only=True)
-    by_name: Callable[[str], Numbers] | None = attrs.field(default=None, kw_only=True)
+    input_scale: InputScale | None = attrs.field(default=None, kw_only=True)
+    by_name: Callable[[str], Quantizer] | None = attrs.field(default=None, kw_only=True)
 
     @form.validator
     def _is_known(self, attribute: object, value: str) -> None:
@@ -67,7 +72,7 @@ class Quantizer:
 
     def named(self, name: str) -> Quantizer:
         """The scheme for a weight of this name."""
-        return self if self.by_name is None else attrs.evolve(self, quantize=self.by_name(name))
+        return self if self.by_name is None else attrs.evolve(self.by_name(name), by_name=self.by_name)
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Why a weight of this shape cannot be taken, "" where it can."""
@@ -78,22 +83,42 @@ class Quantizer:
             return f"{self.name} takes groups of {group} columns, and {columns} is no multiple of it"
         return "" if prod(shape) else f"{self.name} takes weights with elements"
 
-    def pack(self, weight: Tensor) -> Quantized:
-        """The weight in this scheme, some rows after the others."""
+    def pack(self, weight: Tensor, input_scale: Tensor | None = None) -> Quantized:
+        """The weight in this scheme, some rows after the others. `input_scale`: of some rows of a weight that of the whole."""
         matrix = weight.detach().flatten(1)
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        if input_scale is None:
+            input_scale = self._input_scale(matrix)
         step = rows_at_once(matrix.shape)
         # A tensor of another kind (on ranks, without data) is taken as it is: its rows need not be in one place.
         if matrix.shape[0] <= step or matrix.is_meta or type(matrix) is not Tensor:
-            parts = dict(self.quantize(matrix.to(wide)))
+            parts = self._numbers(matrix, input_scale)
         else:
             parts = {}
             for first in range(0, matrix.shape[0], step):
-                for name, part in self.quantize(matrix[first : first + step].to(wide)).items():
+                for name, part in self._numbers(matrix[first : first + step], input_scale).items():
                     if name not in parts:
                         parts[name] = part.new_empty((matrix.shape[0], *part.shape[1:]))
                     parts[name][first : first + step] = part
-        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts)
+        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts, input_scale=input_scale)
+
+    def _numbers(self, rows: Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
+        """The parts of some rows."""
+        rows = widened(rows)
+        return dict(self.quantize(rows if input_scale is None else rows * input_scale))
+
+    def _input_scale(self, matrix: Tensor) -> Tensor | None:
+        """The scale of a weight's inputs, (i,) float32; None where the scheme has none."""
+        if self.input_scale is None:
+            return None
+        if matrix.is_meta or isinstance(matrix, compat.FakeTensor):
+            return matrix.new_empty(matrix.shape[1], dtype=torch.float32)
+        step = rows_at_once(matrix.shape)
+        return self.input_scale(widened(matrix[first : first + step]) for first in range(0, matrix.shape[0], step))
+
+
+def widened(rows: Tensor) -> Tensor:
+    """Rows in the dtype in which quantizers are given them: float32, or float64 where they are."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def rows_at_once(shape: Sequence[int]) -> int:
@@ -178,6 +203,9 @@ def misfit(weight: Quantized) -> str:
     for name, (dtype, shape), (own_dtype, own_shape) in zip(weight.format.parts, given, wanted, strict=True):
         if (dtype, shape) != (own_dtype, own_shape):
             return f"its {name} is {_said(dtype)} {shape}, and {weight.form} has {_said(own_dtype)} {own_shape}"
+    scale, columns = weight.input_scale, prod(weight.shape[1:])
+    if scale is not None and (scale.dtype, tuple(scale.shape)) != (torch.float32, (columns,)):
+        return f"its input_scale is {_said(scale.dtype)} {tuple(scale.shape)}, and that of {columns} columns is float32 ({columns},)"
     return ""
 
 

@@ -5,7 +5,8 @@
 Problem: a file holds a weight of which a rank keeps some rows or columns in 4 bits, and neither the weight nor its numbers in float32 have
 room beside what is kept. Idea: a row's numbers depend on this row only, so whoever asks for a box of a part gets it block of rows after
 block: read, packed, cut to the columns that are asked for, forgotten. The parts of a weight are placed one after the other; what stands
-beside its numbers (scales, zeros: a few hundredths of them) is kept from the first to the others, so that rows are read once.
+beside its numbers (scales, zeros: a few hundredths of them) is kept from the first to the others, so that rows are read once. A scheme
+that scales inputs by something of all rows (awq, smoothquant) has them read once more in front, by every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantizers import Quantizer, rows_at_once
+from colofunc.ops.quantizers import Quantizer, rows_at_once, widened
 from colofunc.program.lazy import Box, LazyTensor, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
@@ -32,17 +33,23 @@ def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Qua
     parts: dict[str, Any] = {}
     for name, part in zip(quantizer.format.parts, like.parts, strict=True):
         parts[name] = lazy_tensor(part.shape, part.dtype, packing.maker(name, part), packing.reader(name, part))
+    if like.input_scale is not None:
+        parts["input_scale"] = lazy_tensor(like.input_scale.shape, like.input_scale.dtype, packing.input_scale)
     return attrs.evolve(like, **parts)
 
 
 @attrs.frozen(eq=False)
 class _Packing:
-    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet."""
+    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet.
+
+    `scales`: the scale of its inputs, once it is known.
+    """
 
     quantizer: Quantizer
     weight: LazyTensor
     check: Check
     beside: dict[Rows, dict[str, Tensor]] = attrs.field(factory=dict)
+    scales: list[Tensor] = attrs.field(factory=list)
 
     def maker(self, name: str, like: Tensor) -> Callable[[], Tensor]:
         """What makes all of a part."""
@@ -61,19 +68,36 @@ class _Packing:
 
     def reader(self, name: str, like: Tensor) -> Callable[[Box], Tensor | None]:
         """What makes a box of a part; it gives None where the weight can be read as a whole only."""
-        every = tuple(slice(0, size) for size in self.weight.shape[1:])
-
-        def of_rows(first: int, end: int) -> Tensor | None:
-            return self.weight.source.read((slice(first, end), *every))
-
         def read(box: Box) -> Tensor | None:
             rows = box[0].start, box[0].stop
             known = self._known(name, rows)
             if known is not None:
                 return known[(slice(None), *box[1:])].clone()
-            return self._collected(name, like, rows, of_rows, box[1:])
+            return self._collected(name, like, rows, self._read, box[1:])
 
         return read
+
+    def input_scale(self) -> Tensor:
+        """The scale of the weight's inputs, of all its rows: they are read, block after block, before the first of them is packed."""
+        if not self.scales:
+            measure = self.quantizer.input_scale
+            assert measure is not None
+            self.scales.append(measure(self._all_rows()))
+        return self.scales[0].clone()
+
+    def _all_rows(self) -> Iterator[Tensor]:
+        whole: Tensor | None = None
+        for first, end in self._blocks((0, self.weight.shape[0])):
+            block = self._read(first, end) if whole is None else whole[first:end]
+            if block is None:
+                whole = make(self.weight)
+                block = whole[first:end]
+            yield widened(block.flatten(1))
+
+    def _read(self, first: int, end: int) -> Tensor | None:
+        """Some rows; None where the weight can be read as a whole only."""
+        every = tuple(slice(0, size) for size in self.weight.shape[1:])
+        return self.weight.source.read((slice(first, end), *every))
 
     def _known(self, name: str, rows: Rows) -> Tensor | None:
         kept = self.beside.get(rows, {})
@@ -87,12 +111,13 @@ class _Packing:
     ) -> Tensor | None:
         """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read."""
         out = torch.empty(like[(slice(*rows), *columns)].shape, dtype=like.dtype)
+        input_scale = None if self.quantizer.input_scale is None else self.input_scale()
         beside: dict[str, list[Tensor]] = {}
         for first, end in self._blocks(rows):
             block = of_rows(first, end)
             if block is None:
                 return None
-            packed = self.check(self.quantizer.pack(block))
+            packed = self.check(self.quantizer.pack(block, input_scale))
             parts = dict(zip(self.quantizer.format.parts, packed.parts, strict=True))
             out[first - rows[0] : end - rows[0]] = parts.pop(name)[(slice(None), *columns)]
             if name == "data":

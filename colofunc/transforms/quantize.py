@@ -12,8 +12,8 @@ Which weights: those of argument 0 that `where` matches (`grow`; the state has a
 weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step
 changes is an error: what is trained are adapters beside it (`cf.lora`).
 
-Some schemes round the inputs of linear layers too: a function mode around the step does (`colofunc/ops/quantized_inputs.py`), so that
-the trace and the one-device reference compute the same.
+Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
+(`colofunc/ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantized_inputs import LinearInputs, rounded_rows
+from colofunc.ops.quantized_inputs import LinearInputs, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
@@ -60,7 +60,8 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, or a `cf.ext.Quantizer`.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
+    `cf.smoothquant(maxima)`, or a `cf.ext.Quantizer`.
     where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
     schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
     do not fit.
@@ -160,8 +161,8 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
 
     Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
     """
-    if quantizer.by_name is not None and isinstance(weight, DTensor):
-        weight = weight.full()  # columns one after the other: not where they lie on several ranks
+    if isinstance(weight, DTensor) and (quantizer.by_name is not None or quantizer.input_scale is not None):
+        weight = weight.full()  # columns one after the other, or something of all rows: not where they lie on several ranks
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         if isinstance(weight, LazyTensor):
             found = packed_lazily(quantizer, weight, partial(_finite, name))
@@ -173,13 +174,13 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
             f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: {wrong}. Try: "
             "quantize= that returns them so"
         )
-    give_role("frozen", found.parts)
+    give_role("frozen", found.tensors)
     return found
 
 
 def _finite(name: str, weight: Quantized) -> Quantized:
     """The weight. Raises InputError where a scale is not finite, as of rows with NaN or infinite numbers."""
-    for part in weight.parts:
+    for part in weight.tensors:
         for shard in part.parts if isinstance(part, DTensor) else (part,):
             known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
             if known and shard.is_floating_point() and not bool(shard.isfinite().all()):
@@ -278,7 +279,7 @@ class _Given:
         if not isinstance(leaf, Quantized):
             return leaf
         self.quantized[name] = None
-        mark("frozen", leaf.parts)
+        mark("frozen", leaf.tensors)
         wide = opened(leaf)
         self._note(wide, leaf)
         return wide
@@ -295,12 +296,24 @@ class _Given:
             yield
 
     def rounding(self) -> AbstractContextManager[Any]:
-        """Inside, linear layers with quantized weights round their inputs, where the scheme does."""
-        outliers = self.weights.quantizer.outliers
-        if outliers is None:
+        """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
+        quantizer = self.weights.quantizer
+        plain = quantizer.outliers is None and quantizer.input_scale is None and quantizer.by_name is None
+        if plain and all(leaf.input_scale is None for _, leaf in self.originals.values()):
             return nullcontext()
+        return LinearInputs(self._leaf, self._layer)
+
+    def _leaf(self, weight: Tensor) -> Quantized | None:
+        known = self.originals.get(id(weight))
+        return None if known is None else known[1]
+
+    def _layer(self, x: Tensor, weight: Tensor, leaf: Quantized) -> tuple[Tensor, Tensor]:
+        """The input and the weight, in its dtype, that a linear layer reads."""
+        if leaf.input_scale is not None:
+            x, weight = divided(x, leaf.input_scale), leaf.for_divided_inputs(weight.dtype)
+        outliers = self.weights.quantizer.outliers
         # From this size on inputs stay as they are.
-        return LinearInputs(lambda weight: outliers if id(weight) in self.originals else None, rounded_rows.apply)
+        return x if outliers is None else rounded_rows.apply(x, outliers), weight
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
         self.originals[id(wide)] = wide, leaf

@@ -26,11 +26,13 @@ PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
 CAST = "aten._to_copy.default"
 VIEW = "aten.view.default"
 LOOKUP = "aten.embedding.default"
+DIVISION = "aten.div.Tensor"
+"""By the scale of a weight's inputs, which is an input of the program."""
 SHAPES = frozenset((VIEW, "aten._unsafe_view.default", "aten.t.default", "aten.transpose.int", "aten.permute.default"))
 """Operators that only look at a widened weight in another shape."""
 NARROW = (torch.bfloat16, torch.float16)
 
-Chain = tuple[Node, ...]  # what makes a widened weight: its dequantize first, then casts and changes of shape
+Chain = tuple[Node, ...]  # what makes a widened weight: its dequantize first, then casts, divisions and changes of shape
 
 
 def read_packed(program: Program) -> Program:
@@ -53,7 +55,9 @@ def read_packed(program: Program) -> Program:
 
 
 def _goes_on(program: Program, node: Node) -> bool:
-    """Whether a node that reads a widened weight only gives it another floating dtype or another shape."""
+    """Whether a node that reads a widened weight only gives it another floating dtype or another shape, or divides it by an input."""
+    if node.target == DIVISION:
+        return len(node.refs) == 2 and node.refs[1] in program.inputs
     return node.target in SHAPES or (node.target == CAST and program.values[node.results[0]].dtype.is_floating_point)
 
 
@@ -130,6 +134,7 @@ def _at_once(program: Program, chain: Chain) -> list[tuple[Node, torch.dtype]]:
     dtypes = [program.values[node.results[0]].dtype for node in chain]
     casts = [node for node in chain if node.target == CAST]
     plain = len(casts) == 1 and casts[0].kwargs == (("dtype", dtypes[-1]),)
+    plain = plain and all(node.target != DIVISION for node in chain)  # which is of float32 numbers
     if not plain or dtypes[0] is not torch.float32 or dtypes[-1] not in NARROW:
         return list(zip(chain, dtypes, strict=True))
     source = attrs.evolve(chain[0], args=(*chain[0].args[:-1], dtypes[-1]))

@@ -1,0 +1,51 @@
+"""What was measured of weights' inputs, looked up by the weights' names, for schemes that are calibrated.
+
+    measured = Measured("cf.gptq", "moments", "cf.input_moments", {"0.weight": (i, i), ...})
+    measured.of("params.0.weight", columns=i)          # (i, i)
+
+Problem: what is measured in one step is used in another, whose state may hold the same weights behind further words. Idea: a name stands
+for the one measured name that it ends in, or that ends in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+from torch import Tensor
+
+from colofunc.errors import InputError, near
+
+
+@attrs.frozen(eq=False)
+class Measured:
+    """One tensor for each weight, whose last dim counts the weight's columns.
+
+    `scheme`, `what`, `maker`: what errors call the scheme, the values, and the function that measures them.
+    """
+
+    scheme: str
+    what: str
+    maker: str
+    values: Mapping[str, Tensor]
+
+    def known(self, name: str) -> str:
+        """The name under which a weight was measured. Raises InputError where there is none, or where several could be meant."""
+        fitting = [known for known in self.values if f".{name}".endswith(f".{known}") or f".{known}".endswith(f".{name}")]
+        if name in fitting:
+            return name
+        if len(fitting) != 1:
+            hint = near(name, self.values) or "."
+            raise InputError(
+                f"{self.scheme}: there are no {self.what} of {name!r}{hint} Try: {self.maker} with the where= of the step; where= that "
+                "leaves it out, as what no linear layer reads"
+            )
+        return fitting[0]
+
+    def of(self, name: str, columns: int) -> Tensor:
+        """What was measured of a weight. Raises InputError where it is of a weight with other columns."""
+        value = self.values[self.known(name)]
+        if value.shape[-1] != columns:
+            has = f"{name!r} has {columns} columns, and its {self.what} are {tuple(value.shape)}"
+            raise InputError(f"{self.scheme}: {has}. Try: {self.what} of this model")
+        return value
