@@ -56,10 +56,12 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
     assert (found.seconds if found else float("inf")) == c(0, len(chain) - 1, memory)
 
 
-@settings(max_examples=90, deadline=None)
-@given(chains, st.integers(4, 30))
-def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(chain: list[Stage], memory: int) -> None:
-    found = table(chain, memory, memory).at(memory)
+@settings(max_examples=120, deadline=None)
+@given(chains, st.integers(4, 30), st.integers(1, 40))
+def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(
+    chain: list[Stage], memory: int, slots: int
+) -> None:
+    found = table(chain, memory, slots).at(slots)
     if found is None:
         return
     there, kept, spent, done = {0}, {}, 0.0, []  # inputs of stages that are there; stages that are kept, and how
