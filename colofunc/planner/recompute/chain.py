@@ -173,7 +173,6 @@ class _Solver:
         self.outs = np.array([slots_of(s.out_bytes, unit) for s in stages]).clip(max=size)
         self.unit, self.left = unit, np.array([s.left_bytes for s in stages], dtype=np.int64)
         self.kept = [[slots_of(way.nbytes, unit) for way in s.ways] for s in stages]
-        self.needs = [[slots_of(s.needs(way), unit) for way in s.ways] for s in stages]
         # In front of each row of `cost`, as many slots that hold nothing: a row shifted by x slots begins x to the left.
         self.cost = np.full((len(stages), 2 * size), INF)
         self.choice = np.full((len(stages), size), -1, dtype=np.int64)
@@ -205,12 +204,12 @@ class _Solver:
 
     def _keeping(self, rows: np.ndarray, i: int, j: int) -> Iterator[np.ndarray]:
         """Seconds by slots where stage i is kept, for every way."""
-        stage, left = self.stages[i], int(self._left(i + 1, j)[0]) if i < j else 0
-        for way, kept, needs in zip(stage.ways, self.kept[i], self.needs[i], strict=True):
+        stage, left_bytes = self.stages[i], max(int(self.left[i + 1 : j + 1].sum()), 0)
+        for way, kept in zip(stage.ways, self.kept[i], strict=True):
             seconds = np.full(self.size, INF)
             if kept < self.size:
                 seconds[:] = self.cost[rows[i + 1, j], self.size - kept : 2 * self.size - kept] if i < j else 0.0
-                seconds[: needs + left] = INF
+                seconds[: slots_of(stage.needs(way) + left_bytes, self.unit)] = INF
             yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
 
     def _splitting(self, rows: np.ndarray, i: int, j: int) -> np.ndarray:

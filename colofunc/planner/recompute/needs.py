@@ -31,8 +31,9 @@ def measured(chain: Chain) -> Chain:
     """The chain with `Kept.needs_bytes` and `left_bytes` as counted; a program with loops is left as it is."""
     if not chain.parts or any(node.loop is not None for node in chain.program.nodes):
         return chain
-    (whole, later), (lean, _) = (_needs(chain, way) for way in (0, -1))
+    (whole, later), (lean, _) = (_alive(chain, way) for way in (0, -1))
     left = [0, *(before - own for before, own in pairwise(later))]
+    whole, lean = ([alive - beside for alive, beside in zip(some, later, strict=True)] for some in (whole, lean))
     return attrs.evolve(chain, parts=tuple(map(_counted, chain.parts, whole, lean, left)))
 
 
@@ -46,10 +47,10 @@ def _counted(part: Part, whole: int, lean: int, left: int) -> Part:
     return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=kept, left_bytes=left))
 
 
-def _needs(chain: Chain, way: int) -> tuple[list[int], list[int]]:
-    """(needs, left by later stages) in bytes by stage, where all are kept in this way.
+def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
+    """Bytes by stage, where all are kept in this way: alive at its worst moment, and what of these later stages left behind.
 
-    Needs are what is alive at a stage's worst moment beside inputs, what earlier stages hold and what later ones left.
+    Beside inputs and what earlier stages hold.
     """
     last = len(chain.parts) - 1
     runs = [Run(s, way % len(part.stage.ways)) for s, part in enumerate(chain.parts)]
@@ -68,16 +69,15 @@ def _needs(chain: Chain, way: int) -> tuple[list[int], list[int]]:
     backward = _ends(chain, done.nodes, [part.back for part in reversed(chain.parts)])
     begins = [0, *(end + 1 for end in forward)]
     after = [begins[-1], *(end + 1 for end in backward)]
-    needs, left = list[int](), list[int]()
+    alive, left = list[int](), list[int]()
     for s in range(last + 1):
         windows = ((begins[s], begins[s + 1]), (after[last - s], after[last - s + 1]))
         earlier = (born >= 0) & (born < begins[s])
         beside = [int(nbytes[earlier & (dies >= a)].sum()) for a, _ in windows]
+        alive.append(max(int(line[a:b].max(initial=base)) - base - held for (a, b), held in zip(windows, beside, strict=True)))
         begin, end = windows[1]
         left.append(int(nbytes[(born >= after[0]) & (born < begin) & (dies >= end)].sum()))
-        beside[1] += left[-1]
-        needs.append(max(int(line[a:b].max(initial=base)) - base - held for (a, b), held in zip(windows, beside, strict=True)))
-    return needs, left
+    return alive, left
 
 
 def _ends(chain: Chain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:
