@@ -7,9 +7,9 @@
     calibration = cf.shard(cf.input_maxima(forward), mesh)
     step = cf.quantize(step, cf.smoothquant(calibration(params, batch)))  # {"0.weight": max |x|, (i,), ...}
 
-Problem: schemes that look at data need hooks in modules and a pass of their own over layers, on one device. Idea: a function
-mode sees which weights linear layers read, so that the step itself can sum up their inputs; ranks sum over rows as they do for
-gradients.
+Problem: schemes that look at data need hooks in modules and a pass of their own over layers, on one device. Idea: a
+function mode sees which weights linear layers read, so that the step itself can sum up their inputs; ranks sum over
+rows as they do for gradients.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Values = Mapping[str, Tensor]  # weight's name -> what was measured of its input
 class Statistic:
     """What a calibration step measures of the inputs of a weight.
 
-    `maker`: the name of the step that measures it. `what`: its values' name. `shape`: their shape for a weight (o, i). `of(x)`: the
-    value of rows x (..., i). `join(a, b)`: the value of all rows, from those of two batches. `sizes`: no value is negative.
+    `maker`: the name of the step that measures it. `what`: its values' name. `shape`: their shape for a weight (o, i).
+    `of(x)`: the value of rows x (..., i). `join(a, b)`: the value of all rows, from those of two batches. `sizes`: no
+    value is negative.
     """
 
     maker: str
@@ -81,8 +82,9 @@ MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum,
 def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
     """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x that linear layers multiply it with}.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i) for a weight
-    (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no weight of a linear layer.
+    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i)
+    for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no
+    weight of a linear layer.
     """
     return _measuring(MOMENTS, step_fn, where)
 
@@ -90,8 +92,8 @@ def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
 def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
     """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x that linear layers multiply it with}.
 
-    where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises
-    InputError where a glob matches no weight of a linear layer.
+    where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is
+    wider. Raises InputError where a glob matches no weight of a linear layer.
     """
     return _measuring(MAXIMA, step_fn, where)
 
@@ -164,9 +166,10 @@ class _Seen:
 def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quantizer:
     """The scheme "gptq" in the format int4, for `cf.quantize`.
 
-    moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns them; of several
-    batches a list, which are summed (collective where they are DTensors). damping: added to the diagonal, times its mean. Raises
-    InputError where moments are not finite, and when a weight is quantized of which there are none.
+    moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns
+    them; of several batches a list, which are summed (collective where they are DTensors). damping: added to the
+    diagonal, times its mean. Raises InputError where moments are not finite, and when a weight is quantized of which
+    there are none.
     """
     if not isinstance(damping, Real) or not damping > 0:
         raise InputError(f"cf.gptq(damping={damping!r}): moments of few rows have no inverse. Try: damping={DAMPING}")
@@ -176,8 +179,8 @@ def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quanti
 def awq(moments: Values | Sequence[Values]) -> Quantizer:
     """The scheme "awq" in the format int4, for `cf.quantize`: columns whose inputs are large are rounded more finely.
 
-    moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which there are none.
-    Source: Lin et al. 2023, "AWQ" (2306.00978).
+    moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which
+    there are none. Source: Lin et al. 2023, "AWQ" (2306.00978).
     """
     return input_scales.awq(_joined("cf.awq", MOMENTS, moments))
 
@@ -186,9 +189,10 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
     """The scheme "smoothquant" in the format int8, for `cf.quantize`: inputs are rounded to 8 bits too, after their outliers have moved
     into the weights.
 
-    maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several batches a list, of which
-    the largest count (collective where they are DTensors). alpha: how much of the outliers moves, from 0 to 1. Raises InputError where
-    maxima are not finite, and when a weight is quantized of which there are none. Source: Xiao et al. 2022, "SmoothQuant" (2211.10438).
+    maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several
+    batches a list, of which the largest count (collective where they are DTensors). alpha: how much of the outliers
+    moves, from 0 to 1. Raises InputError where maxima are not finite, and when a weight is quantized of which there are
+    none. Source: Xiao et al. 2022, "SmoothQuant" (2211.10438).
     """
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise InputError(f"cf.smoothquant(alpha={alpha!r}): a part of what is moved, from 0 to 1. Try: alpha=0.5")

@@ -2,22 +2,23 @@
 
     y = x W^T = (x / s) (W s)^T          s: (i,), one number for each input channel
 
-Problem: a few input channels are many times as large as the others. Where weights are rounded, errors in their columns count
-for more than all others; where inputs are rounded too, they take the digits of the rest of a row. Idea: the product is the same
-for any s > 0, and s decides what is rounded finely.
+Problem: a few input channels are many times as large as the others. Where weights are rounded, errors in their columns
+count for more than all others; where inputs are rounded too, they take the digits of the rest of a row. Idea: the
+product is the same for any s > 0, and s decides what is rounded finely.
 
     awq          int4 weights: s = (size of the channel)^alpha. Columns that count are larger than the rest of their group, and
-                 rounded more finely. Each weight has the alpha of `ALPHAS` with the least error on the calibration data.
+                 rounded more finely. Each weight has the alpha of `ALPHAS` with the least error on the calibration
+                 data.
     smoothquant  int8 weights and inputs: s = max|x|^alpha / max|w|^(1 - alpha) of the channel. With alpha 0.5, x / s and w s
                  are equally large in each channel.
 
-Both ask about all rows of a weight (the error of a product, the largest of a column), so s is found before the first row is
-packed; then rows do not ask about one another. s is kept beside the weight, and not folded into a norm in front of it, as the
-sources do: so any linear layer can have it, for one division of its inputs.
+Both ask about all rows of a weight (the error of a product, the largest of a column), so s is found before the first
+row is packed; then rows do not ask about one another. s is kept beside the weight, and not folded into a norm in front
+of it, as the sources do: so any linear layer can have it, for one division of its inputs.
 
-Sources: Lin et al. 2023, "AWQ" (2306.00978), section 3.2; Xiao et al. 2022, "SmoothQuant" (2211.10438), equation 4. Two things
-differ from AWQ: the size of a channel is the root of the mean of x^2, not the mean of |x|, because the error of a product is made
-of x^2, and gptq needs the same moments; and weights are not clipped.
+Sources: Lin et al. 2023, "AWQ" (2306.00978), section 3.2; Xiao et al. 2022, "SmoothQuant" (2211.10438), equation 4. Two
+things differ from AWQ: the size of a channel is the root of the mean of x^2, not the mean of |x|, because the error of
+a product is made of x^2, and gptq needs the same moments; and weights are not clipped.
 """
 
 from __future__ import annotations
