@@ -80,7 +80,7 @@ MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum,
 
 
 def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x that linear layers multiply it with}.
+    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x of its linear layers' inputs}.
 
     where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i)
     for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no
@@ -90,7 +90,7 @@ def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
 
 
 def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x that linear layers multiply it with}.
+    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x of its linear layers' inputs}.
 
     where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is
     wider. Raises InputError where a glob matches no weight of a linear layer.
@@ -186,8 +186,7 @@ def awq(moments: Values | Sequence[Values]) -> Quantizer:
 
 
 def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
-    """The scheme "smoothquant" in the format int8, for `cf.quantize`: inputs are rounded to 8 bits too, after their outliers have moved
-    into the weights.
+    """The scheme "smoothquant" in the format int8, for `cf.quantize`: outliers of inputs move into weights, both are rounded.
 
     maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several
     batches a list, of which the largest count (collective where they are DTensors). alpha: how much of the outliers

@@ -1,4 +1,4 @@
-"""awq and smoothquant: columns of a weight are multiplied by a scale before they are rounded, its inputs are divided by it.
+"""awq and smoothquant: a scale multiplies columns of a weight before they are rounded, and divides its inputs.
 
     y = x W^T = (x / s) (W s)^T          s: (i,), one number for each input channel
 
@@ -6,11 +6,11 @@ Problem: a few input channels are many times as large as the others. Where weigh
 count for more than all others; where inputs are rounded too, they take the digits of the rest of a row. Idea: the
 product is the same for any s > 0, and s decides what is rounded finely.
 
-    awq          int4 weights: s = (size of the channel)^alpha. Columns that count are larger than the rest of their group, and
-                 rounded more finely. Each weight has the alpha of `ALPHAS` with the least error on the calibration
-                 data.
-    smoothquant  int8 weights and inputs: s = max|x|^alpha / max|w|^(1 - alpha) of the channel. With alpha 0.5, x / s and w s
-                 are equally large in each channel.
+    awq          int4 weights: s = (size of the channel)^alpha. Columns that count are larger than the rest of their
+                 group, and rounded more finely. Each weight has the alpha of `ALPHAS` with the least error of its
+                 product on the calibration data.
+    smoothquant  int8 weights and inputs: s = max|x|^alpha / max|w|^(1 - alpha) of the channel. With alpha 0.5, x / s
+                 and w s are equally large in each channel.
 
 Both ask about all rows of a weight (the error of a product, the largest of a column), so s is found before the first
 row is packed; then rows do not ask about one another. s is kept beside the weight, and not folded into a norm in front
@@ -37,9 +37,9 @@ from colofunc.ops.quantized import FORMATS
 from colofunc.ops.quantizers import Quantizer, int4, int8
 
 ALPHAS = tuple(k / 20 for k in range(20))
-"""Exponents that awq tries. The first scales nothing, so that awq is never worse than int4-g128 on the calibration data."""
+"""Exponents that awq tries. The first scales nothing: on the calibration data awq is never worse than int4-g128."""
 LEAST = 1e-4
-"""Channels below this part of the mean size count as of the mean size: what calibration has not seen is rounded as others are."""
+"""Channels below this part of the mean size count as of the mean size: those without inputs are rounded as others are."""
 
 Found = Callable[[Iterable[Tensor], Tensor], Tensor]  # blocks of a weight's rows, what was measured of its inputs -> s
 
@@ -92,7 +92,7 @@ def awq_scale(blocks: Iterable[Tensor], moments: Tensor) -> Tensor:
 
 
 def squared_error(rows: Tensor, scale: Tensor, moments: Tensor) -> Tensor:
-    """Sum over all calibration inputs x of the square of (rows' - rows) x, () float64. rows': in int4, with this scale of inputs."""
+    """Sum over calibration inputs x of the square of (rows' - rows) x, () float64. rows': in int4, with this scale."""
     scaled = rows * scale
     parts = int4(scaled)
     numbers = FORMATS["int4"].widen([parts[name] for name in FORMATS["int4"].parts], torch.float64)
@@ -101,7 +101,7 @@ def squared_error(rows: Tensor, scale: Tensor, moments: Tensor) -> Tensor:
 
 
 def smoothquant_scale(blocks: Iterable[Tensor], maxima: Tensor, alpha: float) -> Tensor:
-    """s of smoothquant, (i,) float32. blocks: rows of the weight, (some, i) each; maxima: max |x| of channels, (i,) float64."""
+    """s of smoothquant, (i,) float32. blocks: rows of the weight, (some, i) each; maxima: max |x|, (i,) float64."""
     largest = torch.zeros_like(maxima)
     for rows in blocks:
         largest = torch.maximum(largest, rows.abs().amax(0).to(torch.float64))

@@ -135,25 +135,7 @@ class Quantizer:
             for first in range(0, matrix.shape[0], step):
                 yield widened(matrix[first : first + step])
 
-        return self.scale_of(blocks, matrix.shape[1])
-
-    def scale_of(self, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
-        """What `input_scale` gives for a weight, of blocks of its rows. Raises InputError where it is no scale of `columns` inputs.
-
-        Where the weight has numbers that are not finite, its scale may have too: whoever knows the weight's name says so.
-        """
-        assert self.input_scale is not None
-        scale: Any = self.input_scale(blocks())
-        wrong = _no_scale(scale, columns)
-        if wrong == NOT_FINITE and not all(bool(rows.isfinite().all()) for rows in blocks()):
-            wrong = ""
-        if wrong:
-            raise InputError(
-                f"Quantizer {self.name!r}: input_scale= returned {wrong}. Try: input_scale= that returns float32 ({columns},), finite and "
-                "above 0"
-            )
-        found: Tensor = scale
-        return found
+        return scale_of_inputs(self, blocks, matrix.shape[1])
 
 
 NOT_FINITE = "NaN or infinite numbers"
@@ -168,6 +150,24 @@ def _no_scale(scale: object, columns: int) -> str:
     if not bool(scale.isfinite().all()):
         return NOT_FINITE
     return "" if bool((scale > 0).all()) else "numbers that are not above 0"
+
+
+def scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
+    """What `quantizer.input_scale` gives for a weight, of `blocks()` of its rows.
+
+    Raises InputError where it is no scale of `columns` inputs. Where the weight itself is not finite, its scale may be so too: whoever
+    knows the weight's name says that.
+    """
+    assert quantizer.input_scale is not None
+    scale: Any = quantizer.input_scale(blocks())
+    wrong = _no_scale(scale, columns)
+    if wrong == NOT_FINITE and not all(bool(rows.isfinite().all()) for rows in blocks()):
+        wrong = ""
+    if wrong:
+        should = f"float32 ({columns},), finite and above 0"
+        raise InputError(f"Quantizer {quantizer.name!r}: input_scale= returned {wrong}. Try: input_scale= that returns {should}")
+    found: Tensor = scale
+    return found
 
 
 def widened(rows: Tensor) -> Tensor:
