@@ -1,8 +1,8 @@
 """Tracing and planning without weights: OPT-30B for 2 x 4 A100s, GPT-2 small, a mixture on four axes; each in a process of its own.
 
 The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks. LLaMA-3 8B is planned
-with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, and four of its layers for 64 and for 512: neither the sizes of axes
-nor the number of layers should matter much. Its sequences are of 8,192 tokens, one for each rank of dp and cp.
+with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, four of its layers for 64 and for 512, and LLaMA-3 70B: neither the
+sizes of axes nor the number of layers should matter much. Their sequences are of 8,192 tokens, one for each rank of dp and cp.
 A toy LLaMA of 12 layers is planned for four ranks with nothing that pins its plan: alone, and within 0.6 of what it takes then.
 
 Counted from the call of `step.lower` to its return: trace, simplify, plan, lower, check. Memory is the peak resident set
@@ -33,12 +33,15 @@ from transformers import (
 import colofunc as cf
 from bench import Row, Section, fresh, peak_rss_bytes
 
+OF_8B = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+OF_70B = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
 LLAMAS = {
-    "llama-3 8b on 1,024 ranks": (32, dict(dp=16, cp=8, tp=8)),
-    "4 of its layers on 64 ranks": (4, dict(dp=4, cp=2, tp=8)),
-    "4 of its layers on 512 ranks": (4, dict(dp=16, cp=4, tp=8)),
+    "llama-3 8b on 1,024 ranks": (OF_8B, 32, dict(dp=16, cp=8, tp=8)),
+    "4 of its layers on 64 ranks": (OF_8B, 4, dict(dp=4, cp=2, tp=8)),
+    "4 of its layers on 512 ranks": (OF_8B, 4, dict(dp=16, cp=4, tp=8)),
+    "llama-3 70b on 1,024 ranks": (OF_70B, 80, dict(dp=16, cp=8, tp=8)),
 }
-"""Name -> layers, mesh."""
+"""Name -> sizes, layers, mesh."""
 TOYS: dict[str, Callable[[cf.Staged, int], cf.Staged]] = {
     "toy llama of 12 layers": lambda step, budget: step,
     "toy llama, offload": lambda step, budget: cf.offload(step, budget=budget),
@@ -48,19 +51,18 @@ TOYS: dict[str, Callable[[cf.Staged, int], cf.Staged]] = {
 TOY_PART = 0.6
 """Of the peak without a budget, what toys may take."""
 LIMITS_S = {
-    "opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0),
+    "opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0), "llama-3 70b on 1,024 ranks": 60.0,
     **dict.fromkeys(TOYS), "toy llama, both": 5.0,
 }  # fmt: skip
-WITH_MEMORY_LIMIT = ("opt-30b", "llama-3 8b on 1,024 ranks")
+WITH_MEMORY_LIMIT = ("opt-30b", "llama-3 8b on 1,024 ranks", "llama-3 70b on 1,024 ranks")
 
 
 def module_of(name: str) -> torch.nn.Module:
     with torch.device("meta"):
         if name in LLAMAS:
-            layers, _ = LLAMAS[name]
-            size = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=128256)
-            heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
-            return LlamaForCausalLM(LlamaConfig(**size, **heads, use_cache=False))
+            size, layers, _ = LLAMAS[name]
+            more = dict(num_hidden_layers=layers, vocab_size=128256, max_position_embeddings=8192, use_cache=False)
+            return LlamaForCausalLM(LlamaConfig(**size, **more))
         if name in TOYS:
             size = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=12, max_position_embeddings=64)
             return LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
@@ -82,7 +84,7 @@ def plan(name: str, budget_bytes: int = 0) -> dict[str, Any]:
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     if name in LLAMAS:
-        _, axes = LLAMAS[name]
+        *_, axes = LLAMAS[name]
         ids, mesh = cf.abstract((axes["dp"] * axes["cp"], 8192), torch.int64), cf.Mesh(**axes, topology="8xh100-80g")
         step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), plugins=[colofunc_plugins])
         step = cf.checkpoint(step, budget="60GiB")
@@ -129,7 +131,7 @@ def bench() -> Section:
         big = name in WITH_MEMORY_LIMIT
         rows.append(Row(f"{name}: peak memory", f"{gib:.2f} GiB", "at most 2 GB" if big else "", gib <= 1.86 if big else None))
         rows.append(Row(f"{name}: plan", one["plan"]))
-    meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for _, axes in LLAMAS.values())
+    meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for *_, axes in LLAMAS.values())
     setting = (
         "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
         f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G; toys 8 x 32 tokens on dp=2, tp=2; torch {torch.__version__}"

@@ -45,7 +45,6 @@ from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe
 from colofunc.ops.dtypes import Policy
 from colofunc.ops.seeds import random, random_state, set_random_state
-from colofunc.planner.recompute.policies import every, save_only
 from colofunc.plugins import hookimpl, operator, topology
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Cost, Strategy
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from colofunc.functional.save import save
     from colofunc.mesh.profile import profile_mesh
     from colofunc.planner.plan import Plan
+    from colofunc.planner.recompute.policies import every, save_only
     from colofunc.transforms.accumulate import accumulate
     from colofunc.transforms.checkpoint import checkpoint
     from colofunc.transforms.expert_capacity import expert_capacity
@@ -166,6 +166,7 @@ _WHEN_USED = {
     "batches": "functional.batches",
     "checkpoint": "transforms.checkpoint",
     "configure": "config",
+    "every": "planner.recompute.policies",
     "expert_capacity": "transforms.expert_capacity",
     "gptq": "functional.calibration",
     "input_maxima": "functional.calibration",
@@ -181,6 +182,7 @@ _WHEN_USED = {
     "profile_mesh": "mesh.profile",
     "quantize": "transforms.quantize",
     "save": "functional.save",
+    "save_only": "planner.recompute.policies",
     "save_pretrained": "functional.pretrained",
     "shard": "transforms.shard",
     "smoothquant": "functional.calibration",

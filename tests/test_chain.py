@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, solve, table
+from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, _Solver, slots_of, solve, table
 
 UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
 # FIGURES: Rotor on L stages and a loss, x_0 counted in M.
@@ -56,10 +56,12 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
     assert (found.seconds if found else float("inf")) == c(0, len(chain) - 1, memory)
 
 
-@settings(max_examples=90, deadline=None)
-@given(chains, st.integers(4, 30))
-def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(chain: list[Stage], memory: int) -> None:
-    found = table(chain, memory, memory).at(memory)
+@settings(max_examples=120, deadline=None)
+@given(chains, st.integers(4, 30), st.integers(1, 40))
+def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(
+    chain: list[Stage], memory: int, slots: int
+) -> None:
+    found = table(chain, memory, slots).at(slots)
     if found is None:
         return
     there, kept, spent, done = {0}, {}, 0.0, []  # inputs of stages that are there; stages that are kept, and how
@@ -83,6 +85,12 @@ def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_
             done.append(step.stage)
     assert done == list(range(len(chain)))[::-1]
     assert spent == pytest.approx(found.seconds)
+
+
+def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
+    nbytes, unit = 659_659_290, 4_397_728.6  # a quotient of 150, and a little is over
+    left = _Solver([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], unit, 200)._left(0, 0)
+    assert left.tolist() == [slots_of(nbytes, unit)] == [151]
 
 
 def test_equal_layers_are_solved_once() -> None:

@@ -29,7 +29,7 @@ from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.stages.report import Count, Pipelined, pipelined
-from colofunc.program.check import check_program
+from colofunc.program.check import Checker
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Node, Program, Value
@@ -86,6 +86,7 @@ class Completion:
     room_bytes: int | None = None
     keeps: bool = False
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
+    check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
         """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks."""
@@ -141,7 +142,7 @@ class Completion:
 
         def run(program: Program) -> Program:
             program = each.run(program)
-            check_program(program, self.mesh)
+            self.check(program)
             return program
 
         return attrs.evolve(each, run=run)
@@ -211,7 +212,7 @@ class Completion:
             done, _ = self._completed(local, piece)
             near = self._moved(self.order(done, piece), budget_bytes, like.hint)
             return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
-        check_program(local, self.mesh)
+        self.check(local)
         done, stages = self._completed(local, piece)
         if self.keeps and self.searches:
             stages = (Stage("searches", local, 0.0), *stages)
@@ -220,7 +221,7 @@ class Completion:
             return Fitted(done, 0 if uncounted else self._peak(done), 0.0, stages=stages)
         began = time.perf_counter()
         moved = self._moved(self.order(done, piece), budget_bytes)
-        check_program(moved.program, self.mesh)
+        self.check(moved.program)
         if self.keeps:
             stages = (*stages, Stage("moves", moved.program, time.perf_counter() - began))
         return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint, stages)

@@ -11,7 +11,8 @@ that fit, only what the stage allows.
 
 The body of a loop is checked like the program around it, and what goes in and out of it.
 
-Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node.
+Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node. Who checks one
+program after another that have most nodes in common keeps a `Checker`, which remembers these.
 """
 
 from __future__ import annotations
@@ -38,15 +39,29 @@ NEIGHBOURS = 3
 
 @attrs.frozen
 class _Scope:
-    """Where a program stands: the axes that layouts may use (None: any), and whether it is the body of a loop."""
+    """Where a program stands: the axes that layouts may use (None: any), and whether it is the body of a loop.
+
+    `known`: nodes that were found right, by themselves and where they stand, with the values that they read and make.
+    """
 
     axes: frozenset[str] | None
+    known: dict[Any, tuple[Node, tuple[Value, ...]]]
     inside: bool = False
 
 
 def check_program(program: Program, mesh: Mesh | None = None) -> None:
     """Raise ProgramError where the program breaks its invariants. With a mesh, layouts may use only its axes."""
-    _check(program, _Scope(None if mesh is None else frozenset(mesh.shape)))
+    Checker(mesh)(program)
+
+
+class Checker:
+    """`check_program` for programs that have most of their nodes in common: what was found right is not looked at again."""
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self._scope = _Scope(None if mesh is None else frozenset(mesh.shape), {})
+
+    def __call__(self, program: Program) -> None:
+        _check(program, self._scope)
 
 
 def _check(program: Program, scope: _Scope) -> None:
@@ -58,7 +73,7 @@ def _check(program: Program, scope: _Scope) -> None:
         if problem:
             raise ProgramError(f"{problem}\n{_around(program, index)}")
         defined.update(node.results)
-    _check_outputs(program, defined)
+    _check_outputs(program, defined, scope)
 
 
 def _check_inputs(program: Program, scope: _Scope) -> set[int]:
@@ -67,7 +82,7 @@ def _check_inputs(program: Program, scope: _Scope) -> set[int]:
     for vid in program.inputs:
         if vid not in program.values:
             raise ProgramError(f"input %{vid} has no value")
-        problem = _value_problem(program, program.values[vid], scope)
+        problem = _unlaid_problem(program, vid, scope) or _value_problem(program, program.values[vid], scope)
         if problem:
             raise ProgramError(f"input {problem}")
     for vid, tensor in program.constants.items():
@@ -81,10 +96,13 @@ def _check_inputs(program: Program, scope: _Scope) -> set[int]:
     return set(program.inputs)
 
 
-def _check_outputs(program: Program, defined: set[int]) -> None:
+def _check_outputs(program: Program, defined: set[int], scope: _Scope) -> None:
     for vid in program.outputs:
         if vid not in defined:
             raise ProgramError(f"output %{vid} is never defined")
+        problem = _unlaid_problem(program, vid, scope)
+        if problem:
+            raise ProgramError(f"output {problem}")
     for out, into in program.aliases:
         if not (0 <= out < len(program.outputs) and 0 <= into < len(program.inputs)):
             raise ProgramError(f"alias ({out}, {into}) points outside of the outputs or inputs")
@@ -95,14 +113,19 @@ def _check_outputs(program: Program, defined: set[int]) -> None:
             )
 
 
+def _unlaid_problem(program: Program, vid: int, scope: _Scope) -> str:
+    """What is wrong with an input or output that has no layout, "" where it has one or needs none."""
+    needs = program.stage != "global" and not scope.inside
+    return f"%{vid} has no layout in a {program.stage} program" if needs and program.values[vid].layout is None else ""
+
+
 def _value_problem(program: Program, value: Value, scope: _Scope) -> str:
     """What is wrong with a value's layout, "" if nothing is."""
     layout = value.layout
     if program.stage == "global":
         return f"%{value.id} has a layout in a global program" if layout is not None else ""
     if layout is None:  # half-way through a conversion or inside local code
-        named = not scope.inside and (value.id in program.inputs or value.id in program.outputs)
-        return f"%{value.id} has no layout in a {program.stage} program" if named else ""
+        return ""
     if layout.local_shape != value.shape:
         said = f"its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
         return f"%{value.id} has shape {value.shape}, {said}"
@@ -118,16 +141,27 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
     for ref in node.refs:
         if ref not in defined:
             return f"%{ref} is read before it is defined"
-    problem = _place_problem(program, node, scope)
-    if problem:
-        return problem
-    for out in node.outs:
-        if out is None:
-            continue
+    for out in node.results:
         if out in defined:
             return f"%{out} is defined twice"
         if out not in program.values:
             return f"%{out} has no value"
+    key, values = (id(node), program.stage, scope.inside, scope.axes), program.values
+    known = scope.known.get(key)
+    if known is not None and all(values[value.id] is value for value in known[1]):
+        return ""
+    problem = _own_problem(program, node, scope)
+    if not problem and node.loop is None:
+        scope.known[key] = node, tuple(values[i] for i in (*node.refs, *node.results))  # the node, too, so that its id stays its own
+    return problem
+
+
+def _own_problem(program: Program, node: Node, scope: _Scope) -> str:
+    """What is wrong with a node that reads and makes values of this program, "" if nothing is."""
+    problem = _place_problem(program, node, scope)
+    if problem:
+        return problem
+    for out in node.results:
         problem = _value_problem(program, program.values[out], scope)
         if problem:
             return problem
@@ -182,7 +216,7 @@ def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> st
         return problem
     axes = None if scope.axes is None else scope.axes | {loop.axis}
     try:
-        _check(body, _Scope(axes, inside=True))
+        _check(body, _Scope(axes, scope.known, inside=True))
     except ProgramError as error:
         return f"in the loop over {loop.axis}: {error}"
     return ""

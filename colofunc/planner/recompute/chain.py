@@ -78,10 +78,11 @@ class Back:
 
 @attrs.frozen
 class Sweep:
-    """What was found: seconds of all (forward, backward, again), and the order of work."""
+    """What was found: seconds of all (forward, backward, again), the order of work, and the memory that it was found for."""
 
     seconds: float
     order: tuple[Run | Back, ...]
+    given_bytes: int
 
 
 @attrs.frozen(eq=False)
@@ -98,7 +99,7 @@ class Table:
         """The least for so many slots; None where nothing fits."""
         last = len(self.stages) - 1
         seconds = float(self.cost[self.rows[0, last], slots])
-        return None if seconds == INF else Sweep(seconds, tuple(self._order(0, last, slots)))
+        return None if seconds == INF else Sweep(seconds, tuple(self._order(0, last, slots)), int(slots * self.unit))
 
     def _order(self, i: int, j: int, m: int) -> list[Run | Back]:
         """Iterative, because chains are longer than Python's stack is deep."""
@@ -200,7 +201,7 @@ class _Solver:
     def _left(self, first: int, last: int) -> np.ndarray:
         """Slots of what stages k..last leave, for k from `first` to `last`."""
         nbytes = np.cumsum(self.left[first : last + 1][::-1])[::-1]
-        return np.ceil(nbytes / self.unit).clip(0, self.size).astype(np.int64)
+        return (-(-nbytes // self.unit)).clip(0, self.size).astype(np.int64)  # as `slots_of` rounds
 
     def _keeping(self, rows: np.ndarray, i: int, j: int) -> Iterator[np.ndarray]:
         """Seconds by slots where stage i is kept, for every way."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -24,7 +24,7 @@ from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
-from colofunc.planner.recompute.orders import fastest
+from colofunc.planner.recompute.orders import Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
 from colofunc.planner.recompute.stages import Chain, NodeS, chain_of
 from colofunc.program.aliases import aliases
@@ -42,6 +42,7 @@ LEVELS, SHORT = 6, 5
 """Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 FEW = 64
 """Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+GUESSES = 8
 COUNTED, MIDDLE = 600, 4000
 """Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
 
@@ -59,9 +60,7 @@ def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, li
 
 
 def _by_policy_everywhere(program: Program, node_s: NodeS, policy: Policy) -> Program:
-    """The program and the bodies of its loops."""
-    change = partial(_by_policy, node_s=node_s, policy=policy)
-    return within(change(program), change)
+    return _changed(program, partial(_by_policy, node_s=node_s, policy=policy))
 
 
 def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
@@ -85,7 +84,8 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
         return whole, whole
     orders = list(_proposals(program, node_s))
     if len(program.nodes) <= FEW:
-        found = _all([*orders, *late(program)], tried, again_s, whole, budget_bytes)
+        few: list[Callable[[], Program]] = [*orders, *late(program)]
+        found = _all(few, tried, again_s, whole, budget_bytes)
     elif whole.hint is None:
         found = [*_bisect(orders, tried, budget_bytes), *_rounded(program, node_s, tried, budget_bytes)]
     else:
@@ -143,7 +143,7 @@ def _faster(
 
 
 def _unmoved(
-    orders: Sequence[Callable[[], Program]], program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish,
+    orders: Orders, program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish,
     budget: int, best_s: float,
 ) -> list[Fitted]:  # fmt: skip
     """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
@@ -167,7 +167,7 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
     plans.sort(key=lambda one: _seconds(one, node_s))
     if len(program.nodes) > COUNTED:
-        return _bisect([partial(lambda one: one, one) for one in _leaner(plans)], tried, budget)
+        return _bisect(list(_leaner(plans)), tried, budget)
     found = list[Fitted]()
     for one in plans:
         found.append(tried(one))
@@ -176,40 +176,64 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     return found
 
 
-def _leaner(plans: Sequence[Program]) -> Iterator[Program]:
+def _leaner(plans: Sequence[Program]) -> Iterator[Order]:
     """Those that hold less than all before them."""
     least = inf
     for plan in plans:
         peak = memory(plan).peak_bytes["device"]
         if peak < least:
             least = peak
-            yield plan
+            yield Order(partial(lambda plan: plan, plan), peak)
 
 
-def _bisect(orders: Sequence[Callable[[], Program]], tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
-    """Those that were counted on the way to the fastest that fits; the leanest is always among them."""
-    found = {len(orders) - 1: tried(orders[-1]())} if orders else {}
-    low, high = 0, len(orders) - 1  # high fits, or nothing does
-    while low < high and found[len(orders) - 1].peak_bytes <= budget:
-        middle = (low + high) // 2
+def _bisect(orders: Orders, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+    """Those that were counted on the way to the fastest that fits; the leanest is always among them.
+
+    Counting is dear, so what is counted next is what is expected to fit just so; after GUESSES of these, what halves the rest.
+    """
+    if not orders:
+        return []
+    last = len(orders) - 1
+    found = {last: tried(orders[last]())}
+    low, high = 0, last  # high fits, or nothing does
+    while low < high and found[last].peak_bytes <= budget:
+        expected = _expected(orders, {k: one.peak_bytes for k, one in found.items()}, budget)
+        middle = (low + high) // 2 if len(found) > GUESSES else min(max(expected, low), high - 1)
         found[middle] = tried(orders[middle]())
         low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
     return list(found.values())
 
 
-def _proposals(program: Program, node_s: NodeS) -> Iterator[Callable[[], Program]]:
+def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
+    """The first order that should fit, if peaks go with the memory that orders were found for as they do near the budget."""
+    near, *others = sorted(peaks, key=lambda k: abs(peaks[k] - budget))
+    slope = 1.0
+    if others:
+        given, peak = (by(near) - by(others[0]) for by in (lambda k: orders[k].given_bytes, peaks.__getitem__))
+        slope = max(peak / given, 0.1) if given else slope
+    room = orders[near].given_bytes + (budget - peaks[near]) / slope
+    return next((k for k, order in enumerate(orders) if order.given_bytes <= room), len(orders) - 1)
+
+
+def _proposals(program: Program, node_s: NodeS) -> Iterator[Order]:
     """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
     chains = {id(p): measured(chain_of(p, node_s)) for p in program.with_bodies()}
     sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
     if not sweeps:
         return
     for k in range(max(map(len, sweeps.values()))):
+        mine = {key: some[min(k, len(some) - 1)] for key, some in sweeps.items()}
 
-        def change(part: Program, k: int = k) -> Program:
-            mine = sweeps.get(id(part))
-            return part if not mine else chains[id(part)].replay(mine[min(k, len(mine) - 1)].order)
+        def change(part: Program, mine: Mapping[int, Sweep] = mine) -> Program:
+            sweep = mine.get(id(part))
+            return part if sweep is None else chains[id(part)].replay(sweep.order)
 
-        yield lambda change=change: within(change(program), change)  # type: ignore[misc]
+        yield Order(partial(_changed, program, change), sum(sweep.given_bytes for sweep in mine.values()))
+
+
+def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
+    """The program and the bodies of its loops."""
+    return within(change(program), change)
 
 
 def _sweeps(chain: Chain) -> Iterable[Sweep]:
@@ -223,7 +247,7 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
         sweep = whole.at(slots)
         if sweep is None:
             break
-        found.setdefault(sweep.order, sweep)
+        found[sweep.order] = sweep  # the least memory for which it is found
     for sweep in _exact(stages, most) if len(stages) <= SHORT else ():
         found.setdefault(sweep.order, sweep)
     return sorted(found.values(), key=lambda sweep: sweep.seconds)
@@ -240,7 +264,7 @@ def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
     for k in range(1, LEVELS):
         order = checkmate.solve(graph, most * k / LEVELS)
         if order is not None:
-            yield Sweep(order.cost, tuple(_steps(order.nodes, n)))
+            yield Sweep(order.cost, tuple(_steps(order.nodes, n)), int(most * k / LEVELS))
 
 
 def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.program.ir import Program
 
@@ -24,7 +26,22 @@ FULL, MOST = 2, 4
 FINE = 6e-3
 """Orders whose time differs by a smaller part of the step's work are not told apart."""
 
-Orders = Sequence[Callable[[], Program]]
+
+@attrs.frozen(eq=False)
+class Order:
+    """An order of work that was proposed; a call makes the program.
+
+    `given_bytes`: the memory that it was found for. The peak is something else, but from order to order the two go alike.
+    """
+
+    make: Callable[[], Program]
+    given_bytes: int
+
+    def __call__(self) -> Program:
+        return self.make()
+
+
+Orders = Sequence[Order]
 
 
 def fastest(orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float) -> list[Fitted]:

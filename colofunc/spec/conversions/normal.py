@@ -84,7 +84,8 @@ def _orders(puzzle: Puzzle, active: list[int]) -> Iterator[tuple[int, ...]]:
         return puzzle.parts[k].size, min(start, 0), min(goal, 0), start in wanted, goal in held, puzzle.scratch[k] >= 0
 
     alike = [tuple(group) for _, group in groupby(sorted(active, key=lambda k: (looks(k), k)), key=looks)]
-    for found in islice(product(*(permutations(group) for group in alike)), ORDERS):
+    some = [islice(permutations(group), ORDERS) for group in alike]  # a product makes all of them before it gives the first
+    for found in islice(product(*some), ORDERS):
         yield tuple(k for group in found for k in group)
 
 
