@@ -39,7 +39,7 @@ from colofunc.ops.quantizers import Quantizer, int4, int8
 ALPHAS = tuple(k / 20 for k in range(20))
 """Exponents that awq tries. The first scales nothing: on the calibration data awq is never worse than int4-g128."""
 LEAST = 1e-4
-"""Channels below this part of the mean size count as of the mean size: those without inputs are rounded as others are."""
+"""Channels below this part of the mean size count as of the mean size: those without inputs are rounded like others."""
 
 Found = Callable[[Iterable[Tensor], Tensor], Tensor]  # blocks of a weight's rows, what was measured of its inputs -> s
 
