@@ -1,5 +1,6 @@
 """awq and smoothquant: against their equations, on every mesh, what they are good for, and what they say to mistakes."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from quantize_matrix import CALIBRATED, MODES, WHERE, Net, scheme_of, step_of, t
 from torch import nn
 
 import colofunc as cf
+from colofunc.functional.checkpoint.index import index_bytes
 from colofunc.ops.input_scales import ALPHAS
 from colofunc.ops.quantized import Quantized, unpacked
 from colofunc.ops.quantized_inputs import rounded_rows
@@ -235,6 +237,23 @@ def test_it_is_one_leaf_that_is_saved_and_loaded_onto_another_mesh(name: str, tm
     torch.testing.assert_close(other(loaded, tokens()).full(), step(placed, tokens()).full(), rtol=1e-3, atol=1e-3)
 
 
+def test_a_weight_that_was_saved_before_there_were_scales_is_loaded(tmp_path: Path) -> None:
+    """Its index does not have the field."""
+    w = BUILT_IN["int8"].pack(weight().float())
+    cf.save(tmp_path / "state", {"weight": w})
+    index = tmp_path / "state" / "colofunc.json"
+    checkpoint = json.loads(index.read_bytes())["checkpoint"]
+    fields = checkpoint["state"]["dict"]["weight"]["record"]
+    fields.remove([{"value": "input_scale"}, {"value": None}])
+    index.write_bytes(index_bytes(checkpoint))
+    for loaded in (cf.load(tmp_path / "state"), cf.load(tmp_path / "state", like={"weight": w})):
+        assert isinstance(loaded["weight"], Quantized) and loaded["weight"].input_scale is None
+        assert torch.equal(loaded["weight"].dequantize(), w.dequantize())
+    scaled = scheme_for("smoothquant", inputs()).pack(weight().float())
+    with pytest.raises(cf.CheckpointError, match=r"missing 'weight\.input_scale'"):
+        cf.load(tmp_path / "state", like={"weight": scaled})
+
+
 def test_saved_weights_need_no_calibration() -> None:
     """A scheme of the same name reads them packed, from what is kept in them."""
     step_fn, params, _ = step_of("arguments")
@@ -248,7 +267,7 @@ def test_saved_weights_need_no_calibration() -> None:
 
 @pytest.mark.parametrize("policy", [None, "bf16"])
 def test_what_is_no_linear_layer_reads_the_weight_itself(policy: str | None) -> None:
-    """A table that is looked up, multiplied as a linear layer, and transposed: widened and divided in front of each reader."""
+    """A table that is looked up, multiplied as a linear layer, and transposed: rows are widened, and for the last the whole table."""
     torch.manual_seed(0)
 
     class Tied(nn.Module):
@@ -280,6 +299,29 @@ def test_what_is_no_linear_layer_reads_the_weight_itself(policy: str | None) -> 
             assert cf.testing.check(step, model.params, tokens(), steps=1).worst <= 1e-10
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_table_that_is_tied_only_rows_that_are_found_are_widened(dtype: torch.dtype) -> None:
+    def tied(params: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = params["table"].to(dtype)
+        rows = F.embedding(x, table)
+        return rows, F.linear(rows, table)
+
+    table = torch.randn(500, 128, generator=torch.Generator().manual_seed(3))
+    scheme = cf.awq({"table": torch.diag(torch.linspace(1.0, 9.0, 128))})
+    w = scheme.named("table").pack(table)
+    step = cf.quantize(cf.shard(tied, cf.Mesh(dp=2)), scheme, where="table")
+    program = step.lower({"table": table}, tokens()).global_program
+    wide = [value for value in program.values.values() if value.shape == (500, 128) and value.dtype.is_floating_point]
+    assert not wide
+    divided = [program.values[node.results[0]].shape for node in program.nodes if node.target == "aten.div.Tensor"]
+    assert sorted(divided) == [(8, 4, 128), (32, 128)]  # inputs of the layer, and rows of the table
+    rows, outputs = (x.full() for x in step({"table": table}, tokens()))
+    want_rows, want_outputs = tied({"table": w.dequantize()}, tokens())
+    assert torch.equal(rows, want_rows)
+    if dtype is torch.float32:
+        torch.testing.assert_close(outputs, want_outputs, rtol=1e-5, atol=1e-4)
+
+
 # ---- what it is good for ----
 
 
@@ -308,7 +350,6 @@ def relative_error(scheme: Any, x: torch.Tensor) -> float:
 def test_awq_is_nearer_than_the_nearest_levels() -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(8))
     errors = {scheme: relative_error(scheme, x) for scheme in ("awq", "int4-g128")}
-    print(errors)
     assert errors["awq"] < 0.75 * errors["int4-g128"], errors
 
 
@@ -316,7 +357,6 @@ def test_smoothquant_is_nearer_than_inputs_that_are_rounded_as_they_are() -> Non
     """Than W8A8 of all inputs. `int8-dynamic`, which keeps outliers as they are, is nearer still: it rounds less."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(8))
     smoothed, kept, all_rounded = [relative_error(scheme, x) for scheme in ("smoothquant", "int8-dynamic", NO_OUTLIERS_KEPT)]
-    print(smoothed, kept, all_rounded)
     assert kept < smoothed < 0.5 * all_rounded, (smoothed, kept, all_rounded)
 
 

@@ -108,6 +108,31 @@ def test_every_optimizer_is_one_operator_per_parameter(cls, options) -> None:
     assert {n.phase for n in program.nodes} == {"forward", "backward", "update"}
 
 
+COMPLEX = [*OPTIMIZERS, (cf.Lion, {}), (cf.LAMB, {})]
+
+
+@pytest.mark.parametrize(("cls", "options"), COMPLEX, ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v))
+def test_complex_parameters_are_updated_as_torch_does_or_refused(cls, options, double) -> None:
+    params = {"w": torch.randn(4, 5, dtype=torch.complex128)}
+    opt = adapt(cls, lr=1e-2, **options)
+    if cls not in (O.SGD, O.ASGD):
+        said = rf"^{cls.__name__} has no update of complex parameters, and 'w' is one\. Try: a real parameter of shape \(4, 5, 2\)"
+        with pytest.raises(InputError, match=said):
+            opt.init(params)
+        with pytest.raises(InputError, match=said):
+            opt.update(params, {}, params)
+        by_name = adapt(cls, lr=1e-2, groups={"w": adapt(O.SGD, lr=1e-2)}, **options)
+        assert by_name.init(params).keys() == {"step"}
+        return
+    leaf = params["w"].clone().requires_grad_()
+    theirs, state = cls([leaf], lr=1e-2, **options), opt.init(params)
+    for _ in range(9):
+        leaf.grad = torch.randn(4, 5, dtype=torch.complex128)
+        params, state = opt.update({"w": leaf.grad.clone()}, state, params)
+        theirs.step()
+    torch.testing.assert_close(params["w"], leaf.detach(), rtol=1e-12, atol=1e-12)
+
+
 ONE_EACH = [(O.RMSprop, dict(momentum=0.9, centered=True)), (O.NAdam, {}), (O.ASGD, {}), (O.Adagrad, {}), (O.Rprop, {}), (O.RAdam, {}),
             (O.Adamax, {}), (O.Adadelta, {}), (O.Muon, {})]  # fmt: skip
 

@@ -7,14 +7,16 @@
     calibration = cf.shard(cf.input_maxima(forward), mesh)
     step = cf.quantize(step, cf.smoothquant(calibration(params, batch)))  # {"0.weight": max |x|, (i,), ...}
 
-Problem: schemes that look at data need hooks in modules and a pass of their own over layers, on one device. Idea: a function mode sees
-which weights linear layers read, so that their inputs can be summed up in the step itself; ranks sum over rows as they do for gradients.
+Problem: schemes that look at data need hooks in modules and a pass of their own over layers, on one device. Idea: a
+function mode sees which weights linear layers read, so that the step itself can sum up their inputs; ranks sum over
+rows as they do for gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -41,8 +43,9 @@ Values = Mapping[str, Tensor]  # weight's name -> what was measured of its input
 class Statistic:
     """What a calibration step measures of the inputs of a weight.
 
-    `of(x)`: that of rows x (..., i). `join`: of two sets of rows that of both. `maker`, `what`: what errors call the step and its values.
-    `shape`: theirs, for a weight (o, i).
+    `maker`: the name of the step that measures it. `what`: its values' name. `shape`: their shape for a weight (o, i).
+    `of(x)`: the value of rows x (..., i). `join(a, b)`: the value of all rows, from those of two batches. `sizes`: no
+    value is negative.
     """
 
     maker: str
@@ -50,10 +53,11 @@ class Statistic:
     shape: str
     of: Callable[[Tensor], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
+    sizes: bool = False
 
     @property
     def dims(self) -> int:
-        """Of a value."""
+        """How many dims a value has."""
         return self.shape.count("i")
 
 
@@ -62,30 +66,34 @@ def _products(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
+    columns = x.shape[-1]
+    if x.numel() == 0:  # of no rows there is no maximum
+        return x.new_zeros(columns)
     size = x.abs()
-    # A maximum over real ranks may drop what is no number, and infinity it keeps.
+    # A maximum over real ranks may drop NaN, and keeps infinity.
     size = torch.where(size.isnan(), torch.inf, size)
-    return size.reshape(-1, x.shape[-1]).amax(0)
+    return size.reshape(-1, columns).amax(0)
 
 
 MOMENTS = Statistic("cf.input_moments", "moments", "(i, i)", _products, torch.add)
-MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum)
+MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum, sizes=True)
 
 
 def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x that linear layers multiply it with}.
+    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x of its linear layers' inputs}.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i) for a weight
-    (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no weight of a linear layer.
+    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i)
+    for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no
+    weight of a linear layer.
     """
     return _measuring(MOMENTS, step_fn, where)
 
 
 def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x that linear layers multiply it with}.
+    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x of its linear layers' inputs}.
 
-    where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises
-    InputError where a glob matches no weight of a linear layer.
+    where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is
+    wider. Raises InputError where a glob matches no weight of a linear layer.
     """
     return _measuring(MAXIMA, step_fn, where)
 
@@ -158,11 +166,12 @@ class _Seen:
 def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quantizer:
     """The scheme "gptq" in the format int4, for `cf.quantize`.
 
-    moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns them; of several
-    batches a list, which are summed (collective where they are DTensors). damping: added to the diagonal, times its mean. Raises
-    InputError where moments are not finite, and when a weight is quantized of which there are none.
+    moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns
+    them; of several batches a list, which are summed (collective where they are DTensors). damping: added to the
+    diagonal, times its mean. Raises InputError where moments are not finite, and when a weight is quantized of which
+    there are none.
     """
-    if not damping > 0:
+    if not isinstance(damping, Real) or not damping > 0:
         raise InputError(f"cf.gptq(damping={damping!r}): moments of few rows have no inverse. Try: damping={DAMPING}")
     return calibrated(_joined("cf.gptq", MOMENTS, moments), float(damping))
 
@@ -170,21 +179,21 @@ def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quanti
 def awq(moments: Values | Sequence[Values]) -> Quantizer:
     """The scheme "awq" in the format int4, for `cf.quantize`: columns whose inputs are large are rounded more finely.
 
-    moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which there are none.
-    Source: Lin et al. 2023, "AWQ" (2306.00978).
+    moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which
+    there are none. Source: Lin et al. 2023, "AWQ" (2306.00978).
     """
     return input_scales.awq(_joined("cf.awq", MOMENTS, moments))
 
 
 def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
-    """The scheme "smoothquant" in the format int8, for `cf.quantize`: inputs are rounded to 8 bits too, after their outliers have moved
-    into the weights.
+    """The scheme "smoothquant" in the format int8, for `cf.quantize`: outliers of inputs move into weights, both are rounded.
 
-    maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several batches a list, of which
-    the largest count (collective where they are DTensors). alpha: how much of the outliers moves, from 0 to 1. Raises InputError where
-    maxima are not finite, and when a weight is quantized of which there are none. Source: Xiao et al. 2022, "SmoothQuant" (2211.10438).
+    maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several
+    batches a list, of which the largest count (collective where they are DTensors). alpha: how much of the outliers
+    moves, from 0 to 1. Raises InputError where maxima are not finite, and when a weight is quantized of which there are
+    none. Source: Xiao et al. 2022, "SmoothQuant" (2211.10438).
     """
-    if not 0 <= alpha <= 1:
+    if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise InputError(f"cf.smoothquant(alpha={alpha!r}): a part of what is moved, from 0 to 1. Try: alpha=0.5")
     return input_scales.smoothquant(_joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
 
@@ -192,28 +201,39 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
 def _joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
-    several = [values] if isinstance(values, Mapping) else list(values)
-    if not several or not all(isinstance(one, Mapping) and one for one in several):
+    batches = [values] if isinstance(values, Mapping) else list(values) if isinstance(values, Iterable) else []
+    if not batches or not all(isinstance(batch, Mapping) and batch for batch in batches):
         raise InputError(f"{scheme}: there are no {what}. Try: those that a step of {maker} returns, or a list of them")
     joined: dict[str, Tensor] = {}
-    for one in several:
-        for name, value in one.items():
-            value = _checked(scheme, statistic, name, value)
-            joined[name] = statistic.join(joined[name], value) if name in joined else value
+    for batch in batches:
+        for name, given in batch.items():
+            value = _checked(scheme, statistic, name, given)
+            if name not in joined:
+                joined[name] = value
+                continue
+            if value.shape != joined[name].shape:
+                both = f"{tuple(joined[name].shape)} in one batch and {tuple(value.shape)} in another"
+                raise InputError(f"{scheme}: {what} of {name!r} are {both}. Try: {what} of one model")
+            joined[name] = statistic.join(joined[name], value)
     return Measured(scheme, what, maker, joined)
 
 
-def _checked(scheme: str, statistic: Statistic, name: str, value: Tensor) -> Tensor:
+def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor:
+    """A value as it is kept, float64 on the host. Raises InputError where it is none."""
+    what, maker = statistic.what, statistic.maker
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise InputError(f"{scheme}: {what} of {name!r} are a {kind}. Try: tensors, as a step of {maker} returns them")
     if value.dim() != statistic.dims or len(set(value.shape)) != 1:
-        raise InputError(
-            f"{scheme}: {statistic.what} of {name!r} are {tuple(value.shape)}, and {statistic.shape} of a weight (o, i). Try: "
-            f"{statistic.maker}"
-        )
+        shapes = f"{tuple(value.shape)}, and {statistic.shape} of a weight (o, i)"
+        raise InputError(f"{scheme}: {what} of {name!r} are {shapes}. Try: {maker}")
     whole = value.full() if isinstance(value, DTensor) else value
     value = whole.detach().to("cpu", torch.float64)
     if not bool(value.isfinite().all()):
         raise InputError(
-            f"{scheme}: the {statistic.what} of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without "
+            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without "
             "them; low.check_finite(state, batch), which names where they come from"
         )
+    if statistic.sizes and bool((value < 0).any()):
+        raise InputError(f"{scheme}: the {what} of {name!r} have negative numbers, and are of |x|. Try: {maker}, or their abs()")
     return value

@@ -6,7 +6,7 @@ Problem: `torch.optim` classes hold state in attributes and change parameters in
 
 and `update(grads, state, params)` returns new params and new state. Elementwise classes are one operator per parameter
 (`colofunc.ops.update`, `update_rules`); Muon, which looks at whole matrices, runs torch's own code on copies
-(`colofunc.functional.torch_optim`). Lion and LAMB, which torch has not, are classes of `colofunc.functional.lion_lamb`.
+(`colofunc.functional.torch_optim`). Lion and LAMB, which torch does not have, are classes of `colofunc.functional.lion_lamb`.
 
 `groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match; later
 entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales (`colofunc.functional.packed_moments`). `lr` is a
@@ -28,7 +28,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
 from colofunc.functional import packed_moments, torch_optim
-from colofunc.functional.lion_lamb import OWN
+from colofunc.functional.lion_lamb import OWN, Given
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import policy
 from colofunc.ops import update as ops
@@ -43,6 +43,8 @@ Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]
 State = dict[str, Any]
 OPERATORS = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
+OF_COMPLEX = (torch.optim.SGD, torch.optim.ASGD)
+"""Classes whose updates are linear in the gradient, so that complex parameters have torch's numbers."""
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +78,7 @@ class Optimizer:
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
         self._check_names(grads, params)
+        self._check_real(params)
         self._check_state(opt_state, params)
         self._warn_without_masters(params)
         mark("param", params.values())
@@ -154,7 +157,8 @@ class Optimizer:
         if kind == "sgd":
             return self._sgd(grads, state, params, step, rates, finite)
         if self.cls in OWN:
-            return OWN[self.cls].update(grads, state, params, step, rates, {n: self.of(n) for n in params}, finite)
+            options = {n: self.of(n) for n in params}
+            return OWN[self.cls].update(Given(params, grads, state, step, rates, options, finite))
         if self.cls.__name__ in KINDS:
             return self._elementwise(grads, state, params, step, rates, finite)
         return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
@@ -275,6 +279,7 @@ class Optimizer:
         odd = odd if odd is not None else next((p for p in params.values() if not isinstance(p, Tensor)), None)
         if odd is not None:
             raise InputError(f"init: parameters are a dict from names to tensors, and a {type(odd).__name__} is there. Try: model.params")
+        self._check_real(params)
         for glob in self.groups:
             if not any(fnmatchcase(n, glob) for n in params):
                 raise InputError(f"groups: {glob!r} matches no parameter{near(glob, params)}")
@@ -284,6 +289,17 @@ class Optimizer:
                 raise InputError(
                     f"Muon updates matrices only, and {flat!r} has shape {tuple(params[flat].shape)}. Try: another optimizer for such "
                     f"parameters, adapt(torch.optim.Muon, groups={{{flat!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
+                )
+
+    def _check_real(self, params: Mapping[str, Tensor]) -> None:
+        """Raises InputError where elements are complex, of which the rules here would square or compare real and imaginary parts as one."""
+        for part, names in self._parts(params):
+            found = next((n for n in names if params[n].is_complex()), None)
+            if found is not None and part.cls not in OF_COMPLEX:
+                shape = (*params[found].shape, 2)
+                raise InputError(
+                    f"{part.cls.__name__} has no update of complex parameters, and {found!r} is one. Try: a real parameter of shape "
+                    f"{shape}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
                 )
 
     def _needs(self, name: str, param: Tensor) -> list[str]:

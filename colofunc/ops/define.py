@@ -128,6 +128,15 @@ def define(
     return operator
 
 
+def nothing(*args: object, **kwargs: object) -> None:
+    """The fake kernel of an operator that only writes over its arguments."""
+
+
+def always(arguments: Mapping[str, Any]) -> bool:
+    """`narrow_where` of an operator that reads narrow gradients with any arguments."""
+    return True
+
+
 def of_kind(*kinds: str) -> frozenset[str]:
     """The names, without namespace, of operators of some `KINDS` that are defined by now."""
     return frozenset(name.partition(".")[2] for name, operator in OPERATORS.items() if operator.kind in kinds)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 
 aten = torch.ops.aten
 MEAN = 1
@@ -67,17 +67,13 @@ def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: i
     total.index_add_(0, flat, rows)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 log_softmax_ = define(
-    "log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, _nothing, for_compilers=_log_softmax_over_
+    "log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, nothing, for_compilers=_log_softmax_over_
 )
 cross_entropy_dx_ = define(
     "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> ()",
-    _cross_entropy_dx_, _nothing, for_compilers=_cross_entropy_dx_over_,
+    _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_,
 )  # fmt: skip
 embedding_add_ = define(
-    "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_add_, _nothing
+    "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_add_, nothing
 )

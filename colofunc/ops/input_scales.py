@@ -1,23 +1,24 @@
-"""awq and smoothquant: columns of a weight are multiplied by a scale before they are rounded, and its inputs are divided by it.
+"""awq and smoothquant: a scale multiplies columns of a weight before they are rounded, and divides its inputs.
 
     y = x W^T = (x / s) (W s)^T          s: (i,), one number for each input channel
 
-Problem: a few input channels are many times as large as the others. Where weights are rounded, errors in their columns count for more
-than all others; where inputs are rounded too, they take the digits of the rest of a row. Idea: the product is the same for any s > 0,
-and s decides what is rounded finely.
+Problem: a few input channels are many times as large as the others. Where weights are rounded, errors in their columns
+count for more than all others; where inputs are rounded too, they take the digits of the rest of a row. Idea: the
+product is the same for any s > 0, and s decides what is rounded finely.
 
-    awq          int4 weights: s = (size of the channel)^alpha, so that columns that count are larger than the rest of their group, and
-                 rounded more finely. Of `ALPHAS` each weight has the one with the least error of its product on the calibration data.
-    smoothquant  int8 weights and inputs: s = max|x|^alpha / max|w|^(1 - alpha) of the channel. With alpha 0.5, x / s and w s are
-                 equally large in each channel.
+    awq          int4 weights: s = (size of the channel)^alpha. Columns that count are larger than the rest of their
+                 group, and rounded more finely. Each weight has the alpha of `ALPHAS` with the least error of its
+                 product on the calibration data.
+    smoothquant  int8 weights and inputs: s = max|x|^alpha / max|w|^(1 - alpha) of the channel. With alpha 0.5, x / s
+                 and w s are equally large in each channel.
 
-Both ask about all rows of a weight (the error of a product, the largest of a column), so s is found before the first row is packed; then
-rows do not ask about one another. s is kept beside the weight, and not folded into a norm in front of it, as the sources do: so any
-linear layer can have it, for one division of its inputs.
+Both ask about all rows of a weight (the error of a product, the largest of a column), so s is found before the first
+row is packed; then rows do not ask about one another. s is kept beside the weight, and not folded into a norm in front
+of it, as the sources do: so any linear layer can have it, for one division of its inputs.
 
-Sources: Lin et al. 2023, "AWQ" (2306.00978), section 3.2; Xiao et al. 2022, "SmoothQuant" (2211.10438), equation 4. Two things differ from
-AWQ: the size of a channel is the root of the mean of x^2, not the mean of |x|, because the error of a product is made of x^2, and gptq
-needs the same moments; and weights are not clipped.
+Sources: Lin et al. 2023, "AWQ" (2306.00978), section 3.2; Xiao et al. 2022, "SmoothQuant" (2211.10438), equation 4. Two
+things differ from AWQ: the size of a channel is the root of the mean of x^2, not the mean of |x|, because the error of
+a product is made of x^2, and gptq needs the same moments; and weights are not clipped.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import FORMATS
-from colofunc.ops.quantizers import InputScale, Quantizer, int4, int8
+from colofunc.ops.quantizers import Quantizer, int4, int8
 
 ALPHAS = tuple(k / 20 for k in range(20))
-"""Exponents that awq tries. With the first of them nothing is scaled, so that it is never worse than int4-g128 on the calibration data."""
+"""Exponents that awq tries. The first scales nothing: on the calibration data awq is never worse than int4-g128."""
 LEAST = 1e-4
-"""Channels below this part of the mean size count as of the mean size: one that calibration has not seen is rounded as others are."""
+"""Channels below this part of the mean size count as of the mean size: those without inputs are rounded like others."""
 
 Found = Callable[[Iterable[Tensor], Tensor], Tensor]  # blocks of a weight's rows, what was measured of its inputs -> s
 
@@ -67,17 +68,16 @@ class _Scaled:
     def named(self, name: str) -> Quantizer:
         """The scheme for the weight of this name."""
         self.measured.known(name)  # raises now, not when rows are read
-        return attrs.evolve(self.plain, input_scale=self._scale_of(name))
+        return attrs.evolve(self.plain, input_scale=partial(_input_scale, self, name))
 
-    def _scale_of(self, name: str) -> InputScale:
-        def scale(blocks: Iterable[Tensor]) -> Tensor:
-            rest = iter(blocks)
-            first = next(rest)
-            measured = self.measured.of(name, first.shape[1]).to(first.device)
-            with compat.no_function_modes():
-                return self.find(chain([first], rest), measured)
 
-        return scale
+def _input_scale(scheme: _Scaled, name: str, blocks: Iterable[Tensor]) -> Tensor:
+    """s of the weight of this name, (i,) float32."""
+    blocks = iter(blocks)
+    first = next(blocks)  # has all columns of the weight, and lies where it lies
+    measured = scheme.measured.of(name, columns=first.shape[1]).to(first.device)
+    with compat.no_function_modes():
+        return scheme.find(chain([first], blocks), measured)
 
 
 def awq_scale(blocks: Iterable[Tensor], moments: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def awq_scale(blocks: Iterable[Tensor], moments: Tensor) -> Tensor:
 
 
 def squared_error(rows: Tensor, scale: Tensor, moments: Tensor) -> Tensor:
-    """Sum over all calibration inputs x of the square of (rows' - rows) x, () float64. rows': int4, rounded with this scale of inputs."""
+    """Sum over calibration inputs x of the square of (rows' - rows) x, () float64. rows': in int4, with this scale."""
     scaled = rows * scale
     parts = int4(scaled)
     numbers = FORMATS["int4"].widen([parts[name] for name in FORMATS["int4"].parts], torch.float64)
@@ -101,7 +101,7 @@ def squared_error(rows: Tensor, scale: Tensor, moments: Tensor) -> Tensor:
 
 
 def smoothquant_scale(blocks: Iterable[Tensor], maxima: Tensor, alpha: float) -> Tensor:
-    """s of smoothquant, (i,) float32. blocks: rows of the weight, (some, i) each; maxima: max |x| of each channel, (i,) float64."""
+    """s of smoothquant, (i,) float32. blocks: rows of the weight, (some, i) each; maxima: max |x|, (i,) float64."""
     largest = torch.zeros_like(maxima)
     for rows in blocks:
         largest = torch.maximum(largest, rows.abs().amax(0).to(torch.float64))

@@ -34,7 +34,13 @@ class Measured:
         fitting = [known for known in self.values if f".{name}".endswith(f".{known}") or f".{known}".endswith(f".{name}")]
         if name in fitting:
             return name
-        if len(fitting) != 1:
+        if len(fitting) > 1:
+            several = " and of ".join(repr(known) for known in fitting)
+            raise InputError(
+                f"{self.scheme}: there are {self.what} of {several}, and each may be meant for {name!r}. Try: {self.what} by the names "
+                "that weights have in the step"
+            )
+        if not fitting:
             hint = near(name, self.values) or "."
             raise InputError(
                 f"{self.scheme}: there are no {self.what} of {name!r}{hint} Try: {self.maker} with the where= of the step; where= that "

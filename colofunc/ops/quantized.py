@@ -44,7 +44,7 @@ from torch import Tensor
 
 from colofunc.errors import RuleError
 from colofunc.ops import native
-from colofunc.ops.define import Operator, define
+from colofunc.ops.define import Operator, define, nothing
 
 PARTS = ("data", "scale", "zero", "outer")
 """Names of the tensors that a weight may consist of, in the order in which operators take them."""
@@ -190,12 +190,8 @@ def _packed_linear_(out: Tensor, x: Tensor, data: Tensor, scale: Tensor, zero: T
         _widened_linear(FORMATS["int4"], out, x, (data, scale, zero), bias)
 
 
-def _nothing(*args: object) -> None:
-    return None
-
-
 packed_linear_ = define(
-    "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, _nothing,
+    "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, nothing,
     product=True,
 )  # fmt: skip
 

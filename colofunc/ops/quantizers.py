@@ -15,9 +15,10 @@ numbers of a row are the same whichever rows are quantized with it, so a rank ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import attrs
 import torch
@@ -44,8 +45,8 @@ class Quantizer:
     this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear layers are
     rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
-    before `quantize`, and inputs divided by it; None: by nothing. `by_name`: weight's name -> the scheme for it, in the same form, of
-    schemes that have measured something of each weight.
+    before `quantize`, and inputs divided by it; None: by nothing. `by_name`: weight's name -> the scheme for it, of the same name and form,
+    of schemes that have measured something of each weight; its `quantize`, `outliers` and `input_scale` count for this weight.
     """
 
     name: str
@@ -71,8 +72,21 @@ class Quantizer:
         return FORMATS[self.form]
 
     def named(self, name: str) -> Quantizer:
-        """The scheme for a weight of this name."""
-        return self if self.by_name is None else attrs.evolve(self.by_name(name), by_name=self.by_name)
+        """The scheme for a weight of this name. Raises InputError where `by_name` gives none, or another one."""
+        if self.by_name is None:
+            return self
+        found: object = self.by_name(name)
+        call = f"Quantizer {self.name!r}: by_name({name!r})"
+        wanted = f"Quantizer({self.name!r}, form={self.form!r}, quantize=...)"
+        if not isinstance(found, Quantizer):
+            kind = type(found).__name__
+            raise InputError(f"{call} returned a {kind}. Try: by_name= that returns the scheme for a weight, {wanted}")
+        if (found.name, found.form) != (self.name, self.form):
+            raise InputError(
+                f"{call} returned the scheme {found.name!r} in the format {found.form!r}, and all weights of a scheme have its name and "
+                f"format. Try: {wanted}"
+            )
+        return attrs.evolve(found, by_name=self.by_name)  # by which `packed` knows that it is calibrated
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Why a weight of this shape cannot be taken, "" where it can."""
@@ -84,7 +98,10 @@ class Quantizer:
         return "" if prod(shape) else f"{self.name} takes weights with elements"
 
     def pack(self, weight: Tensor, input_scale: Tensor | None = None) -> Quantized:
-        """The weight in this scheme, some rows after the others. `input_scale`: of some rows of a weight that of the whole."""
+        """The weight in this scheme, some rows after the others.
+
+        `input_scale`: where `weight` is some rows of a larger one, the scale that was found for the whole; None: it is found here.
+        """
         matrix = weight.detach().flatten(1)
         if input_scale is None:
             input_scale = self._input_scale(matrix)
@@ -113,7 +130,44 @@ class Quantizer:
         if matrix.is_meta or isinstance(matrix, compat.FakeTensor):
             return matrix.new_empty(matrix.shape[1], dtype=torch.float32)
         step = rows_at_once(matrix.shape)
-        return self.input_scale(widened(matrix[first : first + step]) for first in range(0, matrix.shape[0], step))
+
+        def blocks() -> Iterator[Tensor]:
+            for first in range(0, matrix.shape[0], step):
+                yield widened(matrix[first : first + step])
+
+        return scale_of_inputs(self, blocks, matrix.shape[1])
+
+
+NOT_FINITE = "NaN or infinite numbers"
+
+
+def _no_scale(scale: object, columns: int) -> str:
+    """Why this is no scale of so many inputs, "" where it is one."""
+    if not isinstance(scale, Tensor):
+        return f"a {type(scale).__name__}"
+    if (scale.dtype, tuple(scale.shape)) != (torch.float32, (columns,)):
+        return f"{_said(scale.dtype)} {tuple(scale.shape)}"
+    if not bool(scale.isfinite().all()):
+        return NOT_FINITE
+    return "" if bool((scale > 0).all()) else "numbers that are not above 0"
+
+
+def scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
+    """What `quantizer.input_scale` gives for a weight, of `blocks()` of its rows.
+
+    Raises InputError where it is no scale of `columns` inputs. Where the weight itself is not finite, its scale may be so too: whoever
+    knows the weight's name says that.
+    """
+    assert quantizer.input_scale is not None
+    scale: Any = quantizer.input_scale(blocks())
+    wrong = _no_scale(scale, columns)
+    if wrong == NOT_FINITE and not all(bool(rows.isfinite().all()) for rows in blocks()):
+        wrong = ""
+    if wrong:
+        should = f"float32 ({columns},), finite and above 0"
+        raise InputError(f"Quantizer {quantizer.name!r}: input_scale= returned {wrong}. Try: input_scale= that returns {should}")
+    found: Tensor = scale
+    return found
 
 
 def widened(rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops import draws, native
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 from colofunc.ops.draws import Threshold
 from colofunc.ops.seeds import key_int
 
@@ -80,12 +80,8 @@ def _keep(index: Tensor, key: int, threshold: Threshold, bound: int) -> Tensor:
     return keep | ((found == threshold.byte) & (draws.bits(index, key ^ draws.SECOND, top_only=True) < bound))
 
 
-def _nothing(*args: object) -> None:
-    return None
-
-
 random_fill_ = define(
     "random_fill_(Tensor(a!) out, Tensor? x, Tensor? rows, Tensor? columns, int kind, int key, int first, int[] sizes, int[] strides, "
     "int[] x_strides, int byte, int bound, bool ties, float scale) -> ()",
-    _random_fill_, _nothing,
+    _random_fill_, nothing,
 )  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
 
@@ -147,10 +147,6 @@ def _sgd_fake(
     return torch.empty_like(param), param.new_empty(0) if buffer is None else torch.empty_like(buffer)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 def _adamw_reads_narrow(given: Mapping[str, Any]) -> bool:
     return not given["amsgrad"]
 
@@ -177,10 +173,10 @@ def _sgd_schema(p: str = "", m: str = "") -> str:
 
 adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake, updates_by="grad")
 adamw_ = define(
-    f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, _nothing, updates_by="grad",
+    f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, nothing, updates_by="grad",
     narrow_where=_adamw_reads_narrow,
 )  # fmt: skip
 sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake, updates_by="grad")
 sgd_ = define(
-    f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, _nothing, updates_by="grad", narrow_where=_sgd_reads_narrow,
+    f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, nothing, updates_by="grad", narrow_where=_sgd_reads_narrow,
 )  # fmt: skip

@@ -1,11 +1,12 @@
 """LAMB's direction as one operator, `colofunc.lamb_direction`, and the length that a step along it has.
 
-Problem: LAMB moves a parameter along Adam's direction by a length that depends on two norms of the whole parameter, so that it is no
-elementwise update, and of a shard it would be another one. Idea: three pieces. The operator keeps the moments and gives the direction,
-elementwise, and the two squared norms, which are sums: of shards they are added up over axes like any other. The ratios of all parameters
-are computed together, so that ranks wait for each other once. The step along the direction is plain SGD's.
+Problem: LAMB moves a parameter along Adam's direction by a length that depends on two norms of the whole parameter, so
+that it is no elementwise update, and of a shard it would be another one. Idea: three pieces. The operator keeps the
+moments and gives the direction, elementwise, and the two squared norms, which are sums: of shards they are added up
+over axes like any other. The ratios of all parameters are computed together, so that ranks exchange all norms at once.
+The step along the direction is plain SGD's.
 
-    direction, squares, exp_avg, exp_avg_sq = lamb_direction(param, grad, exp_avg, exp_avg_sq, step, 0.9, 0.999, 1e-6, 0.01)
+    direction, squares, m, v = lamb_direction(param, grad, m, v, step, 0.9, 0.999, 1e-6, 0.01)
     ratios = trust_ratios([squares, ...])
     param, _ = sgd(param, direction, None, step, lr * ratios[0], 0.0, 0.0, 0.0, False)
 
@@ -13,9 +14,10 @@ are computed together, so that ranks wait for each other once. The step along th
     squares = (sum of param^2, sum of direction^2)              (2,) float64
     ratio = |param| / |direction|, and 1 where one of them is 0
 
-The twin `lamb_direction_` writes the moments where they lie. The direction has the parameter's shape, in at least float32. Moments and the
-first term are those of `colofunc.adamw_` for a parameter of zeros, so that whatever kernel runs there runs here.
-Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2, with the identity for phi.
+The twin `lamb_direction_` writes the moments where they lie. The direction has the parameter's shape, in at least
+float32. Moments and the first term are those of `colofunc.adamw_` for a parameter of zeros, so that whatever kernel
+runs there runs here. Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2,
+with the identity for phi.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define
+from colofunc.ops.define import always, define
 from colofunc.ops.update import adamw_
 
 ROW = 1024
-"""Elements whose squares are summed in the parameter's own precision."""
+"""Elements whose squares are summed in the parameter's own precision, in at least float32."""
 
 
 def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
@@ -41,7 +43,12 @@ def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """0-dim float64. Squares are summed in at least float32, by rows: a running sum of all would lose a thousandth of a large tensor."""
+    """0-dim float64.
+
+    Squares are summed by rows: a running sum of all in float32 would lose a thousandth of a large tensor. In float32
+    elements below 1e-19 count as 0, and a row with a norm above 1e19 as infinite. Sums in float64 would have no such
+    bounds, but take a third of the time of an update.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     flat, count = x.reshape(-1), x.numel() // ROW
     rows, rest = flat[: count * ROW].view(count, ROW), flat[count * ROW :]
@@ -50,20 +57,23 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 
 def _direction_(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float, eps: float,
-    weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     direction = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-    upward = torch.full((), -1.0, dtype=torch.float64, device=param.device)  # the rate at which AdamW moves a zero along its direction
-    adamw_.kernel(direction, grad, exp_avg, exp_avg_sq, step, upward, beta1, beta2, eps, 0.0, True, maximize=maximize, finite=finite)
+    # At a rate of -1 AdamW moves a parameter of zeros to its direction.
+    rate = torch.full((), -1.0, dtype=torch.float64, device=param.device)
+    adamw_.kernel(
+        direction, grad, exp_avg, exp_avg_sq, step, rate, beta1, beta2, eps, 0.0, True, maximize=maximize, finite=finite
+    )
     if weight_decay != 0.0:
         direction.add_(param, alpha=weight_decay)
     return direction, torch.stack([_sum_of_squares(param), _sum_of_squares(direction)])
 
 
 def _direction(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float, eps: float,
-    weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mean, square = exp_avg.clone(), exp_avg_sq.clone()
     found = _direction_(param, grad, mean, square, step, beta1, beta2, eps, weight_decay, maximize, finite)
@@ -81,18 +91,13 @@ def _fake(
     return *_fake_(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq)
 
 
-def _always(given: object) -> bool:
-    return True
-
-
 def _schema(m: str = "", v: str = "") -> str:
     tensors = f"Tensor param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step"
-    return f"({tensors}, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, Tensor? finite=None)"
+    numbers = "float beta1, float beta2, float eps, float weight_decay, bool maximize=False"
+    return f"({tensors}, {numbers}, Tensor? finite=None)"
 
 
-lamb_direction = define(
-    f"lamb_direction{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _direction, _fake, updates_by="grad",
-)  # fmt: skip
-lamb_direction_ = define(
-    f"lamb_direction_{_schema('(a!)', '(b!)')} -> (Tensor, Tensor)", _direction_, _fake_, updates_by="grad", narrow_where=_always,
-)  # fmt: skip
+_FOUR = f"lamb_direction{_schema()} -> (Tensor, Tensor, Tensor, Tensor)"
+_IN_PLACE = f"lamb_direction_{_schema('(a!)', '(b!)')} -> (Tensor, Tensor)"
+lamb_direction = define(_FOUR, _direction, _fake, updates_by="grad")
+lamb_direction_ = define(_IN_PLACE, _direction_, _fake_, updates_by="grad", narrow_where=always)

@@ -9,7 +9,7 @@ elementwise over the parameter, whose host form is one pass by a kernel in C++ (
     toward = exp_avg beta1 + (1 - beta1) grad      param = param (1 - lr weight_decay) - lr sign(toward)
     exp_avg = exp_avg beta2 + (1 - beta2) grad
 
-Of NaN the sign is NaN, where torch's is 0: a gradient that is none would else leave the parameter where it is without a word.
+The sign of NaN is NaN here. torch's is 0, with which a gradient of NaN would leave the parameter where it is and nobody would know.
 
 Numbers: every operation above rounds once, in Python and in the kernel, so that a float32 parameter has the same bits with a compiler and
 without, at every instruction set, by a gradient in float32, bfloat16 or float16. `lr` is a 0-dim tensor; no count of steps is needed.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.ops import native
-from colofunc.ops.define import define
+from colofunc.ops.define import always, define, nothing
 from colofunc.ops.update_fused import beside, fusable
 from colofunc.ops.update_narrow import BLOCK, GRADS, check_operands, in_blocks, in_memory_order
 
@@ -93,19 +93,11 @@ def _lion_fake(param: Tensor, grad: Tensor, exp_avg: Tensor, *options: object, *
 def _lion_host_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, beta1: float, beta2: float, weight_decay: float, maximize: bool
 ) -> None:
-    check_operands("lion_host_", param, grad, exp_avg, grads=HOST_GRADS)
+    check_operands("lion_host_", param, grad, exp_avg, grads=HOST_GRADS, takes_any="colofunc.lion_, which takes any")
     with compat.no_function_modes():
         toward, part = torch.empty((2, min(BLOCK, param.numel())), dtype=torch.float32)
     for p, g, m in in_blocks(param, grad, exp_avg):
         _move_(p, g, m, toward[: len(p)], part[: len(p)], lr, 1 - lr * weight_decay, beta1, beta2, maximize)
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
-def _always(given: object) -> bool:
-    return True
 
 
 def _schema(p: str = "", m: str = "") -> str:
@@ -114,9 +106,9 @@ def _schema(p: str = "", m: str = "") -> str:
 
 
 lion = define(f"lion{_schema()} -> (Tensor, Tensor)", _lion, _lion_fake, updates_by="grad")
-lion_ = define(f"lion_{_schema('(a!)', '(b!)')} -> ()", _lion_, _nothing, updates_by="grad", narrow_where=_always)
+lion_ = define(f"lion_{_schema('(a!)', '(b!)')} -> ()", _lion_, nothing, updates_by="grad", narrow_where=always)
 lion_host_ = define(
     "lion_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, float lr, float beta1, float beta2, float weight_decay, "
     "bool maximize) -> ()",
-    _lion_host_, _nothing,
+    _lion_host_, nothing,
 )  # fmt: skip

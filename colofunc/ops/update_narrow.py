@@ -30,7 +30,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
 
 GRADS = (torch.bfloat16, torch.float16)
@@ -91,10 +91,20 @@ def in_blocks(param: Tensor, grad: Tensor, *states: Tensor) -> Iterator[list[Ten
         yield [p, g if g.dtype == p.dtype else wide[: len(p)].copy_(g), *others]
 
 
-def check_operands(what: str, param: Tensor, grad: Tensor, *states: Tensor, grads: Sequence[torch.dtype] = GRADS) -> None:
-    """Raises InputError where an update in float32 cannot take these, by a gradient of one of `grads`."""
+def check_operands(
+    what: str,
+    param: Tensor,
+    grad: Tensor,
+    *states: Tensor,
+    grads: Sequence[torch.dtype] = GRADS,
+    takes_any: str = "colofunc.adamw_ or colofunc.sgd_, which take any",
+) -> None:
+    """Raises InputError where an update in float32 cannot take these, by a gradient of one of `grads`.
+
+    takes_any: the operators to try in place of `what` where tensors lie apart.
+    """
     if any(not x.is_contiguous() or x.numel() != param.numel() for x in (param, grad, *states)):
-        raise InputError(f"{what}: not contiguous, or not of the parameter's size. Try: colofunc.adamw_ or colofunc.sgd_, which take any")
+        raise InputError(f"{what}: not contiguous, or not of the parameter's size. Try: {takes_any}")
     if any(x.dtype != torch.float32 for x in (param, *states)):
         raise InputError(f"{what}: neither parameter nor states may be other than float32. Try: a cast to it")
     if grad.dtype not in grads:
@@ -123,17 +133,13 @@ def _sgd(
         fused_sgd_([p], [g], b, rate, momentum, weight_decay, nesterov, maximize, None)
 
 
-def _nothing(*args: object) -> None:
-    return None
-
-
 adamw_narrow_ = define(
     "adamw_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float step, float lr, float beta1, "
     "float beta2, float eps, float weight_decay, bool decoupled, bool maximize) -> ()",
-    _adamw, _nothing,
+    _adamw, nothing,
 )  # fmt: skip
 sgd_narrow_ = define(
     "sgd_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, float lr, float momentum, float weight_decay, bool nesterov, "
     "bool maximize) -> ()",
-    _sgd, _nothing,
+    _sgd, nothing,
 )  # fmt: skip

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 from colofunc.ops.update_fused import beside
 
 BLOCK = 128
@@ -263,10 +263,6 @@ def _adamw8_fake(
     return (torch.empty_like(param), *kept)  # type: ignore[return-value]
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 def _schema(p: str = "", a: str = "", b: str = "", c: str = "", d: str = "") -> str:
     moments = f"Tensor{a} exp_avg, Tensor{b} exp_avg_scale, Tensor{c} exp_avg_sq, Tensor{d} exp_avg_sq_scale"
     numbers = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize=False, Tensor? finite=None"
@@ -274,4 +270,4 @@ def _schema(p: str = "", a: str = "", b: str = "", c: str = "", d: str = "") -> 
 
 
 adamw8 = define(f"adamw8{_schema()} -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _adamw8, _adamw8_fake, updates_by="grad")
-adamw8_ = define(f"adamw8_{_schema('(a!)', '(b!)', '(c!)', '(d!)', '(e!)')} -> ()", _adamw8_, _nothing, updates_by="grad")
+adamw8_ = define(f"adamw8_{_schema('(a!)', '(b!)', '(c!)', '(d!)', '(e!)')} -> ()", _adamw8_, nothing, updates_by="grad")

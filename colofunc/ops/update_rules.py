@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define
+from colofunc.ops.define import define, nothing
 
 States = tuple[Tensor, ...]
 Options = Mapping[str, float]
@@ -201,14 +201,10 @@ def _fake(
     return torch.empty_like(param), x, y, z
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
     states = f"Tensor{a}? a, Tensor{b}? b, Tensor{c}? c"
     return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options, Tensor? finite=None)"
 
 
 update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake, updates_by="grad")
-update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, _nothing, updates_by="grad")
+update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, nothing, updates_by="grad")

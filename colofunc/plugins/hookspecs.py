@@ -127,6 +127,16 @@ def colofunc_quantizers() -> Mapping[str, Any]:
 
     `form` is how a weight is kept and multiplied with: "int8", "fp8", "int4" or "nf4"; `quantize(weight)` chooses the numbers of a matrix
     (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A row's result may depend on this row only.
+
+    `outliers=6.0` rounds inputs of linear layers to int8 too, row by row, but for those of this size and more; `math.inf` rounds all of
+    them, None (the default) none.
+
+    `input_scale(blocks)` is for schemes that scale columns before they are rounded: it is given all rows of a weight in blocks (some, i),
+    float32 or float64, and returns (i,) float32, finite and above 0. Columns are multiplied by it in front of `quantize`, and layers divide
+    their inputs by it.
+
+    `by_name(name)` is for schemes that have measured something of each weight: it returns the `cf.ext.Quantizer` for the weight of this
+    name, of the same name and form, whose `quantize`, `outliers` and `input_scale` count for this weight.
     """
     raise NotImplementedError
 

@@ -12,6 +12,7 @@ that scales inputs by something of all rows (awq, smoothquant) has them read onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantizers import Quantizer, rows_at_once, widened
+from colofunc.ops.quantizers import Quantizer, rows_at_once, scale_of_inputs, widened
 from colofunc.program.lazy import Box, LazyTensor, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
@@ -80,9 +81,7 @@ class _Packing:
     def input_scale(self) -> Tensor:
         """The scale of the weight's inputs, of all its rows: they are read, block after block, before the first of them is packed."""
         if not self.scales:
-            measure = self.quantizer.input_scale
-            assert measure is not None
-            self.scales.append(measure(self._all_rows()))
+            self.scales.append(scale_of_inputs(self.quantizer, self._all_rows, prod(self.weight.shape[1:])))
         return self.scales[0].clone()
 
     def _all_rows(self) -> Iterator[Tensor]:

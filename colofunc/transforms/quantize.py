@@ -150,6 +150,11 @@ class _Weights:
             )
         return weight
 
+    def outliers(self, name: str) -> float | None:
+        """From which size on inputs of a weight's layers stay as they are; None: all do."""
+        meant = any(matches(name, glob) for glob in self.globs)
+        return (self.quantizer.named(name) if meant else self.quantizer).outliers
+
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""
         names = list(names)
@@ -272,6 +277,7 @@ class _Given:
         self.names: dict[str, None] = {}  # of all weights that the run has met
         self.quantized: dict[str, None] = {}
         self.originals: dict[int, tuple[Tensor, Quantized]] = {}  # id of a widened weight -> itself, what it was made of
+        self.outliers: dict[int, float | None] = {}  # id of a quantized weight -> the size of inputs that are not rounded
 
     def open(self, name: str, leaf: Any) -> Any:
         """What the step's code is given for a leaf of its arguments."""
@@ -280,6 +286,7 @@ class _Given:
             return leaf
         self.quantized[name] = None
         mark("frozen", leaf.tensors)
+        self.outliers[id(leaf)] = self.weights.outliers(name)
         wide = opened(leaf)
         self._note(wide, leaf)
         return wide
@@ -311,8 +318,7 @@ class _Given:
         """The input and the weight, in its dtype, that a linear layer reads."""
         if leaf.input_scale is not None:
             x, weight = divided(x, leaf.input_scale), leaf.for_divided_inputs(weight.dtype)
-        outliers = self.weights.quantizer.outliers
-        # From this size on inputs stay as they are.
+        outliers = self.outliers[id(leaf)]
         return x if outliers is None else rounded_rows.apply(x, outliers), weight
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
@@ -324,7 +330,8 @@ class _Given:
             self.names[name] = None
             if self.weights.meant(name, weight):
                 self.quantized[name] = None
-                found[name] = self.weights.packed(name, weight)
+                found[name] = leaf = self.weights.packed(name, weight)
+                self.outliers[id(leaf)] = self.weights.outliers(name)
             else:
                 found[name] = weight
         return found

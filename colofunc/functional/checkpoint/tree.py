@@ -180,11 +180,16 @@ def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
 
 
 def _quantized(fields: Mapping[str, Any]) -> Any:
-    """A quantized weight of what was saved of one; a dict where a record of another kind has its name."""
-    if fields.keys() != {field.name for field in attrs.fields(Quantized)}:
+    """A quantized weight of what was saved of one; a dict where a record of another kind has its name.
+
+    A field with a default may be missing: files from before it was added do not have it.
+    """
+    known = {field.name for field in attrs.fields(Quantized)}
+    needed = {field.name for field in attrs.fields(Quantized) if field.default is attrs.NOTHING}
+    if not needed <= fields.keys() <= known:
         return dict(fields)
     weight = Quantized(**fields)
-    present = [name for name in PARTS if isinstance(fields[name], torch.Tensor)]
+    present = [name for name in PARTS if isinstance(fields.get(name), torch.Tensor)]
     if weight.form not in FORMATS or sorted(FORMATS[weight.form].parts) != sorted(present):
         raise CheckpointError(
             f"the index holds a quantized weight of the format {weight.form!r} with {', '.join(present)}, which this version does not "
@@ -212,6 +217,10 @@ class Matched:
             return self._leaf(tree, like, path)
         kind, keys, items, context = parts
         saved = self._saved(tree, keys, path)
+        if isinstance(like, Quantized) and saved:
+            # A field that was added after the file was written.
+            absent = {key: {"value": None} for key, item in zip(keys, items, strict=True) if item is None}
+            saved = absent | saved
         made = [self.walk(saved.get(str(key)), item, join(path, key)) for key, item in zip(keys, items, strict=True)]
         return lambda values: rebuild(kind, type(like), keys, [make(values) for make in made], context)
 

@@ -1,8 +1,9 @@
 """Packed reads: what reads a quantized weight reads its packed tensors, and a widened weight lives no longer than one reader.
 
 Problem: the step's own code is given widened weights, so that the traced program widens all of them first and holds all of them. Idea:
-a product reads the packed tensors, a lookup in a table widens the rows that it has found, and for every other reader (a convolution, a
-transposed product) the weight is widened right in front of it, for each reader anew.
+a product reads the packed tensors, a lookup in a table widens the rows that it has found (and divides them by the scale of the weight's
+inputs, where it has one), and for every other reader (a convolution, a transposed product) the weight is widened right in front of it, for
+each reader anew.
 
     %3 = int8_dequantize(%1, %2)   %9 = linear(%x, %3)          ->     %9 = int8_linear(%x, %1, %2)
     %3 = int8_dequantize(%1, %2)   %9 = embedding(%3, %ids)     ->     %9 = int8_dequantize(embedding(%1, %ids), embedding(%2, %ids))
@@ -47,7 +48,7 @@ def read_packed(program: Program) -> Program:
             chains[node.results[0]] = (*chains[first], node)
         elif node.target in PRODUCTS and node.refs[1] in chains and node.refs[0] not in chains and _is_matrix(chains[node.refs[1]]):
             edit.replace(index, _product(node, chains[node.refs[1]][0]))
-        elif node.target == LOOKUP and first in chains and _is_matrix(chains[first]):
+        elif node.target == LOOKUP and first in chains and _is_matrix_or_divided(program, chains[first]):
             edit.replace(index, *_lookup(edit, node, chains[first]))
         elif not chains.keys().isdisjoint(node.refs):
             edit.replace(index, *_widened_here(edit, node, chains))
@@ -64,6 +65,16 @@ def _goes_on(program: Program, node: Node) -> bool:
 def _is_matrix(chain: Chain) -> bool:
     """Whether it is the matrix of the packed tensors, in whatever dtype."""
     return all(node.target == CAST for node in chain[1:])
+
+
+def _is_matrix_or_divided(program: Program, chain: Chain) -> bool:
+    """Whether it is the matrix of the packed tensors, in whatever dtype, or that over one number for each of its columns."""
+    columns = program.values[chain[0].results[0]].shape[1:]
+    for node in chain[1:]:
+        by_columns = node.target == DIVISION and program.values[node.refs[1]].shape == columns
+        if node.target != CAST and not by_columns:
+            return False
+    return True
 
 
 def _product(product: Node, source: Node) -> Node:
@@ -101,7 +112,8 @@ def _lookup(edit: Editor, lookup: Node, chain: Chain) -> list[Node]:
     last = edit.program.values[result].shape
     wide = add(chain[0].target, (*found, chain[0].args[-1]), result, (rows, last[-1]), dtypes[0])
     for node, dtype in zip(chain[1:], dtypes[1:], strict=True):
-        wide = add(CAST, (wide,), result, (rows, last[-1]), dtype)
+        # A division by numbers of columns is the same for any rows.
+        wide = add(node.target, (wide, *node.args[1:]), result, (rows, last[-1]), dtype)
         nodes[-1] = attrs.evolve(nodes[-1], kwargs=node.kwargs)
     nodes.append(attrs.evolve(lookup, target=VIEW, args=(wide, last), kwargs=()))
     return nodes
