@@ -16,6 +16,7 @@ import importlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from math import inf
 
 import attrs
@@ -239,8 +240,9 @@ def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
 def _sweeps(chain: Chain) -> Iterable[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
-    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + max(s.needs(way) for s in stages for way in s.ways)
-    most += sum(max(s.left_bytes, 0) for s in stages)
+    left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
+    backward = max(stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways)
+    most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
     count = min(MOST_SLOTS, max(SLOTS, WORK // len(stages)))
     whole, found = table(stages, most, count), dict[tuple[Run | Back, ...], Sweep]()
     for slots in reversed(range(count + 1)):
