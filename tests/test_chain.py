@@ -3,6 +3,7 @@
 import itertools
 from functools import lru_cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,8 @@ def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_
 
 def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
     nbytes, unit = 659_659_290, 4_397_728.6  # a quotient of 150, and a little is over
-    left = _Solver([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], unit, 200)._left(0, 0)
+    solver = _Solver([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], unit, 200, np.zeros((1, 1), dtype=int), 1)
+    left = solver._left(0, 0)
     assert left.tolist() == [slots_of(nbytes, unit)] == [151]
 
 

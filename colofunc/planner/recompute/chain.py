@@ -146,77 +146,74 @@ def table(stages: Sequence[Stage], memory: int, slots: int = 200) -> Table:
 
     Pieces of equal stages are solved once, wherever they begin: 80 equal layers cost little more than the first of them.
     """
-    unit, n = max(memory / slots, 1e-9), len(stages)
-    solver = _Solver(stages, unit, slots + 1)
-    numbers: dict[Stage, int] = {}
+    unit = max(memory / slots, 1e-9)
+    rows, pieces = _pieces(stages)
+    solver = _Solver(stages, unit, slots + 1, rows, len(pieces))
+    for row, (i, j) in enumerate(pieces):
+        solver.solve(row, i, j)
+    return Table(tuple(stages), unit, rows, solver.cost[:, solver.size :], solver.choice)
+
+
+def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
+    """([i, j] -> the number of the piece i..j, which equal pieces share; where each is found first). Short ones come first."""
+    n, numbers = len(stages), dict[Stage, int]()
     kinds = [numbers.setdefault(stage, len(numbers)) for stage in stages]
-    rows = np.zeros((n, n), dtype=np.int64)
+    rows, pieces = np.zeros((n, n), dtype=np.int64), list[tuple[int, int]]()
     for width in range(n):
-        known: dict[tuple[int, int], int] = {}  # (the row of all but the last stage, its kind) -> row
+        known = dict[tuple[int, int], int]()  # (the piece without its last stage, that stage's kind) -> piece
         for i in range(n - width):
             j = i + width
-            piece = (int(rows[i, j - 1]) if width else 0, kinds[j])
-            row = known.get(piece)
-            if row is None:
-                row = known[piece] = solver.solve(rows, i, j)
-            rows[i, j] = row
-    cost, choice = solver.solved()
-    return Table(tuple(stages), unit, rows, cost, choice)
+            looks = (int(rows[i, j - 1]) if width else 0, kinds[j])
+            if looks not in known:
+                known[looks] = len(pieces)
+                pieces.append((i, j))
+            rows[i, j] = known[looks]
+    return rows, pieces
 
 
 class _Solver:
-    """C(i, j, .) of pieces of a chain, a row for each."""
+    """C(i, j, .) of the pieces of a chain, a row for each."""
 
-    def __init__(self, stages: Sequence[Stage], unit: float, size: int) -> None:
-        self.stages, self.size, self.count = stages, size, 0
+    def __init__(self, stages: Sequence[Stage], unit: float, size: int, rows: np.ndarray, count: int) -> None:
+        self.stages, self.unit, self.size, self.rows = stages, unit, size, rows
         self.forward_s = np.array([s.forward_s for s in stages])
+        self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
         self.outs = np.array([slots_of(s.out_bytes, unit) for s in stages]).clip(max=size)
-        self.unit, self.left = unit, np.array([s.left_bytes for s in stages], dtype=np.int64)
         self.kept = [[slots_of(way.nbytes, unit) for way in s.ways] for s in stages]
         # In front of each row of `cost`, as many slots that hold nothing: a row shifted by x slots begins x to the left.
-        self.cost = np.full((len(stages), 2 * size), INF)
-        self.choice = np.full((len(stages), size), -1, dtype=np.int64)
+        self.cost = np.full((count, 2 * size), INF)
+        self.choice = np.full((count, size), -1, dtype=np.int32)
 
-    def solved(self) -> tuple[np.ndarray, np.ndarray]:
-        """(cost, choice) of all rows."""
-        return self.cost[: self.count, self.size :].copy(), self.choice[: self.count].copy()
-
-    def solve(self, rows: np.ndarray, i: int, j: int) -> int:
-        """The row of stages i..j, all shorter pieces of which have theirs in `rows`."""
-        best, pick = np.full(self.size, INF), np.full(self.size, -1, dtype=np.int64)
-        for v, seconds in enumerate(self._keeping(rows, i, j)):
+    def solve(self, row: int, i: int, j: int) -> None:
+        """The row of stages i..j; those of all shorter pieces are there."""
+        best, pick = self.cost[row, self.size :], self.choice[row]
+        for v, seconds in enumerate(self._keeping(i, j)):
             _better(best, pick, seconds, -1 - v)
         if i < j:
-            splits = self._splitting(rows, i, j)
+            splits = self._splitting(i, j)
             first = splits.argmin(axis=0)
             _better(best, pick, splits[first, np.arange(self.size)], first + 1)
-        if self.count == len(self.cost):
-            self.cost = np.concatenate([self.cost, np.full_like(self.cost, INF)])
-            self.choice = np.concatenate([self.choice, np.full_like(self.choice, -1)])
-        row, self.count = self.count, self.count + 1
-        self.cost[row, self.size :], self.choice[row] = best, pick
-        return row
 
     def _left(self, first: int, last: int) -> np.ndarray:
         """Slots of what stages k..last leave, for k from `first` to `last`."""
         nbytes = np.cumsum(self.left[first : last + 1][::-1])[::-1]
         return (-(-nbytes // self.unit)).clip(0, self.size).astype(np.int64)  # as `slots_of` rounds
 
-    def _keeping(self, rows: np.ndarray, i: int, j: int) -> Iterator[np.ndarray]:
+    def _keeping(self, i: int, j: int) -> Iterator[np.ndarray]:
         """Seconds by slots where stage i is kept, for every way."""
         stage, left_bytes = self.stages[i], max(int(self.left[i + 1 : j + 1].sum()), 0)
         for way, kept in zip(stage.ways, self.kept[i], strict=True):
             seconds = np.full(self.size, INF)
             if kept < self.size:
-                seconds[:] = self.cost[rows[i + 1, j], self.size - kept : 2 * self.size - kept] if i < j else 0.0
+                seconds[:] = self.cost[self.rows[i + 1, j], self.size - kept : 2 * self.size - kept] if i < j else 0.0
                 seconds[: slots_of(stage.needs(way) + left_bytes, self.unit)] = INF
             yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
 
-    def _splitting(self, rows: np.ndarray, i: int, j: int) -> np.ndarray:
+    def _splitting(self, i: int, j: int) -> np.ndarray:
         """Seconds by number of stages in front of the split, from one on, and by slots."""
         forward_s = np.cumsum(self.forward_s[i:j])
-        behind = rows[i + 1 : j + 1, j] * (2 * self.size) + self.size - self.outs[i:j]
-        ahead = rows[i, i:j] * (2 * self.size) + self.size - self._left(i + 1, j)
+        behind = self.rows[i + 1 : j + 1, j] * (2 * self.size) + self.size - self.outs[i:j]
+        ahead = self.rows[i, i:j] * (2 * self.size) + self.size - self._left(i + 1, j)
         cost, slots = self.cost.reshape(-1), np.arange(self.size)
         return cost[behind[:, None] + slots] + cost[ahead[:, None] + slots] + forward_s[:, None]
 
