@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from colofunc.errors import InputError, ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.targets import overload, resolve, target_of
-from colofunc.program.check import check_program
+from colofunc.program.check import Checker, check_program
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
 from colofunc.program.passes.simplify_known import _runs_of_mask, classify_runs
@@ -110,6 +110,30 @@ def test_check_types_every_node() -> None:
     unknown = attrs.evolve(program.nodes[0], target="aten.nothing.default")
     with pytest.raises(ProgramError, match="not registered"):
         check_program(program.with_nodes([unknown, program.nodes[1]]))
+
+
+def test_a_checker_that_knows_a_node_sees_what_it_reads_and_makes_and_where_it_stands() -> None:
+    program, check = _sum_program(), Checker()
+    check(program)
+    check(program)
+    mul, total = program.nodes
+    with pytest.raises(ProgramError, match="read before it is defined"):
+        check(program.with_nodes([total, mul]))
+    with pytest.raises(ProgramError, match="defined twice"):
+        check(program.with_nodes([mul, mul, total]))
+    values = {**program.values, mul.outs[0]: attrs.evolve(program.values[mul.outs[0]], shape=(4,))}
+    with pytest.raises(ProgramError, match=r"is f32\[4\], the operator gives"):
+        check(program.with_nodes([mul, total], values))  # the nodes are the same, a value is not
+    given = program.inputs[0]
+    values = {**program.values, given: attrs.evolve(program.values[given], shape=(4,))}
+    with pytest.raises(ProgramError):
+        check(program.with_nodes([mul, total], values))
+    gather = Node("colofunc.all_gather", (Ref(0), ("dp",), 2), (), (1,))
+    given, made = Value(0, (3,), f64, layout=replicated((3,))), Value(1, (2, 3), f64)
+    local = Program((0,), (gather,), (), {0: given, 1: made}, stage="local")
+    check(local)
+    with pytest.raises(ProgramError, match=r"collective .* in a global program"):
+        check(attrs.evolve(local, stage="global", values={0: attrs.evolve(given, layout=None), 1: made}))
 
 
 def test_check_knows_the_stages() -> None:

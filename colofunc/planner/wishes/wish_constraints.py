@@ -44,10 +44,13 @@ def constraints_of(
 ) -> Constraints:
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
     named = _by_name(program)
-    told = [
-        (wish, list(_on_operators(wish, program, mesh, rule_of, extra_of) if wish.on_operator else _on_leaves(wish, program, mesh, named)))
-        for wish in wishes
-    ]
+
+    def found_by(wish: Wish) -> list[tuple[int, Where, Constraint]]:
+        if wish.on_operator:
+            return list(_on_operators(wish, program, mesh, rule_of, extra_of))
+        return list(_on_leaves(wish, program, mesh, named))
+
+    told = [(wish, found_by(wish)) for wish in wishes]
     some = _Heard(program, mesh, highest((item, wish.rank, where) for wish, found in told for item, where, _ in found))
     for wish, found in told:
         for item, where, constraint in found:
@@ -156,7 +159,9 @@ def _by_name(program: Program) -> Mapping[str, Sequence[int]]:
     return named
 
 
-def _on_leaves(wish: Wish, program: Program, mesh: Mesh, named: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, Where, Constraint]]:
+def _on_leaves(
+    wish: Wish, program: Program, mesh: Mesh, named: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[int, Where, Constraint]]:
     if wish.values:
         return
     # Plans wish for one leaf at a time by its name: a look at all names for each would take minutes for a deep model.
