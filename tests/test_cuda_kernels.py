@@ -14,6 +14,7 @@ from pretended import Machine
 from pretended.kernels import BUILT_WITH_CUDA, runs_on_a_card
 
 import colofunc as cf
+import colofunc.compiler.step_compiler
 from colofunc.ops.define import KERNELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
@@ -137,6 +138,10 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.rounded_rows": (10 * r(3, 5), 6.0),
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
+    "colofunc.lion": (*moments()[:3], RATE, 0.9, 0.99, 0.01),
+    "colofunc.lion_": (*moments()[:3], RATE, 0.9, 0.99, 0.01),
+    "colofunc.lamb_direction": (*moments(), ONE, 0.9, 0.999, 1e-6, 0.01),
+    "colofunc.lamb_direction_": (*moments(), ONE, 0.9, 0.999, 1e-6, 0.01),
 }  # fmt: skip
 
 
@@ -158,6 +163,7 @@ TRIED_ELSEWHERE = {
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU
     "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
     "colofunc.sgd_narrow_": "test_update_narrow.py",
+    "colofunc.lion_host_": "test_lion_lamb.py",
     "colofunc.update": "test_device.py",
     "colofunc.update_": "test_device.py",
     "colofunc.ctc_loss_backward": "below",  # torch has no fake of it, without which no card can be pretended
