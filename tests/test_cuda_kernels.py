@@ -14,7 +14,7 @@ from pretended import Machine
 from pretended.kernels import BUILT_WITH_CUDA, runs_on_a_card
 
 import colofunc as cf
-import colofunc.compiler.step_compiler
+import colofunc.compiler.step_compiler  # which brings along the operators that only passes use
 from colofunc.ops.define import KERNELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
