@@ -44,6 +44,7 @@ LEVELS, SHORT = 6, 5
 FEW = 64
 """Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 GUESSES = 8
+"""So many orders are counted where one is expected to fit just so, before what is left of them is halved."""
 COUNTED, MIDDLE = 600, 4000
 """Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
 
@@ -210,8 +211,9 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
     near, *others = sorted(peaks, key=lambda k: abs(peaks[k] - budget))
     slope = 1.0
     if others:
-        given, peak = (by(near) - by(others[0]) for by in (lambda k: orders[k].given_bytes, peaks.__getitem__))
-        slope = max(peak / given, 0.1) if given else slope
+        given_bytes = orders[near].given_bytes - orders[others[0]].given_bytes
+        peak_bytes = peaks[near] - peaks[others[0]]
+        slope = max(peak_bytes / given_bytes, 0.1) if given_bytes else slope
     room = orders[near].given_bytes + (budget - peaks[near]) / slope
     return next((k for k, order in enumerate(orders) if order.given_bytes <= room), len(orders) - 1)
 
