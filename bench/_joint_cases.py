@@ -171,7 +171,7 @@ class Deciding:
             raise PlanError("nothing is that lean")
         return min(fits, key=lambda p: p.cost_s + price_s * self.prices * p.peak_bytes)
 
-    def finish(self, choice: Choice) -> Fitted:
+    def finish(self, choice: Choice, below_s: float = INF) -> Fitted:
         program, seconds = step_of(self.case, choice)
         mesh, budget = machine(self.case), self.case.budget
         node_s = lambda node, values: seconds[node.path]  # noqa: E731
@@ -188,7 +188,7 @@ class Deciding:
         finished: Finish = counted
         if not self.again:
             return counted(program)
-        fitted, leanest = fit(program, node_s, finished, budget)
+        fitted, leanest = fit(program, node_s, finished, budget, below_s)
         return fitted or leanest
 
     def every(self, price_s: float | None) -> Iterator[Proposed[Choice]]:

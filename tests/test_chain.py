@@ -3,12 +3,11 @@
 import itertools
 from functools import lru_cache
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, _Solver, slots_of, solve, table
+from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, Table, solve
 
 UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
 # FIGURES: Rotor on L stages and a loss, x_0 counted in M.
@@ -53,7 +52,7 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
                 best = min(best, run + c(k, j, m - chain[k - 1].out_bytes) + (c(i, k - 1, m - left[k]) if m >= left[k] else float("inf")))
         return best
 
-    found = table(chain, memory, memory).at(memory)
+    found = Table(chain, memory, memory).at(memory)
     assert (found.seconds if found else float("inf")) == c(0, len(chain) - 1, memory)
 
 
@@ -62,7 +61,7 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
 def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(
     chain: list[Stage], memory: int, slots: int
 ) -> None:
-    found = table(chain, memory, slots).at(slots)
+    found = Table(chain, memory, slots).at(slots)
     if found is None:
         return
     there, kept, spent, done = {0}, {}, 0.0, []  # inputs of stages that are there; stages that are kept, and how
@@ -89,21 +88,20 @@ def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_
 
 
 def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
-    nbytes, unit = 659_659_290, 4_397_728.6  # a quotient of 150, and a little is over
-    solver = _Solver([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], unit, 200, np.zeros((1, 1), dtype=int), 1)
-    left = solver._left(0, 0)
-    assert left.tolist() == [slots_of(nbytes, unit)] == [151]
+    nbytes, memory = 659_659_290, 879_545_720  # 200 slots: a quotient of 150, and a little is over
+    whole = Table([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], memory, 200)
+    assert whole._left(0, 0).tolist() == [whole._slots(nbytes)] == [151]
 
 
 def test_equal_layers_are_solved_once() -> None:
     layer = [Stage(f, 2 * f, x, (Kept(4 * x, 0), Kept(x, f)), x) for f, x in ((1, 3), (3, 2), (2, 5))]
-    rows = [len(table([*layer * n, LOSS], 1000, 100).cost) for n in (10, 20, 40)]
+    rows = [len(Table([*layer * n, LOSS], 1000, 100).cost) for n in (10, 20, 40)]
     assert rows[2] - rows[1] == 2 * (rows[1] - rows[0])  # linear in the number of layers, where pieces are quadratic
     assert rows[2] < 121 * 122 / 2 / 10
 
 
 def test_more_memory_never_costs_more() -> None:
     chain = [Stage(f, 2 * f, x, (Kept(4 * x, 0), Kept(2 * x, f / 4), Kept(x, f))) for f, x in itertools.product((1, 3), (2, 5))] * 3
-    whole = table(chain, 400, 400)
+    whole = Table(chain, 400, 400)
     costs = [s.seconds if (s := whole.at(m)) else float("inf") for m in range(401)]
     assert costs == sorted(costs, reverse=True) and costs[-1] == sum(s.forward_s + s.backward_s for s in chain)

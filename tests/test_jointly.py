@@ -58,7 +58,7 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
         name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
         return jointly_planned.Proposed(name, *there[name], key=name)
 
-    def finish(name: str) -> Fitted:
+    def finish(name: str, below_s: float) -> Fitted:
         return tried(min(70, there[name][1]), 70, more_s=help_s if name == "fast" else 0.0).done
 
     best, _ = jointly_planned.together(propose, finish, budget=70)

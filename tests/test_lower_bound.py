@@ -26,7 +26,8 @@ def asked(peak: int, least: int, searches: int = 6) -> int:
         proposed.append(Proposed(len(proposed), 1.0 + 0.3 * len(proposed) ** 2, 1000 - 10 * len(proposed), len(proposed)))
         return proposed[-1]
 
-    best, leanest = together(propose, lambda plan: Fitted(NOTHING, peak, 0.0), 100, tries=1, searches=searches, least=lambda: least)
+    finish = lambda plan, below_s: Fitted(NOTHING, peak, 0.0)  # noqa: E731
+    best, leanest = together(propose, finish, 100, tries=1, searches=searches, least=lambda: least)
     assert best is None and leanest.done.peak_bytes == peak
     return len(proposed)
 

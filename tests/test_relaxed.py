@@ -138,11 +138,12 @@ def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: C
     """At every budget no slower than stages alone, at some faster, and far below where these find nothing."""
     program, node_s = local(4, 64)
     whole, plain_s = counted(program).peak_bytes, _seconds(program, node_s)
-    tried = lambda one: Fitted((done := counted(one)).program, done.peak_bytes, _seconds(one, node_s) - plain_s)  # noqa: E731
+    again_s = lambda one: _seconds(one, node_s) - plain_s  # noqa: E731
+    tried = lambda one: Fitted((done := counted(one)).program, done.peak_bytes, again_s(one))  # noqa: E731
     stages, gained, below = list(_proposals(program, node_s)), 0, 0
     for share in (0.75, 0.72, 0.45):
         budget = int(whole * share)
-        alone = min((one.more_s for one in _bisect(stages, tried, budget) if one.fits(budget)), default=None)
+        alone = min((one.more_s for one in _bisect(stages, tried, budget, again_s) if one.fits(budget)), default=None)
         both, _ = fit(program, node_s, counted, budget)
         assert both is not None and both.fits(budget) and (alone is None or both.more_s <= alone)
         gained += alone is not None and both.more_s < alone * 0.99

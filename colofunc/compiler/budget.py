@@ -129,8 +129,8 @@ def nearby(
     def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
         return _proposed(make, assign(aim, price_s), aim)
 
-    def finish(sharding: Sharding) -> Fitted:
-        return completion.finish(sharding(), budget_bytes)
+    def finish(sharding: Sharding, below_s: float) -> Fitted:
+        return completion.finish(sharding(), budget_bytes, below_s)
 
     best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts)
     if best is None:
@@ -207,8 +207,8 @@ def _searched(
         return (one if one.done.fits(budget_bytes) else None), one
     searches = SEARCHES if len(completion.program.nodes) <= LARGE else 3
 
-    def finish(sharding: Sharding) -> Fitted:
-        done = completion.finish(sharding(), budget_bytes)
+    def finish(sharding: Sharding, below_s: float) -> Fitted:
+        done = completion.finish(sharding(), budget_bytes, below_s)
         if any_that_fits and done.fits(budget_bytes):
             raise _Fits(Tried(sharding(), done, budget_bytes))
         return done

@@ -24,7 +24,7 @@ from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
 from colofunc.compiler.transform import Lies, Move, Rewrite, Search
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, Finishing, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
@@ -88,15 +88,19 @@ class Completion:
     known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
-    def finish(self, decided: Decided, budget_bytes: int | None) -> Fitted:
-        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks."""
+    def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
+        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks.
+
+        below_s: of what takes as many seconds more because of the budget nothing needs to be found.
+        """
         lowered, stages = self._lowered(decided)
-        best = self._best(lowered, budget_bytes)
+        best = self._best(lowered, budget_bytes, below_s)
         return attrs.evolve(best, stages=(*stages, *best.stages)) if self.keeps else best
 
-    def _best(self, lowered: Program, budget_bytes: int | None) -> Fitted:
+    def _best(self, lowered: Program, budget_bytes: int | None, below_s: float) -> Fitted:
         first = self._written(lowered, self.ways[0])
-        best = self._by_clock(self._searched(first, budget_bytes), first[0])
+        below_s = inf if to_be_cut(first[0]) else below_s  # there the clock says how much more it is
+        best = self._by_clock(self._searched(first, budget_bytes, below_s), first[0])
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
         rest = {_looks(some[0]): some for some in self._rest(lowered)}
@@ -110,7 +114,7 @@ class Completion:
         for rank, slower_s, some in sorted(guesses, key=itemgetter(0)):
             hopeful = side_by_side and slower_s < best.more_s
             if rank < _rank(budget_bytes, best) or hopeful or not best.fits(budget_bytes):
-                found = self._searched(some, budget_bytes)
+                found = self._searched(some, budget_bytes, below_s - slower_s)
                 found = attrs.evolve(found, more_s=found.more_s + slower_s)
                 best = min(best, self._by_clock(found, first[0]), key=partial(_rank, budget_bytes))
         return best
@@ -147,12 +151,13 @@ class Completion:
 
         return attrs.evolve(each, run=run)
 
-    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None) -> Fitted:
+    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None, below_s: float) -> Fitted:
         """Completed in the order that the searches find, the first of them next to the program itself."""
         local, stages = written
         finish: Finish = partial(self._counted, budget_bytes)
         for search in self.searches:
-            finish = partial(_found_by, search, self._node_s, finish, budget_bytes)
+            outermost = search is self.searches[-1]  # which knows what all of them cost
+            finish = partial(_found_by, search, self._node_s, Finishing(finish, below_s if outermost else inf), budget_bytes)
         began = time.perf_counter()
         best = finish(local)
         if not self.keeps:
@@ -274,7 +279,7 @@ class Completion:
 def _found_by(
     search: Search,
     node_s: NodeS,
-    finish: Finish,
+    finish: Finishing,
     budget_bytes: int | None,
     local: Program,
     like: Fitted | None = None,

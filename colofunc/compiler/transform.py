@@ -25,7 +25,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finishing, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
@@ -40,11 +40,12 @@ Rewrite = Callable[[Program, Mesh], Program]
 class Search(Protocol):
     """Looks for an order of one rank's program that fits: what is made again, and when.
 
-    `finish` completes an order and counts its peak. Returns (what fits or None, the leanest that was tried).
+    `finish` completes an order and counts its peak, and says from how many seconds more on one is of no use. Returns (what fits or
+    None, the leanest that was tried).
     """
 
     def __call__(
-        self, program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, /
+        self, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None, /
     ) -> tuple[Fitted | None, Fitted]: ...
 
 

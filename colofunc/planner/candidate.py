@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Protocol
 
 import attrs
@@ -36,3 +37,14 @@ class Finish(Protocol):
     moves: whether copies may be placed."""
 
     def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted: ...
+
+
+@attrs.frozen(eq=False)
+class Finishing:
+    """`finish`, and from how many seconds more on (`Fitted.more_s`) an order is of no use: a plan is known that is as fast."""
+
+    finish: Finish
+    below_s: float = inf
+
+    def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+        return self.finish(program, like, moves=moves)

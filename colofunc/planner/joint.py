@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice, pairwise, takewhile
+from math import inf
 from typing import Generic, TypeVar
 
 import attrs
@@ -70,12 +71,13 @@ class Scored(Generic[P]):
 
 
 Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
+Complete = Callable[[P, float], Fitted]  # (plan, seconds more from which on it is of no use) -> finished
 Every = Callable[[float | None], Iterable[Proposed[P]]]  # (seconds a byte costs; None: nothing fits so far) -> others, cheapest first
 
 
 def together(
     propose: Propose[P],
-    finish: Callable[[P], Fitted],
+    finish: Complete[P],
     budget: int,
     parts: int = 1,
     tries: int = 4,
@@ -95,7 +97,7 @@ def together(
 
 
 def nearby(
-    known: Proposed[P], propose: Propose[P], finish: Callable[[P], Fitted], budget: int, parts: int = 1, searches: int = NEARBY
+    known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY
 ) -> Scored[P] | None:
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
 
@@ -145,7 +147,7 @@ def _near_any(price_s: float, asked: Iterable[float]) -> bool:
 
 
 class _Together(Generic[P]):
-    def __init__(self, propose: Propose[P], finish: Callable[[P], Fitted], budget: int, aim: int) -> None:
+    def __init__(self, propose: Propose[P], finish: Complete[P], budget: int, aim: int) -> None:
         self.propose, self.finish, self.budget, self.aim = propose, finish, budget, aim
         self.scored: list[Scored[P]] = []
         self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
@@ -191,7 +193,8 @@ class _Together(Generic[P]):
         self.seen.add((proposed.peak_bytes, proposed.cost_s))
         if any(proposed.key == one.proposed.key for one in self.scored) or (self.best and proposed.cost_s >= self.best.total_s):
             return None
-        one = Scored(proposed, self.finish(proposed.plan))
+        below_s = inf if self.best is None else self.best.total_s - proposed.cost_s
+        one = Scored(proposed, self.finish(proposed.plan, below_s))
         self.scored.append(one)
         if one.done.fits(self.budget) and (self.best is None or one.total_s < self.best.total_s):
             self.best = one

@@ -24,7 +24,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finishing, Fitted
 from colofunc.planner.recompute.fastest import by_policy, fit
 from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
 from colofunc.planner.recompute.stages import NodeS
@@ -82,9 +82,9 @@ def _search_too(policy: Policy | None, build: Build) -> Build:
 
 
 def _search(
-    policy: Policy | None, program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None
+    policy: Policy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
 ) -> tuple[Fitted | None, Fitted]:
     if policy is None:
-        return fit(program, node_s, finish, budget_bytes)
+        return fit(program, node_s, finish, budget_bytes, finish.below_s)
     done = by_policy(program, node_s, policy, finish)
     return (done if budget_bytes is None or done.fits(budget_bytes) else None), done

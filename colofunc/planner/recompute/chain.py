@@ -21,12 +21,14 @@ Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import attrs
 import numpy as np
 
 INF = float("inf")
+LEAST_SLOTS = 250
 
 
 @attrs.frozen
@@ -76,30 +78,58 @@ class Back:
     stage: int
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Sweep:
-    """What was found: seconds of all (forward, backward, again), the order of work, and the memory that it was found for."""
+    """What was found: seconds of all (forward, backward, again), the memory that it was found for, and how to find the order of work."""
 
     seconds: float
-    order: tuple[Run | Back, ...]
     given_bytes: int
+    trace: Callable[[], Sequence[Run | Back]]
+
+    @property
+    def order(self) -> tuple[Run | Back, ...]:
+        return tuple(self.trace())
 
 
-@attrs.frozen(eq=False)
 class Table:
-    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Equal pieces of it share a row."""
+    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Sizes are rounded up to slots.
 
-    stages: tuple[Stage, ...]
-    unit: float  # bytes of one slot
-    rows: np.ndarray  # [i, j] -> the row of `cost` and `choice` for stages i..j
-    cost: np.ndarray  # seconds by row and slots
-    choice: np.ndarray  # s > 0: split behind s stages; -1-v: keep the first stage in way v
+    Equal pieces of the chain share a row, wherever they begin: 80 equal layers cost little more than the first of them. A row has as
+    many slots that hold nothing in front of its own, so a row shifted by x slots begins x to the left. What was chosen is not kept, but
+    found again for the few (i, j, m) that an order goes through.
+    """
+
+    def __init__(self, stages: Sequence[Stage], memory: int, slots: int, most_entries: int | None = None) -> None:
+        """most_entries: of the whole table; fewer slots where there would be more (but at least LEAST_SLOTS)."""
+        self.rows, pieces = _pieces(stages)  # [i, j] -> the row of `cost` for stages i..j
+        if most_entries is not None:
+            slots = min(slots, max(LEAST_SLOTS, most_entries // len(pieces)))
+        self.stages, self.unit, self.size = tuple(stages), max(memory / slots, 1e-9), slots + 1
+        self.forward_s = np.array([s.forward_s for s in stages])
+        self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
+        self.outs = np.array([self._slots(s.out_bytes) for s in stages]).clip(max=self.size)
+        self.kept = [[self._slots(way.nbytes) for way in s.ways] for s in stages]
+        self.cost = np.full((len(pieces), 2 * self.size), INF)  # seconds
+        self.picked: dict[tuple[int, int], int] = {}
+        some = np.empty((len(stages), self.size))
+        for row, (i, j) in enumerate(pieces):
+            self._solve(row, i, j, some)
+
+    def distinct(self) -> Iterator[Sweep]:
+        """From fast to lean, the least for every number of slots with which less is possible than with fewer."""
+        seconds = self.cost[self.rows[0, -1], self.size :]
+        before = np.append(INF, seconds[:-1])
+        for slots in np.flatnonzero(seconds < before)[::-1].tolist():
+            yield self._sweep(slots)
 
     def at(self, slots: int) -> Sweep | None:
         """The least for so many slots; None where nothing fits."""
+        return None if self.cost[self.rows[0, -1], self.size + slots] == INF else self._sweep(slots)
+
+    def _sweep(self, slots: int) -> Sweep:
         last = len(self.stages) - 1
-        seconds = float(self.cost[self.rows[0, last], slots])
-        return None if seconds == INF else Sweep(seconds, tuple(self._order(0, last, slots)), int(slots * self.unit))
+        seconds = float(self.cost[self.rows[0, last], self.size + slots])
+        return Sweep(seconds, int(slots * self.unit), partial(self._order, 0, last, slots))
 
     def _order(self, i: int, j: int, m: int) -> list[Run | Back]:
         """Iterative, because chains are longer than Python's stack is deep."""
@@ -111,47 +141,75 @@ class Table:
                 out.append(item)
                 continue
             i, j, m = item
-            pick = int(self.choice[self.rows[i, j], m])
-            if pick > 0:
-                k = i + pick
-                left = sum(stage.left_bytes for stage in self.stages[k : j + 1])
-                todo += [(i, k - 1, m - self._slots(max(left, 0))), (k, j, m - self._slots(self.stages[k - 1].out_bytes))]
+            pick, ways = self._pick(i, j, m), len(self.stages[i].ways)
+            if pick >= ways:
+                k = i + 1 + pick - ways
+                left = int(self._left(k, j)[0])
+                todo += [(i, k - 1, m - left), (k, j, m - int(self.outs[k - 1]))]
                 todo += [Run(t, None, t == i) for t in range(k - 1, i - 1, -1)]
                 continue
-            way = -1 - pick
             todo.append(Back(i))
             if i < j:
-                todo.append((i + 1, j, m - self._slots(self.stages[i].ways[way].nbytes)))
-            todo.append(Run(i, way))
+                todo.append((i + 1, j, m - self.kept[i][pick]))
+            todo.append(Run(i, pick))
         return out
 
+    def _pick(self, i: int, j: int, m: int) -> int:
+        """What comes first of stages i..j: the number of a way to keep the first, or behind these, behind how many there is a split."""
+        key = int(self.rows[i, j]), m
+        if key not in self.picked:
+            keeping = np.concatenate(list(self._keeping(i, j, m, m + 1)))
+            splitting = self._splitting(i, j, m) if i < j else np.empty(0)
+            self.picked[key] = int(np.concatenate([keeping, splitting]).argmin())
+        return self.picked[key]
+
     def _slots(self, nbytes: int) -> int:
-        return slots_of(nbytes, self.unit)
+        return int(-(-nbytes // self.unit))
 
+    def _solve(self, row: int, i: int, j: int, some: np.ndarray) -> None:
+        """The row of stages i..j; those of all shorter pieces are there. `some`: room for as many rows as there are stages."""
+        best = self.cost[row, self.size :]
+        for seconds in self._keeping(i, j, 0, self.size):
+            np.minimum(best, seconds, out=best)
+        if i == j:
+            return
+        behind = zip(self.rows[i + 1 : j + 1, j].tolist(), (self.size - self.outs[i:j]).tolist(), strict=True)
+        ahead = zip(self.rows[i, i:j].tolist(), (self.size - self._left(i + 1, j)).tolist(), strict=True)
+        for seconds, (later, a), (earlier, b) in zip(some, behind, ahead, strict=False):
+            np.add(self.cost[later, a : a + self.size], self.cost[earlier, b : b + self.size], out=seconds)
+        splits = some[: j - i]
+        splits += np.cumsum(self.forward_s[i:j])[:, None]
+        np.minimum(best, splits.min(axis=0), out=best)
 
-def slots_of(nbytes: int, unit: float) -> int:
-    return int(-(-nbytes // unit))
+    def _left(self, first: int, last: int) -> np.ndarray:
+        """Slots of what stages k..last leave, for k from `first` to `last`."""
+        nbytes = np.cumsum(self.left[first : last + 1][::-1])[::-1]
+        return (-(-nbytes // self.unit)).clip(0, self.size).astype(np.int64)  # as `_slots` rounds
+
+    def _keeping(self, i: int, j: int, first: int, stop: int) -> Iterator[np.ndarray]:
+        """Seconds with first..stop-1 slots where stage i is kept, for every way."""
+        stage, left_bytes = self.stages[i], max(int(self.left[i + 1 : j + 1].sum()), 0)
+        for way, kept in zip(stage.ways, self.kept[i], strict=True):
+            seconds = np.full(stop - first, INF)
+            enough = max(first, self._slots(stage.needs(way) + left_bytes), kept)
+            if enough < stop:
+                shift = self.size - kept
+                seconds[enough - first :] = self.cost[self.rows[i + 1, j], shift + enough : shift + stop] if i < j else 0.0
+            yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
+
+    def _splitting(self, i: int, j: int, m: int) -> np.ndarray:
+        """Seconds with m slots by number of stages in front of the split, from one on."""
+        behind = self.cost[self.rows[i + 1 : j + 1, j], self.size + m - self.outs[i:j]]
+        ahead = self.cost[self.rows[i, i:j], self.size + m - self._left(i + 1, j)]
+        return behind + ahead + np.cumsum(self.forward_s[i:j])
 
 
 def solve(stages: Sequence[Stage], memory: int, slots: int = 200) -> Sweep:
     """The least time with `memory` bytes beside the chain's input. Raises ValueError where nothing fits."""
-    found = table(stages, memory, slots).at(slots)
+    found = Table(stages, memory, slots).at(slots)
     if found is None:
         raise ValueError(f"{memory} bytes do not hold any stage with its gradient")
     return found
-
-
-def table(stages: Sequence[Stage], memory: int, slots: int = 200) -> Table:
-    """All least times for 0..memory bytes in so many slots. Sizes are rounded up to slots.
-
-    Pieces of equal stages are solved once, wherever they begin: 80 equal layers cost little more than the first of them.
-    """
-    unit = max(memory / slots, 1e-9)
-    rows, pieces = _pieces(stages)
-    solver = _Solver(stages, unit, slots + 1, rows, len(pieces))
-    for row, (i, j) in enumerate(pieces):
-        solver.solve(row, i, j)
-    return Table(tuple(stages), unit, rows, solver.cost[:, solver.size :], solver.choice)
 
 
 def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
@@ -169,56 +227,3 @@ def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, in
                 pieces.append((i, j))
             rows[i, j] = known[looks]
     return rows, pieces
-
-
-class _Solver:
-    """C(i, j, .) of the pieces of a chain, a row for each."""
-
-    def __init__(self, stages: Sequence[Stage], unit: float, size: int, rows: np.ndarray, count: int) -> None:
-        self.stages, self.unit, self.size, self.rows = stages, unit, size, rows
-        self.forward_s = np.array([s.forward_s for s in stages])
-        self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
-        self.outs = np.array([slots_of(s.out_bytes, unit) for s in stages]).clip(max=size)
-        self.kept = [[slots_of(way.nbytes, unit) for way in s.ways] for s in stages]
-        # In front of each row of `cost`, as many slots that hold nothing: a row shifted by x slots begins x to the left.
-        self.cost = np.full((count, 2 * size), INF)
-        self.choice = np.full((count, size), -1, dtype=np.int32)
-
-    def solve(self, row: int, i: int, j: int) -> None:
-        """The row of stages i..j; those of all shorter pieces are there."""
-        best, pick = self.cost[row, self.size :], self.choice[row]
-        for v, seconds in enumerate(self._keeping(i, j)):
-            _better(best, pick, seconds, -1 - v)
-        if i < j:
-            splits = self._splitting(i, j)
-            first = splits.argmin(axis=0)
-            _better(best, pick, splits[first, np.arange(self.size)], first + 1)
-
-    def _left(self, first: int, last: int) -> np.ndarray:
-        """Slots of what stages k..last leave, for k from `first` to `last`."""
-        nbytes = np.cumsum(self.left[first : last + 1][::-1])[::-1]
-        return (-(-nbytes // self.unit)).clip(0, self.size).astype(np.int64)  # as `slots_of` rounds
-
-    def _keeping(self, i: int, j: int) -> Iterator[np.ndarray]:
-        """Seconds by slots where stage i is kept, for every way."""
-        stage, left_bytes = self.stages[i], max(int(self.left[i + 1 : j + 1].sum()), 0)
-        for way, kept in zip(stage.ways, self.kept[i], strict=True):
-            seconds = np.full(self.size, INF)
-            if kept < self.size:
-                seconds[:] = self.cost[self.rows[i + 1, j], self.size - kept : 2 * self.size - kept] if i < j else 0.0
-                seconds[: slots_of(stage.needs(way) + left_bytes, self.unit)] = INF
-            yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
-
-    def _splitting(self, i: int, j: int) -> np.ndarray:
-        """Seconds by number of stages in front of the split, from one on, and by slots."""
-        forward_s = np.cumsum(self.forward_s[i:j])
-        behind = self.rows[i + 1 : j + 1, j] * (2 * self.size) + self.size - self.outs[i:j]
-        ahead = self.rows[i, i:j] * (2 * self.size) + self.size - self._left(i + 1, j)
-        cost, slots = self.cost.reshape(-1), np.arange(self.size)
-        return cost[behind[:, None] + slots] + cost[ahead[:, None] + slots] + forward_s[:, None]
-
-
-def _better(best: np.ndarray, pick: np.ndarray, new: np.ndarray, what: int | np.ndarray) -> None:
-    wins = new < best
-    best[wins] = new[wins]
-    pick[wins] = what if isinstance(what, int) else what[wins]

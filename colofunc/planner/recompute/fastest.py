@@ -22,19 +22,20 @@ from math import inf
 import attrs
 
 from colofunc.planner.candidate import Finish, Fitted
-from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, table
+from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, Table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
-from colofunc.planner.recompute.stages import Chain, NodeS, chain_of
+from colofunc.planner.recompute.stages import Chain, NodeS, chain_of, joined
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import within
 
-SLOTS, MOST_SLOTS, WORK = 250, 1000, 25_000
-"""Memory is divided into WORK / stages slots, at least SLOTS and at most MOST_SLOTS: the fewer stages, the finer."""
+SLOTS, ENTRIES = 2000, 6_000_000
+"""Memory is divided into SLOTS, fewer where tables would have more than so many entries. What a stage keeps is rounded up to slots, so
+with few of them deep chains seem not to fit that do."""
 CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
 """Policies that are counted beside those that are searched for."""
 MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
@@ -43,6 +44,8 @@ LEVELS, SHORT = 6, 5
 """Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 FEW = 64
 """Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+FINE, FEW_COUNTED = 1e-3, 2
+"""Where more than so many orders are counted, one that would gain a smaller part of the step's work than FINE is not."""
 GUESSES = 8
 """So many orders are counted where one is expected to fit just so, before what is left of them is halved."""
 COUNTED, MIDDLE = 600, 4000
@@ -71,8 +74,13 @@ def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
     return chain.replay([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else program
 
 
-def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None) -> tuple[Fitted | None, Fitted]:
-    """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak."""
+def fit(
+    program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, below_s: float = inf
+) -> tuple[Fitted | None, Fitted]:
+    """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak.
+
+    below_s: what costs as many seconds more is of no use, so it is not counted.
+    """
     plain_s = _seconds(program, node_s)
 
     def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
@@ -87,50 +95,52 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     orders = list(_proposals(program, node_s))
     if len(program.nodes) <= FEW:
         few: list[Callable[[], Program]] = [*orders, *late(program)]
-        found = _all(few, tried, again_s, whole, budget_bytes)
+        found = _all(few, tried, again_s, whole, budget_bytes, below_s)
     elif whole.hint is None:
-        found = [*_bisect(orders, tried, budget_bytes), *_rounded(program, node_s, tried, budget_bytes)]
+        found = [*_bisect(orders, tried, budget_bytes, again_s, below_s), *_rounded(program, node_s, tried, budget_bytes, again_s, below_s)]
     else:
-        found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s)
-        best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=inf)
+        found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s, below_s)
+        best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=below_s)
         found += _unmoved(orders, program, node_s, again_s, tried, budget_bytes, best_s)
-    found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes)
+    found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes, below_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
 
 
 def _all(
-    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: Callable[[Program], float], whole: Fitted, budget: int
-) -> list[Fitted]:
+    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: Callable[[Program], float], whole: Fitted, budget: int,
+    below_s: float,
+) -> list[Fitted]:  # fmt: skip
     """Every order, but those that make again what costs more than the best that is known does in all."""
-    found, bound_s = list[Fitted](), whole.more_s if whole.fits(budget) else inf
+    found, bound_s = list[Fitted](), min(below_s, whole.more_s if whole.fits(budget) else inf)
     for one in sorted((order() for order in orders), key=again_s):
-        if whole.hint is None or again_s(one) < bound_s:
+        if again_s(one) < (below_s if whole.hint is None else bound_s):
             found.append(tried(one))
             bound_s = min(bound_s, found[-1].more_s) if found[-1].fits(budget) else bound_s
     return found
 
 
 def _named(
-    program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int
-) -> list[Fitted]:
-    """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits."""
+    program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int,
+    below_s: float,
+) -> list[Fitted]:  # fmt: skip
+    """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so far."""
     named = list[Fitted]()
     for policies in (CANDIDATES, MORE):
         orders = sorted((_by_policy_everywhere(program, node_s, policy) for policy in policies), key=again_s)
-        named += _faster(orders, again_s, tried, (*found, *named), budget)
-        if any(one.fits(budget) for one in (*found, *named)):
+        named += _faster(orders, again_s, tried, (*found, *named), budget, below_s)
+        if below_s < inf or any(one.fits(budget) for one in (*found, *named)):
             break
     return named
 
 
 def _faster(
-    orders: Sequence[Program], again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int
+    orders: Sequence[Program], again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int, below_s: float
 ) -> list[Fitted]:
     """Of orders from fast to lean, those counted that may be faster than what was found."""
     counted = list[Fitted]()
-    best_s = min((one.more_s for one in found if one.fits(budget)), default=inf)
+    best_s = min([below_s, *(one.more_s for one in found if one.fits(budget))])
     whole = found[0]
     for one in orders:
         if again_s(one) >= best_s:
@@ -153,13 +163,16 @@ def _unmoved(
     def still(one: Program) -> Fitted:
         return attrs.evolve(tried(one, moves=False), program=one)
 
-    faster = bisect_left(range(len(orders)), best_s, key=lambda k: again_s(orders[k]()))
-    found = [*_bisect(orders[:faster], still, budget), *_rounded(program, node_s, still, budget)] if best_s > 0 else []
+    if best_s <= 0:
+        return []
+    found = [*_bisect(orders, still, budget, again_s, best_s), *_rounded(program, node_s, still, budget, again_s, best_s)]
     best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)
     return [] if best is None else [tried(best.program)]
 
 
-def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
+def _rounded(
+    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: Callable[[Program], float], below_s: float
+) -> list[Fitted]:
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
     if len(program.nodes) > MIDDLE:
         return []
@@ -167,9 +180,9 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
     relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
     plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
-    plans.sort(key=lambda one: _seconds(one, node_s))
+    plans = sorted((one for one in plans if again_s(one) < below_s), key=again_s)
     if len(program.nodes) > COUNTED:
-        return _bisect(list(_leaner(plans)), tried, budget)
+        return _bisect(list(_leaner(plans, node_s)), tried, budget, again_s)
     found = list[Fitted]()
     for one in plans:
         found.append(tried(one))
@@ -178,29 +191,34 @@ def _rounded(program: Program, node_s: NodeS, tried: Callable[[Program], Fitted]
     return found
 
 
-def _leaner(plans: Sequence[Program]) -> Iterator[Order]:
+def _leaner(plans: Sequence[Program], node_s: NodeS) -> Iterator[Order]:
     """Those that hold less than all before them."""
     least = inf
     for plan in plans:
         peak = memory(plan).peak_bytes["device"]
         if peak < least:
             least = peak
-            yield Order(partial(lambda plan: plan, plan), peak)
+            yield Order(partial(lambda plan: plan, plan), peak, _seconds(plan, node_s))
 
 
-def _bisect(orders: Orders, tried: Callable[[Program], Fitted], budget: int) -> list[Fitted]:
-    """Those that were counted on the way to the fastest that fits; the leanest is always among them.
+def _bisect(
+    orders: Orders, tried: Callable[[Program], Fitted], budget: int, again_s: Callable[[Program], float], below_s: float = inf
+) -> list[Fitted]:
+    """Those that were counted on the way to the fastest that fits; the leanest that makes less than `below_s` again is among them.
 
     Counting is dear, so what is counted next is what is expected to fit just so; after GUESSES of these, what halves the rest.
     """
-    if not orders:
+    quick = len(orders) if below_s == inf else bisect_left(range(len(orders)), below_s, key=lambda k: again_s(orders[k]()))
+    if not quick:
         return []
-    last = len(orders) - 1
+    last = quick - 1
     found = {last: tried(orders[last]())}
     low, high = 0, last  # high fits, or nothing does
     while low < high and found[last].peak_bytes <= budget:
         expected = _expected(orders, {k: one.peak_bytes for k, one in found.items()}, budget)
         middle = (low + high) // 2 if len(found) > GUESSES else min(max(expected, low), high - 1)
+        if len(found) > FEW_COUNTED and orders[middle].at_most_s > orders[high].at_most_s * (1 - FINE):
+            break
         found[middle] = tried(orders[middle]())
         low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
     return list(found.values())
@@ -220,7 +238,7 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
 
 def _proposals(program: Program, node_s: NodeS) -> Iterator[Order]:
     """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
-    chains = {id(p): measured(chain_of(p, node_s)) for p in program.with_bodies()}
+    chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
     sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
     if not sweeps:
         return
@@ -231,7 +249,8 @@ def _proposals(program: Program, node_s: NodeS) -> Iterator[Order]:
             sweep = mine.get(id(part))
             return part if sweep is None else chains[id(part)].replay(sweep.order)
 
-        yield Order(partial(_changed, program, change), sum(sweep.given_bytes for sweep in mine.values()))
+        seconds = sum(sweep.seconds for sweep in mine.values())
+        yield Order(partial(_changed, program, change), sum(sweep.given_bytes for sweep in mine.values()), seconds)
 
 
 def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
@@ -245,16 +264,11 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
     left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
     backward = max(stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways)
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
-    count = min(MOST_SLOTS, max(SLOTS, WORK // len(stages)))
-    whole, found = table(stages, most, count), dict[tuple[Run | Back, ...], Sweep]()
-    for slots in reversed(range(count + 1)):
-        sweep = whole.at(slots)
-        if sweep is None:
-            break
-        found[sweep.order] = sweep  # the least memory for which it is found
-    for sweep in _exact(stages, most) if len(stages) <= SHORT else ():
-        found.setdefault(sweep.order, sweep)
-    return sorted(found.values(), key=lambda sweep: sweep.seconds)
+    found = list(Table(stages, most, SLOTS, ENTRIES).distinct())
+    if len(stages) <= SHORT:
+        known = {sweep.order for sweep in found}
+        found += [sweep for sweep in _exact(stages, most) if sweep.order not in known]
+    return sorted(found, key=lambda sweep: sweep.seconds)
 
 
 def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
@@ -268,7 +282,7 @@ def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
     for k in range(1, LEVELS):
         order = checkmate.solve(graph, most * k / LEVELS)
         if order is not None:
-            yield Sweep(order.cost, tuple(_steps(order.nodes, n)), int(most * k / LEVELS))
+            yield Sweep(order.cost, int(most * k / LEVELS), partial(list, tuple(_steps(order.nodes, n))))
 
 
 def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:

@@ -15,6 +15,7 @@ are searched in full.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import attrs
 
@@ -24,7 +25,7 @@ from colofunc.program.ir import Program
 FULL, MOST = 2, 4
 """At most FULL orders that fit are searched in full, where a sketch promises to be faster; MOST with those that turn out not to fit."""
 FINE = 6e-3
-"""Orders whose time differs by a smaller part of the step's work are not told apart."""
+"""Where copies are searched for, orders whose time differs by a smaller part of the step's work are not told apart."""
 
 
 @attrs.frozen(eq=False)
@@ -32,10 +33,12 @@ class Order:
     """An order of work that was proposed; a call makes the program.
 
     `given_bytes`: the memory that it was found for. The peak is something else, but from order to order the two go alike.
+    `at_most_s`: seconds of its work; what nobody reads may be left out when the program is made.
     """
 
     make: Callable[[], Program]
     given_bytes: int
+    at_most_s: float
 
     def __call__(self) -> Program:
         return self.make()
@@ -44,19 +47,24 @@ class Order:
 Orders = Sequence[Order]
 
 
-def fastest(orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float) -> list[Fitted]:
+def fastest(
+    orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float, below_s: float = inf
+) -> list[Fitted]:
     """Those that were searched in full; the fastest that fits is among them where one does, else the leanest.
 
     Orders go from fast to lean. again_s: what a program makes again, of `work_s` seconds. `whole`: where nothing is.
+    below_s: what costs as many seconds more is of no use.
     """
-    return _Among(orders, again_s, tried, whole, budget, work_s).run() if orders else []
+    return _Among(orders, again_s, tried, whole, budget, work_s, below_s).run() if orders else []
 
 
 class _Among:
     def __init__(
-        self, orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float
-    ) -> None:
+        self, orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float,
+        below_s: float,
+    ) -> None:  # fmt: skip
         self.orders, self.tried, self.whole, self.budget, self.work_s = orders, tried, whole, budget, work_s
+        self.below_s = below_s
         self.again_of = again_s
         self.again: dict[int, float] = {}
         self.sketches: dict[int, Fitted] = {}
@@ -65,8 +73,8 @@ class _Among:
         last = len(self.orders) - 1
         low = 0 if self.whole.fits(self.budget) else self._first(0, last, lambda k: self.sketch(k).fits(self.budget))
         if low > last:
-            return [self.tried(self.orders[last]())]
-        most_s = self.whole.more_s if self.whole.fits(self.budget) else float("inf")
+            return [self.tried(self.orders[last]())] if self.below_s == inf else []
+        most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
         high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
         if low <= high and self.sketch(high).more_s <= self.again_s(high):  # from where copies are hidden, less is faster
             high = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))

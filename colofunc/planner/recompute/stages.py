@@ -109,6 +109,35 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     return Chain(program, tuple(parts))
 
 
+def joined(chain: Chain) -> Chain:
+    """The chain in which parts that keep nothing and hand nothing on are one with what follows: a search has less to tell apart."""
+    parts, before = list[Part](), list[Part]()
+    for part in chain.parts:
+        before.append(part)
+        nothing = not part.out and part.stage.out_bytes == 0 and all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
+        if not nothing or part is chain.parts[-1]:
+            parts.append(_one(before))
+            before = []
+    return attrs.evolve(chain, parts=tuple(parts))
+
+
+def _one(parts: Sequence[Part]) -> Part:
+    """Of parts one behind the other, all but the last keep nothing."""
+    first, last = parts[0], parts[-1]
+    return attrs.evolve(
+        last,
+        nodes=range(first.nodes.start, last.nodes.stop),
+        made=frozenset().union(*(part.made for part in parts)),
+        saved={group: nbytes for part in parts for group, nbytes in part.saved.items()},
+        back=range(last.back.start, first.back.stop),
+        stage=attrs.evolve(
+            last.stage,
+            forward_s=sum(part.stage.forward_s for part in parts),
+            backward_s=sum(part.stage.backward_s for part in parts),
+        ),
+    )
+
+
 class _Facts:
     """Who makes and who reads what, in forward and behind it."""
 

@@ -32,8 +32,8 @@ from colofunc.mesh import KINDS, Mesh
 from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, Piece, Step, moves_from
 from colofunc.spec.conversions.refine import COPY, Locations
 
-# States looked at before the search takes what looks nearest to the goal; three moving axes never need as many.
-PATIENCE = 600
+# Each time that so many moves were tried, what is left counts twice as much; three moving axes never need as many.
+PATIENCE = 5_000
 
 # The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is one.
 PATIENCE_BESIDE_KNOWN = 15
@@ -160,7 +160,7 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
     came: dict[Locations, tuple[Locations, str, tuple[int, ...]]] = {}
     queue = [(bound(start), 0, start)]
     done: set[Locations] = set()
-    count = 0
+    count = tried = 0
     while queue:
         _, _, state = heapq.heappop(queue)
         if state == goal:
@@ -173,9 +173,10 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
         seconds, wire, moves = best[state]
         held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
         before = whole / held
-        haste = _haste(len(done), known is not None)
+        haste = _haste(tried, known is not None)
         for kind, who, after in moves_from(pieces, state):
-            nbytes = whole / prod(n for n, loc in zip(sizes, after) if loc >= 0)
+            tried += 1
+            nbytes = whole / (held * _more_held(kind, [sizes[k] for k in who]))
             if q.limit is not None and 2 * max(before, nbytes) > q.limit:
                 continue
             move_s, move_bytes = price(kind, who, max(before, nbytes))
@@ -194,6 +195,13 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
     return known
 
 
+def _more_held(kind: str, sizes: list[int]) -> float:
+    """Into how many times as many parts a tensor is split behind a move of pieces of these sizes."""
+    if kind == "all_gather":
+        return 1 / prod(sizes)
+    return prod(sizes) if kind in ("reduce_scatter", "take_shard") else 1.0
+
+
 def _cost(q: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
     """What a way costs, in the units of the search."""
     price, held = _pricer(q), start
@@ -204,11 +212,11 @@ def _cost(q: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
     return seconds, wire, len(steps)
 
 
-def _haste(looked_at: int, way_known: bool) -> float:
+def _haste(tried: int, way_known: bool) -> float:
     """How often the least that is left counts; more than once is quicker, and no longer sure to be the cheapest."""
     if way_known:
         return HASTE_BESIDE_KNOWN
-    return 1.0 if looked_at < PATIENCE else 4.0
+    return 2.0 ** (tried // PATIENCE)
 
 
 def _trace_back(
