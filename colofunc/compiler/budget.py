@@ -132,7 +132,7 @@ def nearby(
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         return completion.finish(sharding(), budget_bytes, below_s)
 
-    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts)
+    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s)
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
     return _told(completion, best.proposed.plan(), best.done)
@@ -224,7 +224,7 @@ def _searched(
         return parts * max(found.operator_bytes, found.argument_bytes)
 
     try:
-        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least)
+        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s)
     except _Fits as first:
         return first.tried, first.tried
     fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)

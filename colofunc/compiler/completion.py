@@ -260,6 +260,10 @@ class Completion:
         """How long what is done takes, in the order in which the executor runs it."""
         return played(self.order(done, inf), self.mesh, self._node_s)
 
+    def end_s(self, done: Fitted) -> float:
+        """Seconds of a finished step by the clock."""
+        return self.lanes(done.program).end_s
+
     def pipelined(self, done: Program) -> Pipelined | None:
         """What the plan says of a pipeline that runs as `done`."""
         return pipelined(done, self.mesh, self._node_s, self.count)

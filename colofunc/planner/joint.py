@@ -72,6 +72,7 @@ class Scored(Generic[P]):
 
 Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
 Complete = Callable[[P, float], Fitted]  # (plan, seconds more from which on it is of no use) -> finished
+EndS = Callable[[Fitted], float]
 Every = Callable[[float | None], Iterable[Proposed[P]]]  # (seconds a byte costs; None: nothing fits so far) -> others, cheapest first
 
 
@@ -85,25 +86,31 @@ def together(
     every: Every[P] = lambda price_s: (),
     most: int = LOOK,
     least: Callable[[], int] = lambda: 0,
+    end_s: EndS | None = None,
 ) -> tuple[Scored[P] | None, Scored[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
     to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
-    of them are finished. `least`: bytes that every plan needs, asked for when one was proposed. Raises PlanError where nothing can
-    be proposed.
+    of them are finished. `least`: bytes that every plan needs, asked for when one was proposed. `end_s`: seconds of a finished step by
+    the clock, which has the last word among those that fit. Raises PlanError where nothing can be proposed.
     """
-    return _Together(propose, finish, budget, budget * parts).run(tries, searches, every, most, least)
+    search = _Together(propose, finish, budget, budget * parts)
+    best, leanest = search.run(tries, searches, every, most, least)
+    return (best if end_s is None else search.soonest(end_s)), leanest
 
 
 def nearby(
-    known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY
-) -> Scored[P] | None:
+    known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY,
+    end_s: EndS | None = None,
+) -> Scored[P] | None:  # fmt: skip
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
 
     `known` met a budget of a like step. `propose` is expected to search from there.
     """
-    return _Together(propose, finish, budget, budget * parts).run_nearby(known, searches)
+    search = _Together(propose, finish, budget, budget * parts)
+    best = search.run_nearby(known, searches)
+    return best if end_s is None else search.soonest(end_s)
 
 
 def frontier(propose: Propose[P], most: int) -> list[Proposed[P]]:
@@ -183,6 +190,11 @@ class _Together(Generic[P]):
 
     def leanest(self) -> Scored[P]:
         return min(self.scored, key=lambda one: one.done.peak_bytes)
+
+    def soonest(self, end_s: EndS) -> Scored[P] | None:
+        """Of all that were finished and fit, the one that the clock says is the fastest."""
+        fits = [one for one in self.scored if one.done.fits(self.budget)]
+        return fits[0] if len(fits) == 1 else min(fits, key=lambda one: end_s(one.done), default=None)
 
     def far(self) -> bool:
         """Whether all that was tried holds far too much."""

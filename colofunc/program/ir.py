@@ -226,8 +226,11 @@ class Program:
     @cached_property
     def last_uses(self) -> Mapping[int, int]:
         """Value id -> position of the last node that reads it; len(nodes) for outputs; absent if never read."""
-        last = {id: positions[-1] for id, positions in self.readers.items()}
-        return last | dict.fromkeys(self.outputs, len(self.nodes))
+        last: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            last.update(dict.fromkeys(node.refs, index))
+        last.update(dict.fromkeys(self.outputs, len(self.nodes)))
+        return last
 
     def with_bodies(self) -> Iterator[Program]:
         """The program and the bodies of its loops, of loops inside them too."""
@@ -258,13 +261,13 @@ class Program:
         """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""
         defined = set(self.inputs)
         for index, node in enumerate(self.nodes):
-            for ref in node.refs:
-                if ref not in defined:
-                    raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
+            if not defined.issuperset(node.refs):
+                ref = next(ref for ref in node.refs if ref not in defined)
+                raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
             defined.update(node.results)
-        for out in self.outputs:
-            if out not in defined:
-                raise ProgramError(f"a pass that moves nodes has lost what makes the output %{out}")
+        if not defined.issuperset(self.outputs):
+            out = next(out for out in self.outputs if out not in defined)
+            raise ProgramError(f"a pass that moves nodes has lost what makes the output %{out}")
         return self
 
 
