@@ -31,6 +31,8 @@ RISE = 1.25
 FEW = 3
 """Where a chain is equally narrow everywhere, it is cut each time this many of its values have been made."""
 WAYS = 12
+LONG = 100
+"""Chains of more parts are joined where parts keep nothing."""
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]
 Keeps = Callable[[Node, Sequence[Node]], bool]
@@ -110,7 +112,9 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
 
 
 def joined(chain: Chain) -> Chain:
-    """The chain in which parts that keep nothing and hand nothing on are one with what follows: a search has less to tell apart."""
+    """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell apart."""
+    if len(chain.parts) <= LONG:
+        return chain
     parts, before = list[Part](), list[Part]()
     for part in chain.parts:
         before.append(part)
