@@ -26,7 +26,7 @@ from colofunc.plugins import build_registry
 from colofunc.transforms.quantize import packed
 
 CALIBRATED = ("awq", "smoothquant")
-SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "int8-dynamic", *CALIBRATED)
+SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", "int8-dynamic", *CALIBRATED)
 WHERE = ("up.weight", "down.weight")
 EXPERTS = ("experts_in", "experts_out")
 KINDS = ("arguments", "adapters")

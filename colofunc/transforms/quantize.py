@@ -60,8 +60,8 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
-    `cf.smoothquant(maxima)`, or a `cf.ext.Quantizer`.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`,
+    `cf.awq(moments)`, `cf.smoothquant(maxima)`, or a `cf.ext.Quantizer`.
     where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
     schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
     do not fit.
@@ -188,12 +188,19 @@ def _finite(name: str, weight: Quantized) -> Quantized:
     for part in weight.tensors:
         for shard in part.parts if isinstance(part, DTensor) else (part,):
             known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
-            if known and shard.is_floating_point() and not bool(shard.isfinite().all()):
+            if known and not _all_finite(shard, weight.format.nan if part is weight.scale else None):
                 raise InputError(
                     f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
                     "earlier checkpoint; globs in where= that leave it out"
                 )
     return weight
+
+
+def _all_finite(part: Tensor, nan: int | None) -> bool:
+    """Whether all numbers of a part are. nan: what stands for one that is not, where they are kept as bits."""
+    if nan is not None:
+        return not bool((part == nan).any())
+    return not part.is_floating_point() or bool(part.isfinite().all())
 
 
 # ---- the state ----
