@@ -4,8 +4,8 @@
 
 A cell is *equal* when in float64 the outputs of the staged step (of two training steps where there are adapters) are those of the quantized
 function on one device, when the packed tensors on the mesh are bit for bit what one device packs and lie as the mode says, when products
-read them packed, and when the rows of scales lie where the rows of numbers do. Calibrated schemes are calibrated on one device, and leave
-out experts, which no linear layer reads.
+read them packed, and when the rows of scales lie where the rows of numbers do. Schemes that need a calibration
+("auto" is a choice of one for each weight) have it on one device, and leave out experts, which no linear layer reads.
 """
 
 import itertools
@@ -26,8 +26,9 @@ from colofunc.planner.schemes import SchemeChoice
 from colofunc.plugins import build_registry
 from colofunc.transforms.quantize import packed
 
-CALIBRATED = ("awq", "smoothquant", "auto")
-SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", "int8-dynamic", *CALIBRATED)
+CALIBRATED = ("awq", "smoothquant")
+MEASURED = (*CALIBRATED, "auto")
+SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
 WHERE = ("up.weight", "down.weight")
 AUTO_BYTES = 60_000
 """What "auto" may take: enough for int8 of one weight and 4 bits of the other."""
@@ -213,7 +214,7 @@ def scheme_for(name: str, weight: str) -> cf.ext.Quantizer:
 
 def where_of(cell: Cell) -> tuple[str, ...]:
     """The weights that a cell quantizes."""
-    return WHERE if cell.scheme in CALIBRATED else MODES[cell.mode].where
+    return WHERE if cell.scheme in MEASURED else MODES[cell.mode].where
 
 
 def staged(cell: Cell, step_fn: Callable[..., Any]) -> cf.Staged:

@@ -77,6 +77,7 @@ def test_sensitivities_on_a_mesh_are_those_of_one_device(plan: str) -> None:
     step = cf.shard(cf.sensitivities(loss, where=WHERE), cf.Mesh(dp=2, tp=2), *plans)
     with cf.testing.float64():
         cf.testing.check(step, params, tokens(), steps=1)
+    assert cf.scheme_errors(params, step(params, tokens())).within(60_000).schemes == errors().within(60_000).schemes
 
 
 def test_frozen_weights_beside_adapters_are_measured() -> None:

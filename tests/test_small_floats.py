@@ -129,3 +129,15 @@ def test_a_widened_number_is_its_parts_multiplied_and_rounded_once() -> None:
             assert torch.equal(found.dequantize(dtype), exact.to(torch.float32).to(dtype))
     with pytest.raises(cf.InputError, match="nvfp4 takes groups of 16 columns, and 24 is no multiple of it"):
         cf.quantize(lambda p, x: x @ p["w.weight"].T, "nvfp4").lower({"w.weight": torch.ones(4, 24)}, torch.ones(2, 24))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_card_packs_and_widens_the_same_bits(scheme: str, dtype: torch.dtype) -> None:
+    w = weight(dtype)
+    host, card = BUILT_IN[scheme].pack(w), BUILT_IN[scheme].pack(w.cuda())
+    for mine, wanted in zip(card.parts, host.parts, strict=True):
+        assert torch.equal(mine.cpu(), wanted)
+    for wide in (torch.float32, torch.float64, torch.bfloat16):
+        assert torch.equal(card.dequantize(wide).cpu(), host.dequantize(wide))
