@@ -53,9 +53,10 @@ def nearest_codes(size: Tensor, levels: Sequence[float]) -> Tensor:
     """Which of ascending levels is the nearest to numbers of 0 and more, of two the one with an even code; int64."""
     grid = torch.tensor(levels, dtype=size.dtype, device=size.device)
     halves = (grid[1:] + grid[:-1]) / 2
-    size = size.contiguous()
-    down, up = torch.bucketize(size, halves), torch.bucketize(size, halves, right=True)  # different at a half only
-    return torch.where(down % 2 == 0, down, up)
+    # What is at a half goes down; between an odd code and the next one it is to go up, so that half is the number right below it.
+    is_odd = torch.arange(len(halves), device=size.device) % 2 == 1
+    halves = torch.where(is_odd, torch.nextafter(halves, torch.zeros_like(halves)), halves)
+    return torch.bucketize(size.contiguous(), halves)
 
 
 def e4m3_bits(x: Tensor) -> Tensor:
