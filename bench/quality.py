@@ -3,7 +3,7 @@
 Trained with AdamW in 32 bits and with `state_bits=8`, from the same weights on the same batches; the first is then evaluated on text that
 it was not trained on with its weights in every scheme of `cf.quantize`, by the bits that it needs for a byte.
 
-With a scheme for each weight, which `cf.quantize(step, "auto")` chooses, predictions are compared with those of the model as it was, beside
+With a scheme for each matrix, tables too, which `cf.quantize(step, "auto")` chooses, predictions are compared with those of the model as it was, beside
 those with one scheme for all weights that takes no more bytes.
 
 A model of this size has no channels that are many times as large as the others, as large models have. So it is evaluated once more with
@@ -31,6 +31,7 @@ ROWS, CONTEXT = 8, 128
 HELD_OUT_ROWS = 64
 CALIBRATION_BATCHES = 8
 WHERE = "*_proj.weight"
+ALL = ("*_proj.weight", "*embed_tokens.weight", "*lm_head.weight")
 NEAREST = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")
 ALL_ROUNDED = "int8, all inputs rounded"
 PLANTED, CHANNELS = 30.0, 4
@@ -158,19 +159,22 @@ def chosen(model: Any, params: Any) -> dict[str, Any]:
     (data, held_out), predict = text(), log_probabilities(model)
     rows = batch(held_out, -1, HELD_OUT_ROWS)
     exact = cf.shard(predict, cf.Mesh())(params, rows).full()
-    measuring = cf.shard(cf.sensitivities(forward(model), where=WHERE), cf.Mesh())
+    measuring = cf.shard(cf.sensitivities(forward(model), where=ALL), cf.Mesh())
     measured = [measuring(params, batch(data, STEPS + number)) for number in range(CALIBRATION_BATCHES)]
     gptq = cf.gptq([one["inputs"] for one in measured])
-    tables = {"": cf.scheme_errors(params, measured, NEAREST, where=WHERE)}
-    tables[", gptq among them"] = cf.scheme_errors(params, measured, (*NEAREST, gptq), where=WHERE)
+    tables = {"": cf.scheme_errors(params, measured, NEAREST, where=ALL)}
+    tables[", gptq among them"] = cf.scheme_errors(params, measured, (*NEAREST, gptq), where=ALL)
 
     def judged(choice: Any) -> dict[str, Any]:
-        found = cf.quantize(predict, choice, where=WHERE)(params, rows).full()
+        found = cf.quantize(predict, choice, where=ALL)(params, rows).full()
         apart = float((exact.exp() * (exact - found)).sum(-1).mean()) / math.log(2)
         return {"bytes": choice.nbytes, "bits": apart, "estimate": choice.error / math.log(2), "counts": Counter(choice.schemes.values())}
 
     last = tables[", gptq among them"]
-    alone = {scheme: judged(last.uniform(scheme)) for scheme in (*NEAREST, "gptq")}
+    alone = {scheme: judged(last.uniform(scheme)) for scheme in NEAREST}
+    # Tables cannot be calibrated, and have the same format without.
+    weights = tuple(attrs.evolve(one, option=one.weight.option("gptq") or one.option) for one in last.uniform("int4-g128").weights)
+    alone["gptq"] = judged(attrs.evolve(last.uniform("int4-g128"), weights=weights))
     least, most = alone["nf4"]["bytes"], alone["int8"]["bytes"]
     budgets = [alone["nvfp4"]["bytes"], *(least + (most - least) // part for part in (4, 2))]
     choices = [{"budget": budget, "kind": kind, **judged(table.within(budget))} for budget in budgets for kind, table in tables.items()]
@@ -183,7 +187,7 @@ def chosen_rows(found: dict[str, Any], before: str) -> list[Row]:
     for one in found["choices"]:
         others = {scheme: alone for scheme, alone in found["alone"].items() if alone["bytes"] <= one["budget"]}
         if not one["kind"]:
-            del others["gptq"]
+            others.pop("gptq", None)
         best = min(others, key=lambda scheme: others[scheme]["bits"])
         counts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(one["counts"].items()))
         figure = f"predictions {one['bits']:.1e} bits per byte off, {one['estimate']:.1e} by the estimate; {counts}"
@@ -215,7 +219,7 @@ def bench() -> Section:
     setting = (
         f"LLaMA, 2 layers of 256, {wide['parameters'] / 1e6:.1f} million parameters, bytes of Python's standard library, {STEPS} steps of "
         f"{ROWS} x {CONTEXT}, float32; {HELD_OUT_ROWS} rows of files that were not trained on; "
-        f"gptq, awq, smoothquant and what auto is estimated by from {CALIBRATION_BATCHES} batches; its bytes are those of all projections. "
+        f"gptq, awq, smoothquant and what auto is estimated by from {CALIBRATION_BATCHES} batches; its bytes are those of all matrices. "
         f"Planted: {CHANNELS} channels in front of each product "
         f"{PLANTED:.0f} times as large, and the columns that read them as much smaller. torch {torch.__version__}."
     )

@@ -70,6 +70,56 @@ def test_sensitivities_are_sums_over_rows_of_inputs_and_of_the_outputs_gradients
         torch.testing.assert_close(found["outputs"][name], sum(g.square().sum(0) for g in outputs[name]))
 
 
+class Tied(nn.Module):
+    """A table that is looked up in, and read as a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.table(ids)))
+
+
+def test_tables_are_measured_number_by_number_and_tied_ones_as_both() -> None:
+    torch.manual_seed(0)
+    model = cf.functional(Tied())
+    ids = torch.tensor([[3, 5, 3], [7, 3, 0]])
+
+    def loss(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, ids)[0].square().mean()
+
+    found = cf.sensitivities(loss)(model.params, ids)
+    table = model.params["table.weight"]
+    rows = table[ids].detach().requires_grad_()
+    (g,) = torch.autograd.grad((torch.tanh(rows) @ table.T).square().mean(), rows)
+    wanted = torch.zeros_like(table).index_add(0, ids.flatten(), 6 * g.square().flatten(0, 1))
+    torch.testing.assert_close(found["lookups"]["table.weight"], wanted)
+    option = cf.scheme_errors(model.params, found, ["nvfp4"]).weights[0].options[1]
+    off = BUILT_IN["nvfp4"].pack(table).dequantize() - table
+    of_rows = float((wanted * off.square()).sum()) / 2
+    product = ((off @ found["inputs"]["table.weight"]) * off).sum(1) * found["outputs"]["table.weight"]
+    assert option.error == pytest.approx(of_rows + float(product.sum()) / 2, rel=1e-5)
+    with cf.testing.float64():
+        for plan in ({"table.weight": "(tp v) i"}, zero(3, "dp")):
+            cf.testing.check(cf.shard(cf.sensitivities(loss), cf.Mesh(dp=2, tp=2), plan), model.params, ids, steps=1)
+
+
+def test_tables_are_chosen_for_but_not_calibrated() -> None:
+    loss, params = loss_of()
+    found = cf.sensitivities(loss)(params, tokens())
+    table = cf.scheme_errors(params, found, ["int8", cf.gptq(found["inputs"])])
+    assert [[option.name for option in weight.options] for weight in table.weights] == [
+        ["as it is", "int8"], ["as it is", "int8", "gptq"], ["as it is", "int8", "gptq"],
+    ]  # fmt: skip
+    choice = table.within(38_000)
+    assert choice.schemes["table.weight"] == "int8"
+    step = cf.quantize(cf.shard(step_of("arguments")[0], cf.Mesh(dp=2)), choice)
+    assert {name for name, leaf in step.init(params, tokens()).items() if isinstance(leaf, Quantized)} == {"table.weight", *WHERE}
+
+
 @pytest.mark.parametrize("plan", ["zero3", "columns", "auto"])
 def test_sensitivities_on_a_mesh_are_those_of_one_device(plan: str) -> None:
     loss, params = loss_of()
@@ -386,8 +436,8 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "where of the measuring": (
         cf.InputError,
-        "cf.sensitivities: where='table.weight' matches no weight that a linear layer reads",
-        lambda: cf.sensitivities(loss_of()[0], where="table.weight")(loss_of()[1], tokens()),
+        "cf.sensitivities: where='norm.weight' matches no weight that a linear layer or a lookup reads",
+        lambda: cf.sensitivities(loss_of()[0], where="norm.weight")(loss_of()[1], tokens()),
     ),
     "no loss": (
         cf.InputError,

@@ -58,7 +58,12 @@ class Statistic:
     @property
     def dims(self) -> int:
         """How many dims a value has."""
-        return self.shape.count("i") + self.shape.count("o")
+        return sum(letter.isalpha() for letter in self.shape)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether both dims of a value count the same."""
+        return self.shape.count("i") == 2
 
 
 def _products(x: Tensor) -> Tensor:
@@ -161,13 +166,16 @@ class Seen:
         return x, weight
 
     def result(self) -> dict[str, Tensor]:
-        for glob in self.globs:
-            if not any(matches(name, glob) for name in self.values):
-                names = [name for _, name in self.names.values()]
-                raise InputError(
-                    f"{self.maker}: where={glob!r} matches no weight that a linear layer reads{near(glob, names)}"
-                )
+        self.check(self.values, "a linear layer reads")
         return self.values
+
+    def check(self, seen: Iterable[str], read: str) -> None:
+        """Raises InputError for a glob that matches none of the weights that were seen. read: by what."""
+        seen = list(seen)
+        for glob in self.globs:
+            if not any(matches(name, glob) for name in seen):
+                names = [name for _, name in self.names.values()]
+                raise InputError(f"{self.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}")
 
 
 # ---- what is made of them ----
@@ -234,7 +242,7 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise InputError(f"{scheme}: {what} of {name!r} are a {kind}. Try: tensors, as a step of {maker} returns them")
-    if value.dim() != statistic.dims or len(set(value.shape)) != 1:
+    if value.dim() != statistic.dims or (statistic.is_square and len(set(value.shape)) != 1):
         shapes = f"{tuple(value.shape)}, and {statistic.shape} of a weight (o, i)"
         raise InputError(f"{scheme}: {what} of {name!r} are {shapes}. Try: {maker}")
     whole = value.full() if isinstance(value, DTensor) else value

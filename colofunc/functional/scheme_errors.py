@@ -16,6 +16,12 @@ Fisher (the average over rows of gradients and that of inputs, each by itself) o
 what is left out are correlations between outputs, between the two factors and between weights, and the first-order term, which is nothing
 at a minimum. Losses are means over rows, as they usually are. A weight that several layers read counts once for each, by sums.
 
+A table that rows are looked up in is measured number by number, which takes as much as the table: with n lookups,
+
+    rise = 1/2 sum_vc  S_vc d_vc^2             S_vc = n sum (dloss/dy_c)^2 over lookups of row v, (v, c)
+
+Rows that the batch does not have count for nothing. A tied table is the sum of both.
+
 Sources: Martens and Grosse 2015, "K-FAC" (1503.05671), section 3; LeCun et al. 1990, "Optimal Brain Damage", for second-order saliencies.
 """
 
@@ -50,8 +56,9 @@ from colofunc.transforms.quantize import packed, quantize
 MAKER = "cf.sensitivities"
 SCHEMES = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")
 """What weights are tried in: all built-in schemes that leave inputs of layers as they are."""
-INPUTS, OUTPUTS = "inputs", "outputs"
+INPUTS, OUTPUTS, LOOKUPS = "inputs", "outputs", "lookups"
 GRADIENTS = Statistic(MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True)
+ROWS = Statistic(MAKER, "squares of gradients of rows", "(v, c)", torch.square, torch.add, sizes=True)
 Sensitivities = Mapping[str, Mapping[str, Tensor]]
 STEPS_TRIED = 12
 """At most so many choices are finished with the whole step."""
@@ -72,12 +79,29 @@ class _Squares(torch.autograd.Function):
         return g, squares.sum(rows) if rows else squares
 
 
+class _SquaresOfRows(torch.autograd.Function):
+    """Rows of a table as they are; the gradient of `sums` is, for each row of the table, the sum of squares of its lookups' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ids: Tensor, sums: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.dtype, ctx.size = sums.dtype, sums.shape[0]
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        squares = g.to(ctx.dtype).square()
+        return g, None, torch.ops.aten.embedding_dense_backward(squares, ids, ctx.size, -1, False) * ids.numel()
+
+
 class _Gradients(Seen):
-    """What a run has measured of inputs, and what its gradients are going to be summed in."""
+    """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of tables."""
 
     def __init__(self, globs: tuple[str, ...]) -> None:
         super().__init__(MOMENTS, globs, MAKER)
         self.sums: list[tuple[str, Tensor]] = []
+        self.tables: list[tuple[str, Tensor]] = []
 
     def watch(self, output: Tensor, name: str) -> Tensor:
         """The output of a layer, whose gradient will be seen."""
@@ -86,24 +110,36 @@ class _Gradients(Seen):
         watched: Tensor = _Squares.apply(output, sums)
         return watched
 
-    def squares(self, loss: Tensor) -> dict[str, Tensor]:
-        """Weight's name -> (o,), from the gradients of the loss."""
-        wanted = [sums for _, sums in self.sums]
+    def watch_rows(self, ids: Tensor, rows: Tensor, name: str) -> Tensor:
+        """What was looked up in a table, whose gradient will be seen."""
+        table = next(weight for weight, known in self.names.values() if known == name)
+        sums = rows.new_zeros(table.shape, dtype=torch.promote_types(rows.dtype, torch.float32)).requires_grad_()
+        self.tables.append((name, sums))
+        watched: Tensor = _SquaresOfRows.apply(rows, ids, sums)
+        return watched
+
+    def squares(self, loss: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Weight's name -> (o,), and table's name -> (v, c), from the gradients of the loss."""
+        every = [*self.sums, *self.tables]
+        wanted = [sums for _, sums in every]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else [None] * len(wanted)
-        found: dict[str, Tensor] = {}
-        for (name, sums), grad in zip(self.sums, grads, strict=True):
+        outputs: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        for number, ((name, sums), grad) in enumerate(zip(every, grads, strict=True)):
             grad = torch.zeros_like(sums) if grad is None else grad
+            found = outputs if number < len(self.sums) else rows
             found[name] = found[name] + grad if name in found else grad
-        return found
+        return outputs, rows
 
 
 def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, dict[str, Tensor]]]:
     """A step with the arguments of `loss_fn` that returns what `cf.scheme_errors` needs of a calibration batch.
 
     loss_fn: a function such as loss(params, batch), a mean over rows, (). The step returns {"inputs": {weight: sum of x x^T over all rows
-    x of its linear layers' inputs, (i, i)}, "outputs": {weight: sum of squares of the loss's gradients for their outputs, (o,)}}.
+    x of its linear layers' inputs, (i, i)}, "outputs": {weight: sum of squares of the loss's gradients for their outputs, (o,)}, "lookups":
+    {table: for each of its numbers the sum of squares of the gradients for what was looked up there, times the lookups, (v, c)}}.
     where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Raises InputError where a glob matches
-    no weight of a linear layer, and where the function returns no loss.
+    no weight of a linear layer and no table, and where the function returns no loss.
     """
     globs = globs_of(MAKER, loss_fn, where)
 
@@ -112,13 +148,14 @@ def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
         seen = _Gradients(globs)
         seen.note_all(args[0] if args else {})
         with torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
-            with LinearInputs(seen.name, seen.see, seen.watch):
+            with LinearInputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 raise InputError(f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()")
-            squares = seen.squares(loss)
-        return {INPUTS: seen.result(), OUTPUTS: squares}
+            outputs, rows = seen.squares(loss)
+        seen.check([*outputs, *rows], "a linear layer or a lookup reads")
+        return {INPUTS: seen.values, OUTPUTS: outputs, LOOKUPS: rows}
 
     return measured
 
@@ -136,19 +173,19 @@ def scheme_errors(
     weights: name -> tensor, `model.params` or `{**model.params, **model.frozen}`; lazy ones are made one at a time, of those on ranks all
     rows are gathered. measured: what a step of `cf.sensitivities` returns, or a list of such of several batches, which are averaged.
     schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`. where: globs as in `cf.quantize`; weights that they
-    match and no linear layer reads stay as they are, and count as bytes. step, args: the step to be quantized, staged or not, and its
-    arguments; then each option has seconds too, on the clock by which plans are made: of all that reads the weight, added up.
+    match and of which nothing was measured stay as they are, and count as bytes. step, args: the step to be quantized, staged or not, and
+    its arguments; then each option has seconds too, on the clock by which plans are made: of all that reads the weight, added up.
     Raises InputError where something measured is not finite, and for a scheme that is unknown or rounds inputs too.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     quantizers = [_quantizer(scheme) for scheme in schemes]
-    inputs, outputs = _averaged(measured)
+    known = _averaged(measured)
     found = []
     for name, weight in weights.items():
         if isinstance(weight, Quantized):
             raise InputError(f"cf.scheme_errors: {name!r} is quantized already, as {weight.scheme!r}. Try: the weight that it was made of")
         if weight.dim() >= 2 and weight.is_floating_point() and any(matches(name, glob) for glob in globs):
-            found.append(_options(name, weight, quantizers, inputs, outputs))
+            found.append(_options(name, weight, quantizers, known))
     for glob in globs:
         if not any(matches(weight.name, glob) for weight in found):
             raise InputError(f"cf.scheme_errors: where={glob!r} matches no weight of two dims and more{near(glob, weights, 'weights')}")
@@ -168,33 +205,63 @@ def _quantizer(scheme: str | Quantizer) -> Quantizer:
     return scheme
 
 
-def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> tuple[Measured, Measured]:
-    """What was measured of inputs and of outputs, of the mean batch."""
+@attrs.frozen(eq=False)
+class _Known:
+    """What was measured, of the mean batch."""
+
+    inputs: Measured
+    outputs: Measured
+    lookups: Measured
+
+    def has(self, name: str) -> bool:
+        """Whether a weight was read."""
+        return self.inputs.has(name) or self.lookups.has(name)
+
+    def rise(self, name: str, found: Quantized, weight: Tensor) -> float:
+        """By how much the loss rises with a quantized weight, by the formulas above, some rows after the others."""
+        wide = found.dequantize(torch.float64)
+        rise, step = 0.0, rows_at_once(weight.shape)
+        for first in range(0, weight.shape[0], step):
+            rows = slice(first, first + step)
+            off = wide[rows] - weight[rows].to(torch.float64)
+            if self.inputs.has(name):
+                moments, squares = self.inputs.of(name, weight.shape[1]), self.outputs.values[self.outputs.known(name)]
+                rise += float((((off @ moments) * off).sum(1) * squares[rows]).sum()) / 2
+            if self.lookups.has(name):
+                rise += float((off.square() * self.lookups.of(name, weight.shape[1])[rows]).sum()) / 2
+        return max(0.0, rise)
+
+
+def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:
+    """What was measured of several batches."""
     batches = [measured] if isinstance(measured, Mapping) else list(measured)
-    if not batches or not all(isinstance(batch, Mapping) and {INPUTS, OUTPUTS} <= batch.keys() for batch in batches):
+    if not batches or not all(isinstance(batch, Mapping) and {INPUTS, OUTPUTS, LOOKUPS} <= batch.keys() for batch in batches):
         raise InputError(f"cf.scheme_errors: there are no sensitivities. Try: what a step of {MAKER} returns, or a list of such")
-    both = []
-    for part, statistic in ((INPUTS, MOMENTS), (OUTPUTS, GRADIENTS)):
-        sums = joined("cf.scheme_errors", statistic, [batch[part] for batch in batches])
-        values = {name: value / len(batches) for name, value in sums.values.items()}
-        both.append(Measured("cf.scheme_errors", statistic.what, MAKER, values))
-    return both[0], both[1]
+    found = []
+    for part, statistic in ((INPUTS, MOMENTS), (OUTPUTS, GRADIENTS), (LOOKUPS, ROWS)):
+        values: Mapping[str, Tensor] = {}
+        if any(batch[part] for batch in batches):
+            values = joined("cf.scheme_errors", statistic, [batch[part] for batch in batches]).values
+        mean = {name: value / len(batches) for name, value in values.items()}
+        found.append(Measured("cf.scheme_errors", statistic.what, MAKER, mean))
+    return _Known(*found)
 
 
-def _options(name: str, weight: Tensor, quantizers: Sequence[Quantizer], inputs: Measured, outputs: Measured) -> WeightOptions:
+def _options(name: str, weight: Tensor, quantizers: Sequence[Quantizer], known: _Known) -> WeightOptions:
     """The ways in which a weight may be kept."""
     shape = tuple(weight.shape)
     plain = Option(None, weight.numel() * weight.itemsize, 0.0)
-    if not inputs.has(name):
-        return WeightOptions(name, shape, (plain,), "no linear layer reads it")
-    moments, squares = inputs.of(name, shape[1]), outputs.values[outputs.known(name)]
+    if not known.has(name):
+        return WeightOptions(name, shape, (plain,), "nothing was measured of it")
     whole = _made(name, weight)
     options = [plain]
     for quantizer in quantizers:
-        if quantizer.refuses(shape):
+        # What is calibrated is so by inputs of linear layers, which a table has none of.
+        is_unknown = quantizer.by_name is not None and not known.inputs.has(name)
+        if is_unknown or quantizer.refuses(shape):
             continue
         found = packed(quantizer.named(name), whole, name)
-        options.append(Option(quantizer, found.nbytes, _rise(found, whole, moments, squares)))
+        options.append(Option(quantizer, found.nbytes, known.rise(name, found, whole)))
     return WeightOptions(name, shape, tuple(options), "" if len(options) > 1 else "no scheme takes its shape")
 
 
@@ -208,16 +275,6 @@ def _made(name: str, weight: Tensor) -> Tensor:
         if weight.is_meta or isinstance(weight, compat.FakeTensor):
             raise InputError(f"cf.scheme_errors: {name!r} has no values. Try: the model's own weights, or lazy ones that can be made")
         return weight.detach().cpu()
-
-
-def _rise(found: Quantized, weight: Tensor, moments: Tensor, squares: Tensor) -> float:
-    """By how much the loss rises, by the formula above, some rows after the others."""
-    wide = found.dequantize(torch.float64)
-    rise, step = 0.0, rows_at_once(weight.shape)
-    for first in range(0, weight.shape[0], step):
-        off = wide[first : first + step] - weight[first : first + step].to(torch.float64)
-        rise += float((((off @ moments) * off).sum(1) * squares[first : first + step]).sum()) / 2
-    return max(0.0, rise)
 
 
 # ---- seconds ----

@@ -75,6 +75,7 @@ class LinearInputs(TorchFunctionMode):
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
     such a tensor is cast to counts as the tensor. `result(output, key)`: what is taken for the layer's output; None: the output.
+    `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the rows.
     """
 
     def __init__(
@@ -82,13 +83,16 @@ class LinearInputs(TorchFunctionMode):
         key: Callable[[Tensor], Any],
         changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]],
         result: Callable[[Tensor, Any], Tensor] | None = None,
+        lookup: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.key, self.changed, self.result = key, changed, result
+        self.key, self.changed, self.result, self.lookup = key, changed, result, lookup
         self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.embedding and self.lookup is not None:
+            return self._lookup(self.lookup, *args, **kwargs)
         body = opened(func)
         if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
             with self:
@@ -112,3 +116,8 @@ class LinearInputs(TorchFunctionMode):
             return F.linear(input, weight, bias)
         output = F.linear(*self.changed(input, weight, known), bias)
         return output if self.result is None else self.result(output, known)
+
+    def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        known = self._known(weight)
+        rows = F.embedding(input, weight, *args, **kwargs)
+        return rows if known is None else lookup(input, rows, known)
