@@ -3,8 +3,8 @@
 Trained with AdamW in 32 bits and with `state_bits=8`, from the same weights on the same batches; the first is then evaluated on text that
 it was not trained on with its weights in every scheme of `cf.quantize`, by the bits that it needs for a byte.
 
-With a scheme for each matrix, tables too, which `cf.quantize(step, "auto")` chooses, predictions are compared with those of the model as it was, beside
-those with one scheme for all weights that takes no more bytes.
+With a scheme for each matrix, tables too, which `cf.quantize(step, "auto")` chooses, predictions are compared with those of the model as it
+was, beside those with one scheme for all of them that takes no more bytes.
 
 A model of this size has no channels that are many times as large as the others, as large models have. So it is evaluated once more with
 such channels planted: a few are multiplied in front of each product, and the columns that read them divided, which is the same function.

@@ -271,6 +271,8 @@ def test_seconds_of_a_weight_are_those_of_its_products_and_gathers() -> None:
     found = weight_seconds(low.program, low.priced, low.registry.rule, WHERE)
     products = [node_s(node, low.program.values, low.priced, low.registry.rule) for node in low.program.nodes if "int8" in node.target]
     assert list(found.values()) == pytest.approx(products) and min(products) > 0
+    timed = cf.scheme_errors(params, measured(), ["int8"], step=forward, args=(params, tokens()))
+    assert [weight.options[-1].seconds for weight in timed.weights[1:]] == pytest.approx(products)
     low = cf.quantize(cf.shard(forward, cf.Mesh(dp=2, topology="8xa100-80g"), zero(3, "dp")), "int8", where=WHERE).lower(params, tokens())
     buckets = {torch.float32: 0.0, torch.int8: 0.0}
     products = []
@@ -371,6 +373,11 @@ def nan_batch() -> Any:
     return cf.scheme_errors(params, cf.sensitivities(loss, where=WHERE)(params, tokens()))
 
 
+def infinite_loss() -> Any:
+    loss, params = loss_of()
+    return cf.scheme_errors(params, cf.sensitivities(lambda p, x: loss(p, x) * math.inf, where=WHERE)(params, tokens()))
+
+
 def unmeasured_step() -> Any:
     forward, params, _ = step_of("arguments")
     choice = cf.scheme_errors({"up.weight": params["up.weight"]}, measured(), FEW).within("40KB")
@@ -388,6 +395,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         cf.InputError,
         "cf.scheme_errors: the moments of 'down.weight' have NaN or infinite numbers, so its inputs had. Try: a calibration batch without",
         nan_batch,
+    ),
+    "infinite": (
+        cf.InputError,
+        "cf.scheme_errors: the squares of gradients of 'up.weight' have NaN or infinite numbers, so the loss or its gradients had",
+        infinite_loss,
     ),
     "too little": (
         cf.PlanError,

@@ -45,7 +45,7 @@ class Statistic:
 
     `maker`: the name of the step that measures it. `what`: its values' name. `shape`: their shape for a weight (o, i).
     `of(x)`: the value of rows x (..., i). `join(a, b)`: the value of all rows, from those of two batches. `sizes`: no
-    value is negative.
+    value is negative. `cause`: what it means where a value is not finite.
     """
 
     maker: str
@@ -54,6 +54,7 @@ class Statistic:
     of: Callable[[Tensor], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
     sizes: bool = False
+    cause: str = "so its inputs had"
 
     @property
     def dims(self) -> int:
@@ -132,9 +133,8 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
 class Seen:
     """Weights of one run by name, and what was measured of their inputs."""
 
-    def __init__(self, statistic: Statistic, globs: tuple[str, ...], maker: str = "") -> None:
+    def __init__(self, statistic: Statistic, globs: tuple[str, ...]) -> None:
         self.statistic = statistic
-        self.maker = maker or statistic.maker
         self.globs = globs
         self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
         self.values: dict[str, Tensor] = {}
@@ -175,7 +175,7 @@ class Seen:
         for glob in self.globs:
             if not any(matches(name, glob) for name in seen):
                 names = [name for _, name in self.names.values()]
-                raise InputError(f"{self.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}")
+                raise InputError(f"{self.statistic.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}")
 
 
 # ---- what is made of them ----
@@ -249,7 +249,7 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     value = whole.detach().to("cpu", torch.float64)
     if not bool(value.isfinite().all()):
         raise InputError(
-            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without "
+            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration batch without "
             "them; low.check_finite(state, batch), which names where they come from"
         )
     if statistic.sizes and bool((value < 0).any()):

@@ -37,9 +37,11 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CapacityError, InputError, PlanError, near
 from colofunc.functional.calibration import MOMENTS, Seen, Statistic, globs_of, joined
+from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import Quantized
@@ -52,13 +54,15 @@ from colofunc.planner.schemes import AS_IT_IS, Option, SchemeChoice, SchemeError
 from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.program.lazy import LazyTensor, make
 from colofunc.transforms.quantize import packed, quantize
+from colofunc.transforms.shard import shard
 
 MAKER = "cf.sensitivities"
 SCHEMES = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")
 """What weights are tried in: all built-in schemes that leave inputs of layers as they are."""
 INPUTS, OUTPUTS, LOOKUPS = "inputs", "outputs", "lookups"
-GRADIENTS = Statistic(MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True)
-ROWS = Statistic(MAKER, "squares of gradients of rows", "(v, c)", torch.square, torch.add, sizes=True)
+SEEN = attrs.evolve(MOMENTS, maker=MAKER)
+GRADIENTS = Statistic(MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True, cause="so the loss or its gradients had")
+ROWS = attrs.evolve(GRADIENTS, what="squares of gradients of rows", shape="(v, c)")
 Sensitivities = Mapping[str, Mapping[str, Tensor]]
 STEPS_TRIED = 12
 """At most so many choices are finished with the whole step."""
@@ -99,7 +103,7 @@ class _Gradients(Seen):
     """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of tables."""
 
     def __init__(self, globs: tuple[str, ...]) -> None:
-        super().__init__(MOMENTS, globs, MAKER)
+        super().__init__(SEEN, globs)
         self.sums: list[tuple[str, Tensor]] = []
         self.tables: list[tuple[str, Tensor]] = []
 
@@ -238,7 +242,7 @@ def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:
     if not batches or not all(isinstance(batch, Mapping) and {INPUTS, OUTPUTS, LOOKUPS} <= batch.keys() for batch in batches):
         raise InputError(f"cf.scheme_errors: there are no sensitivities. Try: what a step of {MAKER} returns, or a list of such")
     found = []
-    for part, statistic in ((INPUTS, MOMENTS), (OUTPUTS, GRADIENTS), (LOOKUPS, ROWS)):
+    for part, statistic in ((INPUTS, SEEN), (OUTPUTS, GRADIENTS), (LOOKUPS, ROWS)):
         values: Mapping[str, Tensor] = {}
         if any(batch[part] for batch in batches):
             values = joined("cf.scheme_errors", statistic, [batch[part] for batch in batches]).values
@@ -285,6 +289,7 @@ def _timed(
 ) -> tuple[WeightOptions, ...]:
     """The weights, with the seconds of each option: the step is planned once as it is, and once in each scheme."""
     names = [weight.name for weight in weights]
+    step = step if isinstance(step, Staged) else shard(step, Mesh())
     seconds = {AS_IT_IS: _seconds_of(_lowered(step, args), names)}
     for quantizer in quantizers:
         taken = [weight.name for weight in weights if weight.option(quantizer.name) is not None]
