@@ -4,8 +4,8 @@
 
 A cell is *equal* when in float64 the outputs of the staged step (of two training steps where there are adapters) are those of the quantized
 function on one device, when the packed tensors on the mesh are bit for bit what one device packs and lie as the mode says, when products
-read them packed, and when the rows of scales lie where the rows of numbers do. Calibrated schemes are calibrated on one device, and leave
-out experts, which no linear layer reads.
+read them packed, and when the rows of scales lie where the rows of numbers do. Schemes that need a calibration
+("auto" is a choice of one for each weight) have it on one device, and leave out experts, which no linear layer reads.
 """
 
 import itertools
@@ -22,12 +22,16 @@ from torch import nn
 import colofunc as cf
 from colofunc.dtensor.placed import SHELF
 from colofunc.ops.quantized_frozen import sources
+from colofunc.planner.schemes import SchemeChoice
 from colofunc.plugins import build_registry
 from colofunc.transforms.quantize import packed
 
 CALIBRATED = ("awq", "smoothquant")
-SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "int8-dynamic", *CALIBRATED)
+MEASURED = (*CALIBRATED, "auto")
+SCHEMES = ("int8", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
 WHERE = ("up.weight", "down.weight")
+AUTO_BYTES = 60_000
+"""What "auto" may take: enough for int8 of one weight and 4 bits of the other."""
 EXPERTS = ("experts_in", "experts_out")
 KINDS = ("arguments", "adapters")
 ORDERS = ("first", "last")
@@ -187,9 +191,12 @@ def tokens() -> torch.Tensor:
 
 
 @cache
-def scheme_of(name: str) -> cf.ext.Quantizer:
-    """The scheme of this name, calibrated where it is one that is."""
+def scheme_of(name: str) -> cf.ext.Quantizer | SchemeChoice:
+    """The scheme of this name, calibrated where it is one that is; of "auto" a choice of one for each weight."""
     forward, params, _ = step_of("arguments")
+    if name == "auto":
+        sensitivities = cf.sensitivities(lambda params, batch: forward(params, batch).square().mean(), where=WHERE)(params, tokens())
+        return cf.scheme_errors(params, sensitivities).within(AUTO_BYTES)
     if name == "awq":
         return cf.awq(cf.input_moments(forward, where=WHERE)(params, tokens()))
     if name == "smoothquant":
@@ -197,9 +204,17 @@ def scheme_of(name: str) -> cf.ext.Quantizer:
     return build_registry().quantizers[name]
 
 
+def scheme_for(name: str, weight: str) -> cf.ext.Quantizer:
+    """What a weight is quantized with."""
+    scheme = scheme_of(name)
+    found = scheme.scheme(weight) if isinstance(scheme, SchemeChoice) else scheme
+    assert found is not None
+    return found.named(weight)
+
+
 def where_of(cell: Cell) -> tuple[str, ...]:
     """The weights that a cell quantizes."""
-    return WHERE if cell.scheme in CALIBRATED else MODES[cell.mode].where
+    return WHERE if cell.scheme in MEASURED else MODES[cell.mode].where
 
 
 def staged(cell: Cell, step_fn: Callable[..., Any]) -> cf.Staged:
@@ -233,16 +248,18 @@ def targets(program: cf.ext.Program) -> Iterator[str]:
 def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> None:
     """Products read packed tensors, which are those of one device, and scales lie as numbers do."""
     low = step.lower(state, tokens())
-    scheme = scheme_of(cell.scheme)
-    form = scheme.form
-    products = [target for target in targets(low.program) if target.startswith(f"colofunc.{form}")]
-    assert f"colofunc.{form}_linear" in products, products
+    schemes = {name: scheme_for(cell.scheme, name) for name in where_of(cell)}
+    forms = {scheme.form for scheme in schemes.values()}
+    assert len(forms) == 1 + (cell.scheme == "auto")
+    products = [target for target in targets(low.program) if target.startswith(tuple(f"colofunc.{form}_" for form in forms))]
+    assert {f"colofunc.{form}_linear" for form in forms} <= set(products), products
+    scheme = next(iter(schemes.values()))
     assert (scheme.outliers is not None) == ("colofunc.rounded_rows" in targets(step.lower(state, tokens()).global_program)), "inputs"
     assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)
     weights = model.params if cell.kind == "arguments" else model.frozen
     for name in where_of(cell):
-        wanted = sources({name: packed(scheme.named(name), weights[name].clone())})
+        wanted = sources({name: packed(schemes[name], weights[name].clone())})
         rows = {}
         for part, tensor_of_one in wanted.items():
             got, layout = placed[part]

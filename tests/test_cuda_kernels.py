@@ -147,9 +147,10 @@ OWN: dict[str, tuple[Any, ...]] = {
 
 def on_packed_weights() -> dict[str, tuple[Any, ...]]:
     """Products with a packed weight, forward and backward, and what it is as a plain one."""
-    found: dict[str, tuple[Any, ...]] = {"colofunc.fp8_bits": (r(3, 4),)}
+    found: dict[str, tuple[Any, ...]] = {"colofunc.fp8_bits": (r(3, 4),), "colofunc.mxfp8_numbers": (r(6, 128),)}
+    found["colofunc.nvfp4_numbers"] = (r(6, 128), ONE)
     for quantizer in BUILT_IN.values():
-        parts = tuple(quantizer.quantize(r(6, 128)).values())
+        parts = quantizer.pack(r(6, 128)).parts
         form = f"colofunc.{quantizer.form}"
         found[f"{form}_linear"] = (r(2, 128), *parts, r(6))
         found[f"{form}_linear_dx"] = (r(2, 6), *parts)

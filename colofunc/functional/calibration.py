@@ -45,7 +45,7 @@ class Statistic:
 
     `maker`: the name of the step that measures it. `what`: its values' name. `shape`: their shape for a weight (o, i).
     `of(x)`: the value of rows x (..., i). `join(a, b)`: the value of all rows, from those of two batches. `sizes`: no
-    value is negative.
+    value is negative. `cause`: what it means where a value is not finite.
     """
 
     maker: str
@@ -54,11 +54,17 @@ class Statistic:
     of: Callable[[Tensor], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
     sizes: bool = False
+    cause: str = "so its inputs had"
 
     @property
     def dims(self) -> int:
         """How many dims a value has."""
-        return self.shape.count("i")
+        return sum(letter.isalpha() for letter in self.shape)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether both dims of a value count the same."""
+        return self.shape.count("i") == 2
 
 
 def _products(x: Tensor) -> Tensor:
@@ -98,8 +104,8 @@ def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.we
     return _measuring(MAXIMA, step_fn, where)
 
 
-def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]) -> Callable[..., dict[str, Tensor]]:
-    maker = statistic.maker
+def globs_of(maker: str, step_fn: Callable[..., Any], where: str | Iterable[str]) -> tuple[str, ...]:
+    """`where` of a calibration step that `maker` makes. Raises InputError where it is given no function, or no globs."""
     globs = (where,) if isinstance(where, str) else tuple(where)
     if isinstance(step_fn, Staged):
         raise InputError(f"{maker} takes the step function itself. Try: cf.shard({maker}(step_fn), mesh)")
@@ -107,13 +113,16 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
         raise InputError(f"{maker} was given a {type(step_fn).__name__}. Try: a function such as forward(params, batch)")
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"{maker}(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+    return globs
+
+
+def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]) -> Callable[..., dict[str, Tensor]]:
+    globs = globs_of(statistic.maker, step_fn, where)
 
     @wraps(step_fn)
     def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        seen = _Seen(statistic, globs)
-        for name, leaf in walk(args[0] if args else {}):
-            if isinstance(leaf, Tensor):
-                seen.note(name, leaf)
+        seen = Seen(statistic, globs)
+        seen.note_all(args[0] if args else {})
         with reading(seen.frozen, lambda wide, weight: None), LinearInputs(seen.name, seen.see):
             step_fn(*args, **kwargs)
         return seen.result()
@@ -121,7 +130,7 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
     return measured
 
 
-class _Seen:
+class Seen:
     """Weights of one run by name, and what was measured of their inputs."""
 
     def __init__(self, statistic: Statistic, globs: tuple[str, ...]) -> None:
@@ -129,6 +138,12 @@ class _Seen:
         self.globs = globs
         self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
         self.values: dict[str, Tensor] = {}
+
+    def note_all(self, state: Any) -> None:
+        """The weights of argument 0."""
+        for name, leaf in walk(state):
+            if isinstance(leaf, Tensor):
+                self.note(name, leaf)
 
     def note(self, name: str, leaf: Tensor) -> None:
         self.names[id(leaf)] = leaf, name
@@ -151,13 +166,16 @@ class _Seen:
         return x, weight
 
     def result(self) -> dict[str, Tensor]:
-        for glob in self.globs:
-            if not any(matches(name, glob) for name in self.values):
-                names = [name for _, name in self.names.values()]
-                raise InputError(
-                    f"{self.statistic.maker}: where={glob!r} matches no weight that a linear layer reads{near(glob, names)}"
-                )
+        self.check(self.values, "a linear layer reads")
         return self.values
+
+    def check(self, seen: Iterable[str], read: str) -> None:
+        """Raises InputError for a glob that matches none of the weights that were seen. read: by what."""
+        seen = list(seen)
+        for glob in self.globs:
+            if not any(matches(name, glob) for name in seen):
+                names = [name for _, name in self.names.values()]
+                raise InputError(f"{self.statistic.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}")
 
 
 # ---- what is made of them ----
@@ -173,7 +191,7 @@ def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quanti
     """
     if not isinstance(damping, Real) or not damping > 0:
         raise InputError(f"cf.gptq(damping={damping!r}): moments of few rows have no inverse. Try: damping={DAMPING}")
-    return calibrated(_joined("cf.gptq", MOMENTS, moments), float(damping))
+    return calibrated(joined("cf.gptq", MOMENTS, moments), float(damping))
 
 
 def awq(moments: Values | Sequence[Values]) -> Quantizer:
@@ -182,7 +200,7 @@ def awq(moments: Values | Sequence[Values]) -> Quantizer:
     moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which
     there are none. Source: Lin et al. 2023, "AWQ" (2306.00978).
     """
-    return input_scales.awq(_joined("cf.awq", MOMENTS, moments))
+    return input_scales.awq(joined("cf.awq", MOMENTS, moments))
 
 
 def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
@@ -195,10 +213,10 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
     """
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise InputError(f"cf.smoothquant(alpha={alpha!r}): a part of what is moved, from 0 to 1. Try: alpha=0.5")
-    return input_scales.smoothquant(_joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
+    return input_scales.smoothquant(joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
 
 
-def _joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
+def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
     batches = [values] if isinstance(values, Mapping) else list(values) if isinstance(values, Iterable) else []
@@ -224,14 +242,14 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise InputError(f"{scheme}: {what} of {name!r} are a {kind}. Try: tensors, as a step of {maker} returns them")
-    if value.dim() != statistic.dims or len(set(value.shape)) != 1:
+    if value.dim() != statistic.dims or (statistic.is_square and len(set(value.shape)) != 1):
         shapes = f"{tuple(value.shape)}, and {statistic.shape} of a weight (o, i)"
         raise InputError(f"{scheme}: {what} of {name!r} are {shapes}. Try: {maker}")
     whole = value.full() if isinstance(value, DTensor) else value
     value = whole.detach().to("cpu", torch.float64)
     if not bool(value.isfinite().all()):
         raise InputError(
-            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, so its inputs had. Try: a calibration batch without "
+            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration batch without "
             "them; low.check_finite(state, batch), which names where they come from"
         )
     if statistic.sizes and bool((value < 0).any()):

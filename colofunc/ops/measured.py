@@ -17,6 +17,11 @@ from torch import Tensor
 from colofunc.errors import InputError, near
 
 
+def same_weight(name: str, other: str) -> bool:
+    """Whether two names may be of one weight: one of them has further words in front."""
+    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
+
+
 @attrs.frozen(eq=False)
 class Measured:
     """One tensor for each weight, whose last dim counts the weight's columns.
@@ -29,9 +34,13 @@ class Measured:
     maker: str
     values: Mapping[str, Tensor]
 
+    def has(self, name: str) -> bool:
+        """Whether something was measured of a weight."""
+        return any(same_weight(name, known) for known in self.values)
+
     def known(self, name: str) -> str:
         """The name under which a weight was measured. Raises InputError where there is none, or where several could be meant."""
-        fitting = [known for known in self.values if f".{name}".endswith(f".{known}") or f".{known}".endswith(f".{name}")]
+        fitting = [known for known in self.values if same_weight(name, known)]
         if name in fitting:
             return name
         if len(fitting) > 1:

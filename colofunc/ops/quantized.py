@@ -13,12 +13,16 @@ a split of rows splits all of them. `Quantized` is one weight in a format. Each 
     fp8     uint8 (o, i), bits of e4m3fn    float32 (o)                                             8.01
     int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
     nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
+    mxfp8   uint8 (o, i), bits of e4m3fn    uint8 (o, i/32), bits of e8m0                           8.25
+    nvfp4   uint8 (o, i/2), two in a byte   uint8 (o, i/16), bits of e4m3fn         float32 (o)     4.51
 
 A weight in any of them may have an `input_scale` (i) beside these parts: its columns were multiplied by it before they were rounded, so
 inputs are divided by it in front of the product (`colofunc/ops/input_scales.py`), and a widened weight is divided by it.
 
 The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA (2305.14314),
-section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one another.
+section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one another. The second scale of nvfp4 is
+one of the whole tensor; each row has a copy of it, so that rows may lie on ranks, and are read, as those of other formats. Sources of mxfp8
+and nvfp4 are named in `colofunc/ops/small_floats.py`.
 
 Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the packed one. They
 compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and x's dtype, then in that of x.
@@ -45,12 +49,12 @@ from torch import Tensor
 from colofunc.errors import RuleError
 from colofunc.ops import native
 from colofunc.ops.define import Operator, define, nothing
+from colofunc.ops.small_floats import E4M3_NAN, E8M0_NAN, MX_BLOCK, NV_BLOCK, e2m1_values, e4m3_bits, e4m3_values, e8m0_values
 
 PARTS = ("data", "scale", "zero", "outer")
 """Names of the tensors that a weight may consist of, in the order in which operators take them."""
 WIDENED_BYTES = 1 << 20
 """At most this much of a weight is widened at a time, where a single row (or group of columns) is not more. It stays in a core's cache."""
-FP8 = torch.float8_e4m3fn
 # The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them (QLoRA, appendix E).
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -65,6 +69,7 @@ class Format:
 
     `parts`: which of `PARTS` there are. `group`: columns that share a scale, 1 where all of a row do: columns are cut between groups only.
     `packed`: numbers in an element of `data`. `widen(parts, dtype)`: the matrix in `dtype`, from parts with these rows and columns.
+    `nan`: what stands for NaN in `scale`, where that is bits of floating-point numbers.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Format:
     group: int
     packed: int
     widen: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    nan: int | None = None
 
     def columns(self, parts: Sequence[Tensor]) -> int:
         """Columns of the matrix."""
@@ -103,11 +109,7 @@ def _widen_int8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _widen_fp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     data, scale = parts
-    return data.view(FP8).to(dtype) * scale.to(dtype).unsqueeze(1)
-
-
-def _fp8_bits(x: Tensor) -> Tensor:
-    return x.clamp(-448.0, 448.0).to(FP8).view(torch.uint8)
+    return e4m3_values(data, dtype) * scale.to(dtype).unsqueeze(1)
 
 
 def _fp8_bits_fake(x: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def _fp8_bits_fake(x: Tensor) -> Tensor:
 
 
 # An operator, because a tensor on several ranks has no view in another dtype.
-fp8_bits = define("fp8_bits(Tensor x) -> Tensor", _fp8_bits, _fp8_bits_fake)
+fp8_bits = define("fp8_bits(Tensor x) -> Tensor", e4m3_bits, _fp8_bits_fake)
 
 
 def unpacked(data: Tensor) -> Tensor:
@@ -147,11 +149,26 @@ def _widen_nf4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (numbers * nf4_scales(scale, outer, dtype).unsqueeze(2)).flatten(1)
 
 
+def _widen_mxfp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    numbers = e4m3_values(data, dtype).unflatten(1, (scale.shape[1], -1))
+    return (numbers * e8m0_values(scale, dtype).unsqueeze(2)).flatten(1)
+
+
+def _widen_nvfp4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale, outer = parts
+    numbers = e2m1_values(unpacked(data), dtype).unflatten(1, (scale.shape[1], -1))
+    scaled = (numbers * e4m3_values(scale, dtype).unsqueeze(2)).flatten(1)  # exact
+    return scaled * outer.to(dtype).unsqueeze(1)
+
+
 FORMATS: Mapping[str, Format] = {
     "int8": Format("int8", ("data", "scale"), 1, 1, _widen_int8),
     "fp8": Format("fp8", ("data", "scale"), 1, 1, _widen_fp8),
     "int4": Format("int4", ("data", "scale", "zero"), 128, 2, _widen_int4),
     "nf4": Format("nf4", ("data", "scale", "outer"), 64, 2, _widen_nf4),
+    "mxfp8": Format("mxfp8", ("data", "scale"), MX_BLOCK, 1, _widen_mxfp8, nan=E8M0_NAN),
+    "nvfp4": Format("nvfp4", ("data", "scale", "outer"), NV_BLOCK, 2, _widen_nvfp4, nan=E4M3_NAN),
 }
 
 
@@ -209,7 +226,8 @@ class Operators:
 
 
 def _wide_dtype(parts: Sequence[Tensor], dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a weight is widened that is read in `dtype`."""
+    """The dtype in which a weight is widened that is read in `dtype`: float32, or a wider one."""
+    dtype = torch.promote_types(dtype, torch.float32)
     for part in parts:
         if part.is_floating_point():
             dtype = torch.promote_types(dtype, part.dtype)

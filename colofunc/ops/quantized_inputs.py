@@ -74,22 +74,31 @@ class LinearInputs(TorchFunctionMode):
     """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight.
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
-    such a tensor is cast to counts as the tensor.
+    such a tensor is cast to counts as the tensor. `result(output, key)`: what is taken for the layer's output; None: the output.
+    `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the rows.
     """
 
-    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        key: Callable[[Tensor], Any],
+        changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]],
+        result: Callable[[Tensor, Any], Tensor] | None = None,
+        lookup: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.key, self.changed = key, changed
+        self.key, self.changed, self.result, self.lookup = key, changed, result, lookup
         self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.embedding and self.lookup is not None:
+            return self._lookup(self.lookup, *args, **kwargs)
         body = opened(func)
         if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
             with self:
                 return body(*args, **kwargs)
         if func is F.linear:
-            args, kwargs = self._read(*args, **kwargs), {}
+            return self._layer(*args, **kwargs)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
             known = self._known(args[0])
@@ -101,8 +110,14 @@ class LinearInputs(TorchFunctionMode):
         cast = self.casts.get(id(weight))
         return self.key(weight) if cast is None else cast[1]
 
-    def _read(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         known = self._known(weight)
-        if known is not None:
-            input, weight = self.changed(input, weight, known)
-        return input, weight, bias
+        if known is None:
+            return F.linear(input, weight, bias)
+        output = F.linear(*self.changed(input, weight, known), bias)
+        return output if self.result is None else self.result(output, known)
+
+    def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        known = self._known(weight)
+        rows = F.embedding(input, weight, *args, **kwargs)
+        return rows if known is None else lookup(input, rows, known)

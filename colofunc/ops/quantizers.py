@@ -6,11 +6,14 @@
     fp8          a row's largest is 448, the largest of e4m3fn
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
+    mxfp8        blocks of 32 columns: e4m3fn times a power of two (`colofunc/ops/small_floats.py`)
+    nvfp4        blocks of 16 columns: e2m1 times a scale in e4m3fn, times one of the whole weight
 
     Quantizer("int8", form="int8", quantize=int8)        # a record; plugins give theirs with the hook `colofunc_quantizers`
 
 What a function does it does row by row, in torch operators whose result does not depend on an order (maximum, division, rounding): the
-numbers of a row are the same whichever rows are quantized with it, so a rank may quantize its own.
+numbers of a row are the same whichever rows are quantized with it, so a rank may quantize its own. What is of the whole weight (scales of
+inputs, its largest number) is found of all rows before the first of them is quantized.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
+from colofunc.ops.small_floats import mxfp8_numbers, nvfp4_numbers
 
-Numbers = Callable[[Tensor], Mapping[str, Tensor]]
+Numbers = Callable[..., Mapping[str, Tensor]]
 InputScale = Callable[[Iterable[Tensor]], Tensor]
 BLOCK_BYTES = 4 << 20
 """A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a few times that."""
@@ -37,15 +41,24 @@ OUTLIERS = 6.0
 """Inputs of this size and more are not rounded by int8-dynamic, as in LLM.int8()."""
 
 
+@attrs.frozen(eq=False)
+class Whole:
+    """What a scheme has found of all rows of a weight. `input_scale`: (i,), see `Quantizer`. `largest`: () max |w|, of scaled columns."""
+
+    input_scale: Tensor | None = None
+    largest: Tensor | None = None
+
+
 @attrs.frozen
 class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "int4" or "nf4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear layers are
-    rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
+    this row only. `form`: "int8", "fp8", "int4", "nf4", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear
+    layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
-    before `quantize`, and inputs divided by it; None: by nothing. `by_name`: weight's name -> the scheme for it, of the same name and form,
+    before `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole
+    weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same name and form,
     of schemes that have measured something of each weight; its `quantize`, `outliers` and `input_scale` count for this weight.
     """
 
@@ -54,6 +67,7 @@ class Quantizer:
     quantize: Numbers = attrs.field(kw_only=True, eq=False)
     outliers: float | None = attrs.field(default=None, kw_only=True)
     input_scale: InputScale | None = attrs.field(default=None, kw_only=True)
+    by_largest: bool = attrs.field(default=False, kw_only=True)
     by_name: Callable[[str], Quantizer] | None = attrs.field(default=None, kw_only=True)
 
     @form.validator
@@ -97,45 +111,53 @@ class Quantizer:
             return f"{self.name} takes groups of {group} columns, and {columns} is no multiple of it"
         return "" if prod(shape) else f"{self.name} takes weights with elements"
 
-    def pack(self, weight: Tensor, input_scale: Tensor | None = None) -> Quantized:
+    @property
+    def asks_all_rows(self) -> bool:
+        """Whether something of all rows of a weight is found before the first of them is packed."""
+        return self.input_scale is not None or self.by_largest
+
+    def pack(self, weight: Tensor, whole: Whole | None = None) -> Quantized:
         """The weight in this scheme, some rows after the others.
 
-        `input_scale`: where `weight` is some rows of a larger one, the scale that was found for the whole; None: it is found here.
+        `whole`: where `weight` is some rows of a larger one, what was found of the whole; None: it is found here.
         """
         matrix = weight.detach().flatten(1)
-        if input_scale is None:
-            input_scale = self._input_scale(matrix)
+        if whole is None:
+            whole = self._whole(matrix)
         step = rows_at_once(matrix.shape)
         # A tensor of another kind (on ranks, without data) is taken as it is: its rows need not be in one place.
         if matrix.shape[0] <= step or matrix.is_meta or type(matrix) is not Tensor:
-            parts = self._numbers(matrix, input_scale)
+            parts = self._numbers(matrix, whole)
         else:
             parts = {}
             for first in range(0, matrix.shape[0], step):
-                for name, part in self._numbers(matrix[first : first + step], input_scale).items():
+                for name, part in self._numbers(matrix[first : first + step], whole).items():
                     if name not in parts:
                         parts[name] = part.new_empty((matrix.shape[0], *part.shape[1:]))
                     parts[name][first : first + step] = part
-        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts, input_scale=input_scale)
+        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts, input_scale=whole.input_scale)
 
-    def _numbers(self, rows: Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
+    def _numbers(self, rows: Tensor, whole: Whole) -> dict[str, Tensor]:
         """The parts of some rows."""
-        rows = widened(rows)
-        return dict(self.quantize(rows if input_scale is None else rows * input_scale))
+        rows = _scaled(rows, whole.input_scale)
+        return dict(self.quantize(rows, whole.largest) if self.by_largest else self.quantize(rows))
 
-    def _input_scale(self, matrix: Tensor) -> Tensor | None:
-        """The scale of a weight's inputs, (i,) float32; None where the scheme has none."""
-        if self.input_scale is None:
-            return None
+    def _whole(self, matrix: Tensor) -> Whole:
+        """What the scheme asks of all rows of a weight."""
+        if not self.asks_all_rows:
+            return Whole()
         if matrix.is_meta or isinstance(matrix, compat.FakeTensor):
-            return matrix.new_empty(matrix.shape[1], dtype=torch.float32)
+            scale = None if self.input_scale is None else matrix.new_empty(matrix.shape[1], dtype=torch.float32)
+            return Whole(scale, widened(matrix.new_empty(())) if self.by_largest else None)
+        if type(matrix) is not Tensor:  # on ranks, which tell one another their largest
+            return whole_of(self, lambda: [matrix], matrix.shape[1])
         step = rows_at_once(matrix.shape)
 
         def blocks() -> Iterator[Tensor]:
             for first in range(0, matrix.shape[0], step):
                 yield widened(matrix[first : first + step])
 
-        return scale_of_inputs(self, blocks, matrix.shape[1])
+        return whole_of(self, blocks, matrix.shape[1])
 
 
 NOT_FINITE = "NaN or infinite numbers"
@@ -152,7 +174,24 @@ def _no_scale(scale: object, columns: int) -> str:
     return "" if bool((scale > 0).all()) else "numbers that are not above 0"
 
 
-def scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
+def whole_of(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Whole:
+    """What a scheme asks of all rows of a weight, of `blocks()` of them. Raises InputError where its `input_scale` gives no scale."""
+    scale = None if quantizer.input_scale is None else _scale_of_inputs(quantizer, blocks, columns)
+    if not quantizer.by_largest:
+        return Whole(scale)
+    largest: Tensor | None = None
+    for rows in blocks():
+        found = _scaled(rows, scale).abs().amax()
+        largest = found if largest is None else torch.maximum(largest, found)
+    return Whole(scale, largest)
+
+
+def _scaled(rows: Tensor, input_scale: Tensor | None) -> Tensor:
+    """Rows as quantizers are given them."""
+    return widened(rows) if input_scale is None else widened(rows) * input_scale
+
+
+def _scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
     """What `quantizer.input_scale` gives for a weight, of `blocks()` of its rows.
 
     Raises InputError where it is no scale of `columns` inputs. Where the weight itself is not finite, its scale may be so too: whoever
@@ -236,6 +275,18 @@ def nf4(weight: Tensor) -> dict[str, Tensor]:
     return {"data": packed(torch.bucketize(relative.contiguous(), between).flatten(1)), "scale": scale, "outer": outer}
 
 
+def mxfp8(weight: Tensor) -> dict[str, Tensor]:
+    """Per block of 32 columns: e4m3fn, and a power of two."""
+    data, scale = mxfp8_numbers(weight)
+    return {"data": data, "scale": scale}
+
+
+def nvfp4(weight: Tensor, largest: Tensor) -> dict[str, Tensor]:
+    """Per block of 16 columns: e2m1, and a scale in e4m3fn, which is relative to the largest number of the weight."""
+    data, scale, outer = nvfp4_numbers(weight, largest)
+    return {"data": data, "scale": scale, "outer": outer}
+
+
 BUILT_IN: Mapping[str, Quantizer] = {
     one.name: one
     for one in (
@@ -244,6 +295,8 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("int4-g128", form="int4", quantize=int4),
         Quantizer("nf4", form="nf4", quantize=nf4),
         Quantizer("fp8", form="fp8", quantize=fp8),
+        Quantizer("mxfp8", form="mxfp8", quantize=mxfp8),
+        Quantizer("nvfp4", form="nvfp4", quantize=nvfp4, by_largest=True),
     )
 }
 

@@ -6,7 +6,8 @@ Problem: a file holds a weight of which a rank keeps some rows or columns in 4 b
 room beside what is kept. Idea: a row's numbers depend on this row only, so whoever asks for a box of a part gets it block of rows after
 block: read, packed, cut to the columns that are asked for, forgotten. The parts of a weight are placed one after the other; what stands
 beside its numbers (scales, zeros: a few hundredths of them) is kept from the first to the others, so that rows are read once. A scheme
-that scales inputs by something of all rows (awq, smoothquant) has them read once more in front, by every rank.
+that asks something of all rows (awq, smoothquant: scales of inputs; nvfp4: the largest number) has them read once more in front, by every
+rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantizers import Quantizer, rows_at_once, scale_of_inputs, widened
+from colofunc.ops.quantizers import Quantizer, Whole, rows_at_once, whole_of, widened
 from colofunc.program.lazy import Box, LazyTensor, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
@@ -43,14 +44,14 @@ def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Qua
 class _Packing:
     """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet.
 
-    `scales`: the scale of its inputs, once it is known.
+    `wholes`: what the scheme asks of all rows, once it is known.
     """
 
     quantizer: Quantizer
     weight: LazyTensor
     check: Check
     beside: dict[Rows, dict[str, Tensor]] = attrs.field(factory=dict)
-    scales: list[Tensor] = attrs.field(factory=list)
+    wholes: list[Whole] = attrs.field(factory=list)
 
     def maker(self, name: str, like: Tensor) -> Callable[[], Tensor]:
         """What makes all of a part."""
@@ -79,10 +80,16 @@ class _Packing:
         return read
 
     def input_scale(self) -> Tensor:
-        """The scale of the weight's inputs, of all its rows: they are read, block after block, before the first of them is packed."""
-        if not self.scales:
-            self.scales.append(scale_of_inputs(self.quantizer, self._all_rows, prod(self.weight.shape[1:])))
-        return self.scales[0].clone()
+        """The scale of the weight's inputs."""
+        scale = self._whole().input_scale
+        assert scale is not None
+        return scale.clone()
+
+    def _whole(self) -> Whole:
+        """What the scheme asks of all rows: they are read, block after block, before the first of them is packed."""
+        if not self.wholes:
+            self.wholes.append(whole_of(self.quantizer, self._all_rows, prod(self.weight.shape[1:])))
+        return self.wholes[0]
 
     def _all_rows(self) -> Iterator[Tensor]:
         whole: Tensor | None = None
@@ -110,13 +117,13 @@ class _Packing:
     ) -> Tensor | None:
         """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read."""
         out = torch.empty(like[(slice(*rows), *columns)].shape, dtype=like.dtype)
-        input_scale = None if self.quantizer.input_scale is None else self.input_scale()
+        whole = self._whole() if self.quantizer.asks_all_rows else None
         beside: dict[str, list[Tensor]] = {}
         for first, end in self._blocks(rows):
             block = of_rows(first, end)
             if block is None:
                 return None
-            packed = self.check(self.quantizer.pack(block, input_scale))
+            packed = self.check(self.quantizer.pack(block, whole))
             parts = dict(zip(self.quantizer.format.parts, packed.parts, strict=True))
             out[first - rows[0] : end - rows[0]] = parts.pop(name)[(slice(None), *columns)]
             if name == "data":

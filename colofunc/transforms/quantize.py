@@ -40,6 +40,7 @@ from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearInputs, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
+from colofunc.planner.schemes import SchemeChoice, SchemeErrors
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.plugins import build_registry
 from colofunc.program.lazy import LazyTensor
@@ -57,22 +58,27 @@ def quantize(
     scheme: str | Quantizer | None = None,
     where: str | Iterable[str] = "*.weight",
     plugins: Sequence[Any] = (),
+    *,
+    budget: str | int | None = None,
+    keep: str | Iterable[str] = (),
+    errors: SchemeErrors | None = None,
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
-    `cf.smoothquant(maxima)`, or a `cf.ext.Quantizer`.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`,
+    `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, or a choice of one for each weight: "auto", which is that of
+    `errors.within(budget, keep)`, or what that returned. budget, keep, errors: for "auto", where `errors` comes from `cf.scheme_errors`.
     where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
     schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
     do not fit.
     """
-    if isinstance(step_fn, (str, Quantizer)):
-        return partial(quantize, scheme=step_fn, where=where, plugins=plugins)
+    if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
+        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, budget=budget, keep=keep, errors=errors)
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
-    weights = _Weights(_quantizer(scheme, plugins), globs)
-    options = {"scheme": weights.quantizer.name, "where": globs}
+    weights = _Weights(_chosen(budget, keep, errors) if scheme == AUTO else _quantizer(scheme, plugins, budget, keep, errors), globs)
+    options = {"scheme": weights.name, "where": globs}
     transform = Transform(
         "quantize",
         options,
@@ -84,7 +90,26 @@ def quantize(
     return stage(step_fn, transform)
 
 
-def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Quantizer:
+AUTO = "auto"
+Schemes = Quantizer | SchemeChoice
+
+
+def _chosen(budget: str | int | None, keep: str | Iterable[str], errors: SchemeErrors | None) -> SchemeChoice:
+    if not isinstance(errors, SchemeErrors):
+        raise InputError(
+            f"cf.quantize(scheme='auto', errors={errors!r}): a choice is made by what was measured. Try: errors=cf.scheme_errors(weights, "
+            "cf.sensitivities(loss_fn)(params, batch))"
+        )
+    if budget is None:
+        raise InputError("cf.quantize(scheme='auto', budget=None): give the bytes that all weights may take. Try: budget='2GiB'")
+    return errors.within(budget, keep)
+
+
+def _quantizer(scheme: Any, plugins: Sequence[Any], budget: object, keep: object, errors: object) -> Schemes:
+    if budget is not None or keep != () or errors is not None:
+        raise InputError(f"cf.quantize(scheme={scheme!r}): budget, keep and errors are for scheme 'auto'. Try: where= for which weights")
+    if isinstance(scheme, SchemeChoice):
+        return scheme
     known = build_registry(tuple(plugins)).quantizers
     if isinstance(scheme, Quantizer):
         return scheme
@@ -107,19 +132,41 @@ _SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class _Weights:
     """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
 
-    quantizer: Quantizer
+    quantizer: Schemes
     globs: tuple[str, ...]
     known: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary)
 
+    @property
+    def name(self) -> str:
+        """What the scheme is called."""
+        return AUTO if isinstance(self.quantizer, SchemeChoice) else self.quantizer.name
+
+    def matched(self, name: str) -> bool:
+        """Whether a glob matches."""
+        return any(matches(name, glob) for glob in self.globs)
+
     def meant(self, name: str, weight: Tensor) -> bool:
-        """Whether a glob matches a tensor that can be a weight: neither a vector nor a buffer or state."""
+        """Whether a glob matches a tensor that can be a weight, neither a vector nor a buffer or state, and that was not chosen to stay."""
         if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
             return False
-        return any(matches(name, glob) for glob in self.globs)
+        return self.matched(name) and self.scheme(name) is not None
+
+    def stays(self, name: str) -> bool:
+        """Whether a glob matches a weight that was chosen to stay as it is."""
+        if not isinstance(self.quantizer, SchemeChoice) or not self.matched(name):
+            return False
+        chosen = self.quantizer.known(name)
+        return chosen is not None and chosen.option.scheme is None
+
+    def scheme(self, name: str) -> Quantizer | None:
+        """The scheme of all weights, or that which was chosen for this one; None: it stays as it is."""
+        return self.quantizer.scheme(name) if isinstance(self.quantizer, SchemeChoice) else self.quantizer
 
     def packed(self, name: str, weight: Tensor) -> Quantized:
         """The weight in the scheme. Raises InputError where it cannot be taken."""
-        why = self.quantizer.refuses(tuple(weight.shape))
+        quantizer = self.scheme(name)
+        assert quantizer is not None, "it is meant"
+        why = quantizer.refuses(tuple(weight.shape))
         if why:
             raise InputError(
                 f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
@@ -128,18 +175,20 @@ class _Weights:
         known = self.known.get(weight)
         if known is None or known[0] != version:
             shared = _SHARED.setdefault(weight, WeakValueDictionary())
-            result = shared.get((self.quantizer, version))
+            result = shared.get((quantizer, version))
             if result is None:
-                result = shared[self.quantizer, version] = packed(self.quantizer.named(name), weight, name)
+                result = shared[quantizer, version] = packed(quantizer.named(name), weight, name)
             known = self.known[weight] = version, result
         found: Quantized = known[1]
         return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
         """A weight that comes quantized. Raises InputError where it is quantized otherwise, or its parts do not fit."""
-        if any(matches(name, glob) for glob in self.globs) and weight.scheme != self.quantizer.name:
+        scheme = self.scheme(name) if self.matched(name) else None
+        asked = "it to stay as it is" if scheme is None else repr(scheme.name)
+        if self.matched(name) and (scheme is None or weight.scheme != scheme.name):
             raise InputError(
-                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {self.quantizer.name!r}. Try: "
+                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. Try: "
                 "the scheme that it has, or the weight that it was quantized from"
             )
         wrong = misfit(weight)
@@ -152,8 +201,17 @@ class _Weights:
 
     def outliers(self, name: str) -> float | None:
         """From which size on inputs of a weight's layers stay as they are; None: all do."""
-        meant = any(matches(name, glob) for glob in self.globs)
-        return (self.quantizer.named(name) if meant else self.quantizer).outliers
+        if not self.matched(name):
+            return None if isinstance(self.quantizer, SchemeChoice) else self.quantizer.outliers
+        scheme = self.scheme(name)
+        return None if scheme is None else scheme.named(name).outliers
+
+    @property
+    def leaves_inputs(self) -> bool:
+        """Whether no scheme rounds inputs or divides them by a scale."""
+        if isinstance(self.quantizer, SchemeChoice):
+            return False  # asked of each weight
+        return self.quantizer.outliers is None and self.quantizer.input_scale is None and self.quantizer.by_name is None
 
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""
@@ -188,12 +246,19 @@ def _finite(name: str, weight: Quantized) -> Quantized:
     for part in weight.tensors:
         for shard in part.parts if isinstance(part, DTensor) else (part,):
             known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
-            if known and shard.is_floating_point() and not bool(shard.isfinite().all()):
+            if known and not _all_finite(shard, weight.format.nan if part is weight.scale else None):
                 raise InputError(
                     f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
                     "earlier checkpoint; globs in where= that leave it out"
                 )
     return weight
+
+
+def _all_finite(part: Tensor, nan: int | None) -> bool:
+    """Whether all numbers of a part are. nan: what stands for one that is not, where they are kept as bits."""
+    if nan is not None:
+        return not bool((part == nan).any())
+    return not part.is_floating_point() or bool(part.isfinite().all())
 
 
 # ---- the state ----
@@ -304,9 +369,7 @@ class _Given:
 
     def rounding(self) -> AbstractContextManager[Any]:
         """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
-        quantizer = self.weights.quantizer
-        plain = quantizer.outliers is None and quantizer.input_scale is None and quantizer.by_name is None
-        if plain and all(leaf.input_scale is None for _, leaf in self.originals.values()):
+        if self.weights.leaves_inputs and all(leaf.input_scale is None for _, leaf in self.originals.values()):
             return nullcontext()
         return LinearInputs(self._leaf, self._layer)
 
@@ -338,7 +401,8 @@ class _Given:
 
     def check_globs(self) -> None:
         """Raises InputError where a glob has matched nothing that can be quantized."""
-        glob = self.weights.unmatched(self.quantized)
+        stay = [name for name in self.names if self.weights.stays(name)]
+        glob = self.weights.unmatched([*self.quantized, *stay])
         if glob is not None:
             raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
 

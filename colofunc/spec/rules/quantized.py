@@ -4,6 +4,8 @@
     int4_linear      b* (g [e]), o (g [h]), o g, o g, o -> b* o    g counts groups: columns are cut between groups only
     int8_linear_dx   b* o, o i, o                 -> b* i          o summed
     int8_dequantize  o i, o                       -> o i
+    mxfp8_numbers    o (g [e])                    -> o (g [e]), o g       a block is in one place
+    nvfp4_numbers    o (g [e]), the largest       -> o (g [h]), o g, o    two numbers in an element of data: h = e / 2
     rounded_rows     b* [i]                       -> b* [i]        opened at i: ranks tell one another the largest of each row
 
 A bias is an addend, as in `linear`.
@@ -80,6 +82,19 @@ def _dequantize(form: Format) -> RuleFn:
     return rule
 
 
+def _numbers(form: Format) -> RuleFn:
+    """What packs rows in blocks of columns; a second operand is a number."""
+
+    def rule(call: Call) -> Rule | None:
+        ins: Texts = {0: f"o {_columns(form)}"}
+        if len(call.ins) == 2:
+            ins[1] = ""
+        sizes = {"e": form.group, "h": form.group // form.packed}
+        return bind(call, ins, list(_texts(form, 0).values()), sizes=sizes)
+
+    return rule
+
+
 _rows = pattern("b* [i] -> b* [i]")
 
 
@@ -102,6 +117,8 @@ def _open_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
 STRATEGIES = {"colofunc.rounded_rows": _open_rows}
 RULES: dict[str, RuleFn] = {
     "colofunc.fp8_bits": pattern("b* -> b*"),
+    "colofunc.mxfp8_numbers": _numbers(FORMATS["mxfp8"]),
+    "colofunc.nvfp4_numbers": _numbers(FORMATS["nvfp4"]),
     "colofunc.rounded_rows": _rows,
 }
 for _form in FORMATS.values():

@@ -1,0 +1,488 @@
+"""cf.quantize(step, "auto"): what is measured against its definition, choices against all choices, and what it says to mistakes."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from colofunc_plugins import tensor, zero
+from quantize_matrix import WHERE, step_of, tokens
+from torch import nn
+
+import colofunc as cf
+from colofunc.ops.quantized import Quantized
+from colofunc.ops.quantizers import BUILT_IN
+from colofunc.planner.schemes import SchemeChoice, SchemeErrors
+from colofunc.planner.weight_seconds import weight_seconds
+from colofunc.program.cost import node_s
+from colofunc.program.lazy import lazy_tensor
+
+FEW = ("int8", "mxfp8", "nf4")
+
+
+def loss_of(kind: str = "arguments") -> tuple[Callable[..., Any], Any]:
+    forward, params, _ = step_of("arguments")
+    return lambda params, batch: forward(params, batch).square().mean(), params
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    loss, params = loss_of()
+    return cf.sensitivities(loss, where=WHERE)(params, tokens())
+
+
+@cache
+def errors(schemes: tuple[str, ...] = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")) -> SchemeErrors:
+    return cf.scheme_errors(loss_of()[1], measured(), schemes)
+
+
+# ---- what is measured ----
+
+
+def test_sensitivities_are_sums_over_rows_of_inputs_and_of_the_outputs_gradients() -> None:
+    """Of hooks around the module's layers, one of which runs twice."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh()).double()
+    model = cf.functional(net)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        first = model.apply(params, {}, x)[0]
+        return nn.functional.linear(first, params["2.weight"]).square().mean()
+
+    found = cf.sensitivities(loss)(model.params, x)
+    w0, w2 = model.params["0.weight"], model.params["2.weight"]
+    rows = x.reshape(12, 6)
+    outputs, inputs = {}, {}
+    inputs["0.weight"] = [rows]
+    y0 = (rows @ w0.T + model.params["0.bias"]).detach().requires_grad_()
+    y2 = torch.tanh(y0) @ w2.T + model.params["2.bias"]
+    y4 = torch.tanh(y2) @ w2.T
+    inputs["2.weight"] = [torch.tanh(y0), torch.tanh(y2)]
+    grads = torch.autograd.grad(y4.square().mean(), (y0, y2, y4))
+    outputs = {"0.weight": grads[:1], "2.weight": grads[1:]}
+    for name in ("0.weight", "2.weight"):
+        torch.testing.assert_close(found["inputs"][name], sum(x.T @ x for x in inputs[name]).detach())
+        torch.testing.assert_close(found["outputs"][name], sum(g.square().sum(0) for g in outputs[name]))
+
+
+class Tied(nn.Module):
+    """A table that is looked up in, and read as a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.table(ids)))
+
+
+def test_tables_are_measured_number_by_number_and_tied_ones_as_both() -> None:
+    torch.manual_seed(0)
+    model = cf.functional(Tied())
+    ids = torch.tensor([[3, 5, 3], [7, 3, 0]])
+
+    def loss(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, ids)[0].square().mean()
+
+    found = cf.sensitivities(loss)(model.params, ids)
+    table = model.params["table.weight"]
+    rows = table[ids].detach().requires_grad_()
+    (g,) = torch.autograd.grad((torch.tanh(rows) @ table.T).square().mean(), rows)
+    wanted = torch.zeros_like(table).index_add(0, ids.flatten(), 6 * g.square().flatten(0, 1))
+    torch.testing.assert_close(found["lookups"]["table.weight"], wanted)
+    option = cf.scheme_errors(model.params, found, ["nvfp4"]).weights[0].options[1]
+    off = BUILT_IN["nvfp4"].pack(table).dequantize() - table
+    of_rows = float((wanted * off.square()).sum()) / 2
+    product = ((off @ found["inputs"]["table.weight"]) * off).sum(1) * found["outputs"]["table.weight"]
+    assert option.error == pytest.approx(of_rows + float(product.sum()) / 2, rel=1e-5)
+    with cf.testing.float64():
+        for plan in ({"table.weight": "(tp v) i"}, zero(3, "dp")):
+            cf.testing.check(cf.shard(cf.sensitivities(loss), cf.Mesh(dp=2, tp=2), plan), model.params, ids, steps=1)
+
+
+def test_tables_are_chosen_for_but_not_calibrated() -> None:
+    loss, params = loss_of()
+    found = cf.sensitivities(loss)(params, tokens())
+    table = cf.scheme_errors(params, found, ["int8", cf.gptq(found["inputs"])])
+    assert [[option.name for option in weight.options] for weight in table.weights] == [
+        ["as it is", "int8"], ["as it is", "int8", "gptq"], ["as it is", "int8", "gptq"],
+    ]  # fmt: skip
+    choice = table.within(38_000)
+    assert choice.schemes["table.weight"] == "int8"
+    step = cf.quantize(cf.shard(step_of("arguments")[0], cf.Mesh(dp=2)), choice)
+    assert {name for name, leaf in step.init(params, tokens()).items() if isinstance(leaf, Quantized)} == {"table.weight", *WHERE}
+
+
+@pytest.mark.parametrize("plan", ["zero3", "columns", "auto"])
+def test_sensitivities_on_a_mesh_are_those_of_one_device(plan: str) -> None:
+    loss, params = loss_of()
+    plans = {"zero3": [zero(3, "dp")], "columns": [tensor("1d", "tp")], "auto": []}[plan]
+    step = cf.shard(cf.sensitivities(loss, where=WHERE), cf.Mesh(dp=2, tp=2), *plans)
+    with cf.testing.float64():
+        cf.testing.check(step, params, tokens(), steps=1)
+    assert cf.scheme_errors(params, step(params, tokens())).within(60_000).schemes == errors().within(60_000).schemes
+
+
+def test_frozen_weights_beside_adapters_are_measured() -> None:
+    _, state, model = step_of("adapters")
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, x)[0].square().mean()
+
+    found = cf.sensitivities(loss, where=WHERE)(state["params"], tokens())
+    assert found["inputs"].keys() == found["outputs"].keys() == set(WHERE)
+    table = cf.scheme_errors({**model.params, **model.frozen}, found, FEW, where=WHERE)
+    assert [weight.name for weight in table.weights] == list(WHERE)
+
+
+def test_the_rise_is_half_of_the_second_order_form() -> None:
+    """Number by number, of the mean of two batches."""
+    table = cf.scheme_errors(loss_of()[1], [measured(), measured()], FEW)
+    for weight in table.weights[1:]:
+        moments = measured()["inputs"][weight.name].double()
+        squares = measured()["outputs"][weight.name].double()
+        w = loss_of()[1][weight.name]
+        for option in weight.options[1:]:
+            assert option.scheme is not None
+            found = option.scheme.pack(w)
+            off = found.dequantize(torch.float64) - w.double()
+            rise = sum(float(squares[r] * (off[r] @ moments @ off[r])) for r in range(len(w))) / 2
+            assert option.error == pytest.approx(rise, rel=1e-9) and option.nbytes == found.nbytes
+
+
+def test_the_estimate_is_the_rise_of_a_loss_whose_second_order_form_it_is() -> None:
+    """Of outputs with independent gradients, the mean over labels of a step's own distribution: a linear classifier of many rows."""
+    torch.manual_seed(0)
+    w, x = torch.randn(8, 64) / 8, torch.randn(4000, 64)
+    labels = torch.distributions.Categorical(logits=x @ w.T).sample()
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(nn.functional.linear(x, params["weight"]), labels)
+
+    table = cf.scheme_errors({"weight": w}, cf.sensitivities(loss, where="weight")({"weight": w}, x), ("nf4", "nvfp4"), where="weight")
+    for option in table.weights[0].options[1:]:
+        assert option.scheme is not None
+        # Labels are drawn, so the gradient is not 0: its part, which is odd in the change, cancels between the change and its opposite.
+        off = option.scheme.pack(w).dequantize() - w
+        both = loss({"weight": w + off}, x) + loss({"weight": w - off}, x)
+        rise = float(both / 2 - loss({"weight": w}, x))
+        assert option.error == pytest.approx(rise, rel=0.25)
+
+
+def test_lazy_weights_and_those_on_ranks_have_the_errors_of_plain_ones() -> None:
+    params = loss_of()[1]
+    lazy = {name: lazy_tensor(w.shape, w.dtype, w.clone) for name, w in params.items()}
+    placed = {name: cf.distribute(w, "(a o)" if w.dim() == 1 else "(a o) i", cf.Mesh(a=2)) for name, w in params.items()}
+    for weights in (lazy, placed):
+        assert cf.scheme_errors(weights, measured(), FEW).weights == errors(FEW).weights
+
+
+# ---- what is chosen ----
+
+
+def by_search(table: SchemeErrors, budget: int, keep: tuple[str, ...] = (), limit_s: float = math.inf) -> float:
+    """The least error of all choices within a budget."""
+    best = math.inf
+    for options in itertools.product(*[weight.options[:1] if weight.name in keep else weight.options for weight in table.weights]):
+        fits = sum(option.nbytes for option in options) <= budget and sum(option.seconds or 0.0 for option in options) <= limit_s
+        best = min(best, sum(option.error for option in options)) if fits else best
+    return best
+
+
+@pytest.mark.parametrize("budget", [43_264, 44_000, 50_000, 60_000, 80_000, 150_000, 300_000])
+def test_a_choice_has_the_least_error_within_its_bytes(budget: int) -> None:
+    choice = errors().within(budget)
+    assert choice.nbytes <= budget
+    assert choice.error == pytest.approx(by_search(errors(), budget), rel=1e-12)
+    assert choice.bound == pytest.approx(choice.error, rel=1e-6)
+    assert "the least possible" in str(choice)
+
+
+def test_what_is_kept_stays_and_counts() -> None:
+    choice = errors().within(174_000, keep=("up.weight", "table.*"))
+    assert choice.schemes["up.weight"] == "as it is" and choice.error == pytest.approx(by_search(errors(), 174_000, ("up.weight",)))
+    assert choice.nbytes <= 174_000 and choice.schemes["down.weight"] == "int8"
+
+
+def test_a_choice_prints_what_was_chosen_and_why() -> None:
+    table = SchemeErrors(tuple(attrs.evolve(weight, options=tuple(map(rounded, weight.options))) for weight in errors().weights))
+    assert str(table.within("60KB", keep="table.weight")) == (
+        "58.25 KiB of 264 KiB within 58.59 KiB; the loss rises by 5.00e-06 by the estimate, the least possible\n"
+        "weight        scheme      bytes    error  why\n"
+        "table.weight  as it is    8,192  0.0e+00  keep='table.weight'\n"
+        "up.weight     int8       33,792  0.0e+00  nothing has less error\n"
+        "down.weight   int4-g128  17,664  5.0e-06  int8 takes 15.25 KiB more for 5.0e-06 less; 352 B are free"
+    )
+
+
+def rounded(option: Any) -> Any:
+    """Errors to millionths, so that a text does not depend on last places; seconds are not asked for."""
+    return attrs.evolve(option, error=math.ceil(option.error * 1e6 - 0.1) * 1e-6)
+
+
+# ---- a step with it ----
+
+
+def test_each_weight_has_its_scheme() -> None:
+    forward, params, _ = step_of("arguments")
+    step = cf.quantize(cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp")), "auto", budget="60KB", errors=errors())
+    placed = step.init(params, tokens())
+    schemes = {name: leaf.scheme for name, leaf in placed.items() if isinstance(leaf, Quantized)}
+    assert schemes == {"up.weight": "int8", "down.weight": "int4-g128"}
+    for name, scheme in (("up.weight", "int8"), ("down.weight", "int4-g128")):
+        for mine, whole in zip(placed[name].parts, BUILT_IN[scheme].pack(params[name]).parts, strict=True):
+            assert torch.equal(mine.full(), whole)
+    targets = {node.target for node in step.lower(params, tokens()).program.nodes}
+    assert {"colofunc.int8_linear", "colofunc.int4_linear"} <= targets
+    torch.testing.assert_close(step(placed, tokens()).full(), step.eager(params, tokens()))
+
+
+def test_a_budget_for_all_leaves_all_as_they_are() -> None:
+    forward, params, _ = step_of("arguments")
+    step = cf.quantize(forward, "auto", budget="1GB", errors=errors())
+    assert all(isinstance(leaf, torch.Tensor) for leaf in step.init(params, tokens()).values())
+    torch.testing.assert_close(step(params, tokens()).full(), forward(params, tokens()))
+
+
+def test_calibrated_schemes_are_chosen_too() -> None:
+    forward, params, _ = step_of("arguments")
+    choice = cf.scheme_errors(params, measured(), [cf.awq(measured()["inputs"]), "nvfp4"]).within(50_000)
+    assert choice.schemes == {"table.weight": "as it is", "up.weight": "awq", "down.weight": "awq"}
+    step = cf.quantize(cf.shard(forward, cf.Mesh(tp=2), tensor("1d", "tp")), choice)
+    assert step.init(params, tokens())["up.weight"].input_scale is not None
+    with cf.testing.float64():
+        assert cf.testing.check(step, params, tokens(), steps=1).worst <= 1e-10
+
+
+# ---- seconds, and a whole step ----
+
+
+def test_seconds_of_a_weight_are_those_of_its_products_and_gathers() -> None:
+    """By hand: products on one device; on two, a half of the gather of all int8 numbers and, by bytes, of that of small tensors."""
+    forward, params, _ = step_of("arguments")
+    low = cf.quantize(cf.shard(forward, cf.Mesh()), "int8", where=WHERE).lower(params, tokens())
+    found = weight_seconds(low.program, low.priced, low.registry.rule, WHERE)
+    products = [node_s(node, low.program.values, low.priced, low.registry.rule) for node in low.program.nodes if "int8" in node.target]
+    assert list(found.values()) == pytest.approx(products) and min(products) > 0
+    timed = cf.scheme_errors(params, measured(), ["int8"], step=forward, args=(params, tokens()))
+    assert [weight.options[-1].seconds for weight in timed.weights[1:]] == pytest.approx(products)
+    low = cf.quantize(cf.shard(forward, cf.Mesh(dp=2, topology="8xa100-80g"), zero(3, "dp")), "int8", where=WHERE).lower(params, tokens())
+    buckets = {torch.float32: 0.0, torch.int8: 0.0}
+    products = []
+    for node in low.program.nodes:
+        seconds = node_s(node, low.program.values, low.priced, low.registry.rule)
+        if node.target in ("colofunc.pack", "colofunc.all_gather"):
+            buckets[low.program.values[node.results[0]].dtype] += seconds
+        elif node.target == "colofunc.int8_linear":
+            products.append(seconds)
+    assert min(buckets.values()) > 0
+    found = weight_seconds(low.program, low.priced, low.registry.rule, WHERE)
+    for name, scales, product in (("up.weight", 128, products[0]), ("down.weight", 64, products[1])):
+        in_bucket = scales / 1536  # a rank's part of the bucket of float32 tensors has so many elements
+        wanted = product + in_bucket * buckets[torch.float32] + buckets[torch.int8] / 2
+        views = found[name] - wanted  # the copies out of the buckets
+        assert 0 <= views <= 0.5 * wanted
+
+
+def test_a_limit_of_seconds_is_kept() -> None:
+    forward, params, _ = step_of("arguments")
+    timed = cf.scheme_errors(params, measured(), FEW, step=cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp")), args=(params, tokens()))
+    fastest = sum(min(option.seconds or 0.0 for option in weight.options) for weight in timed.weights)
+    free = timed.within(60_000)
+    assert free.seconds is not None and free.seconds > fastest
+    for share in (0.3, 0.7):
+        limit_s = fastest + share * (free.seconds - fastest)
+        for budget in (60_000, 200_000):
+            wanted = by_search(timed, budget, limit_s=limit_s)
+            if math.isinf(wanted):
+                with pytest.raises(cf.PlanError, match=r"no choice within .*,000 bytes takes .* or less; the fastest of any size takes"):
+                    timed.within(budget, limit_s=limit_s)
+                continue
+            choice = timed.within(budget, limit_s=limit_s)
+            assert choice.error == pytest.approx(wanted, rel=1e-12)
+            assert choice.seconds is not None and choice.seconds <= limit_s
+
+
+def test_a_whole_step_gets_the_least_error_with_which_it_fits() -> None:
+    """Against all choices, each finished and counted; QLoRA with recomputation."""
+    step_fn, state, model = step_of("adapters")
+    table = cf.scheme_errors(model.frozen, measured(), FEW, where=WHERE)
+
+    def staged(choice: SchemeChoice) -> Any:
+        return cf.checkpoint(cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(1, "dp")), choice, where=WHERE), policy="nothing")
+
+    counted = {}
+    for options in itertools.product(*[weight.options for weight in table.weights]):
+        chosen = tuple(attrs.evolve(one, option=option) for one, option in zip(table.uniform("int8").weights, options, strict=True))
+        choice = SchemeChoice(chosen, 0)
+        counted[tuple(choice.schemes.values())] = staged(choice).lower(state, tokens()).memory().peak_bytes["device"], choice.error
+    peaks = sorted(peak for peak, _ in counted.values())
+    for budget in (peaks[0], peaks[4], peaks[9], peaks[-1]):
+        choice = cf.schemes_that_fit(table, staged, (state, tokens()), budget)
+        assert counted[tuple(choice.schemes.values())][0] <= budget
+        assert choice.error == pytest.approx(min(error for peak, error in counted.values() if peak <= budget), rel=1e-12)
+        assert choice.tried and "tried with the whole step:" in str(choice)
+    with pytest.raises(cf.PlanError, match=r"^cf\.schemes_that_fit: with weights of .* bytes, the least possible, the step is not within"):
+        cf.schemes_that_fit(table, staged, (state, tokens()), peaks[0] - 1)
+
+
+def test_what_is_offloaded_and_what_is_small_are_weighed_by_time() -> None:
+    """Weights that do not fit are copied, or quantized where that takes too long."""
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.Tanh())]))
+    x = torch.randn(16, 256)
+
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, x)[0]
+
+    def staged(choice: SchemeChoice) -> Any:
+        return cf.offload(cf.quantize(cf.shard(forward, cf.Mesh()), choice), budget="350KiB")
+
+    sensitivities = cf.sensitivities(lambda params, x: forward(params, x).square().mean())(model.params, x)
+    table = cf.scheme_errors(model.params, sensitivities, ("int8", "nf4"))
+    copied = cf.schemes_that_fit(table, staged, (model.params, x), "350KiB")
+    assert copied.error == 0 and copied.nbytes > 350 << 10
+    assert copied.tried[0].seconds is not None
+    limit_s = 0.7 * copied.tried[0].seconds
+    faster = cf.schemes_that_fit(table, staged, (model.params, x), "350KiB", limit_s=limit_s)
+    low = staged(faster).lower(model.params, x)
+    assert low.lanes().end_s <= limit_s and low.memory().peak_bytes["device"] <= 350 << 10
+    assert 0 < faster.error <= table.uniform("int8").error
+    assert sum("more than" in tried.why for tried in faster.tried) > 0
+    torch.testing.assert_close(staged(faster)(model.params, x).full(), staged(faster).eager(model.params, x))
+
+
+# ---- what it says to mistakes ----
+
+
+def auto(**options: Any) -> Any:
+    forward, _, _ = step_of("arguments")
+    return cf.quantize(forward, "auto", **options)
+
+
+def nan_batch() -> Any:
+    loss, params = loss_of()
+    params = {**params, "up.bias": torch.full_like(params["up.bias"], math.nan)}
+    return cf.scheme_errors(params, cf.sensitivities(loss, where=WHERE)(params, tokens()))
+
+
+def infinite_loss() -> Any:
+    loss, params = loss_of()
+    return cf.scheme_errors(params, cf.sensitivities(lambda p, x: loss(p, x) * math.inf, where=WHERE)(params, tokens()))
+
+
+def unmeasured_step() -> Any:
+    forward, params, _ = step_of("arguments")
+    choice = cf.scheme_errors({"up.weight": params["up.weight"]}, measured(), FEW).within("40KB")
+    return cf.quantize(forward, choice).lower(params, tokens())
+
+
+def quantized_otherwise() -> Any:
+    forward, params, _ = step_of("arguments")
+    placed = cf.quantize(forward, "nf4", where=WHERE).init(params, tokens())
+    return cf.quantize(forward, errors().within("60KB")).lower(placed, tokens())
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "NaN": (
+        cf.InputError,
+        "cf.scheme_errors: the moments of 'down.weight' have NaN or infinite numbers, so its inputs had. Try: a calibration batch without",
+        nan_batch,
+    ),
+    "infinite": (
+        cf.InputError,
+        "cf.scheme_errors: the squares of gradients of 'up.weight' have NaN or infinite numbers, so the loss or its gradients had",
+        infinite_loss,
+    ),
+    "too little": (
+        cf.PlanError,
+        "these weights take 43,264 bytes at least, each in the smallest of the schemes, and the budget is 43,263. Try: budget=43264",
+        lambda: auto(budget=43_263, errors=errors()),
+    ),
+    "keep": (
+        cf.InputError,
+        "keep='upp.weight' matches none of the weights that were measured; did you mean 'up.weight'",
+        lambda: auto(budget="1MB", keep="upp.weight", errors=errors()),
+    ),
+    "no errors": (
+        cf.InputError,
+        "cf.quantize(scheme='auto', errors=None): a choice is made by what was measured. Try: errors=cf.scheme_errors(weights, ",
+        lambda: auto(budget="1MB"),
+    ),
+    "no budget": (
+        cf.InputError,
+        "cf.quantize(scheme='auto', budget=None): give the bytes that all weights may take. Try: budget='2GiB'",
+        lambda: auto(errors=errors()),
+    ),
+    "budget of another": (
+        cf.InputError,
+        "cf.quantize(scheme='int8'): budget, keep and errors are for scheme 'auto'. Try: where= for which weights",
+        lambda: cf.quantize(len, "int8", budget="1MB"),
+    ),
+    "scheme": (
+        cf.InputError,
+        "cf.scheme_errors: there is no scheme 'int7'; did you mean 'int8'",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), ["int7"]),
+    ),
+    "inputs": (
+        cf.InputError,
+        "cf.scheme_errors: 'int8-dynamic' rounds inputs of layers too, and errors here are those of weights. Try: schemes= of int8, fp8",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), ["int8-dynamic"]),
+    ),
+    "moments only": (
+        cf.InputError,
+        "cf.scheme_errors: there are no sensitivities. Try: what a step of cf.sensitivities returns, or a list of such",
+        lambda: cf.scheme_errors(loss_of()[1], measured()["inputs"]),
+    ),
+    "where": (
+        cf.InputError,
+        "cf.scheme_errors: where='*.wait' matches no weight of two dims and more",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), where="*.wait"),
+    ),
+    "where of the measuring": (
+        cf.InputError,
+        "cf.sensitivities: where='norm.weight' matches no weight that a linear layer or a lookup reads",
+        lambda: cf.sensitivities(loss_of()[0], where="norm.weight")(loss_of()[1], tokens()),
+    ),
+    "no loss": (
+        cf.InputError,
+        "cf.sensitivities: the function returned a tensor of shape (8, 4, 128), and is to return a loss of shape (). Try: loss.mean()",
+        lambda: cf.sensitivities(step_of("arguments")[0], where=WHERE)(loss_of()[1], tokens()),
+    ),
+    "no values": (
+        cf.InputError,
+        "cf.scheme_errors: 'up.weight' has no values. Try: the model's own weights, or lazy ones that can be made",
+        lambda: cf.scheme_errors({"up.weight": torch.empty(256, 128, device="meta")}, measured()),
+    ),
+    "seconds": (
+        cf.InputError,
+        "limit_s: these errors have no seconds. Try: cf.scheme_errors(..., step=step, args=(state, batch))",
+        lambda: errors().within("1MB", limit_s=1.0),
+    ),
+    "uniform": (cf.InputError, "there are no errors of the scheme 'awq'; schemes: 'as it is'", lambda: errors().uniform("awq")),
+    "unmeasured": (cf.InputError, "cf.quantize: no scheme was chosen for 'table.weight'", unmeasured_step),
+    "quantized": (
+        cf.InputError,
+        "cf.quantize: 'up.weight' is quantized already, as 'nf4', and the step asks for 'int8'. Try: the scheme that it has",
+        quantized_otherwise,
+    ),
+    "quantized already": (
+        cf.InputError,
+        "cf.scheme_errors: 'up.weight' is quantized already, as 'int8'. Try: the weight that it was made of",
+        lambda: cf.scheme_errors({"up.weight": BUILT_IN["int8"].pack(torch.ones(256, 128))}, measured()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "says", "mistake"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named(kind: type[Exception], says: str, mistake: Callable[[], Any]) -> None:
+    with pytest.raises(kind) as caught:
+        mistake()
+    assert says in str(caught.value)
