@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from colofunc.transforms.accumulate import accumulate
     from colofunc.transforms.checkpoint import checkpoint
     from colofunc.transforms.expert_capacity import expert_capacity
+    from colofunc.transforms.fp8 import fp8
     from colofunc.transforms.local_stats import local_stats
     from colofunc.transforms.offload import offload
     from colofunc.transforms.pipeline import pipeline
@@ -122,6 +123,7 @@ __all__ = [
     "every",
     "expert_capacity",
     "ext",
+    "fp8",
     "from_local",
     "functional",
     "gptq",
@@ -168,6 +170,7 @@ _WHEN_USED = {
     "configure": "config",
     "every": "planner.recompute.policies",
     "expert_capacity": "transforms.expert_capacity",
+    "fp8": "transforms.fp8",
     "gptq": "functional.calibration",
     "input_maxima": "functional.calibration",
     "input_moments": "functional.calibration",

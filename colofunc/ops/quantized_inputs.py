@@ -70,16 +70,16 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
 
 
-class LinearInputs(TorchFunctionMode):
-    """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight.
+class LinearCalls(TorchFunctionMode):
+    """Inside, linear layers of some weights are `instead(input, weight, bias, key)`.
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
     such a tensor is cast to counts as the tensor.
     """
 
-    def __init__(self, key: Callable[[Tensor], Any], changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, key: Callable[[Tensor], Any], instead: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]) -> None:
         super().__init__()
-        self.key, self.changed = key, changed
+        self.key, self.instead = key, instead
         self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,9 +88,7 @@ class LinearInputs(TorchFunctionMode):
         if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
             with self:
                 return body(*args, **kwargs)
-        if func is F.linear:
-            args, kwargs = self._read(*args, **kwargs), {}
-        result = func(*args, **kwargs)
+        result = self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
             known = self._known(args[0])
             if known is not None:
@@ -101,8 +99,15 @@ class LinearInputs(TorchFunctionMode):
         cast = self.casts.get(id(weight))
         return self.key(weight) if cast is None else cast[1]
 
-    def _read(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         known = self._known(weight)
-        if known is not None:
-            input, weight = self.changed(input, weight, known)
-        return input, weight, bias
+        return F.linear(input, weight, bias) if known is None else self.instead(input, weight, bias, known)
+
+
+def linear_inputs(key: Callable[[Tensor], Any], changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]) -> LinearCalls:
+    """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight."""
+
+    def instead(input: Tensor, weight: Tensor, bias: Tensor | None, known: Any) -> Tensor:
+        return F.linear(*changed(input, weight, known), bias)
+
+    return LinearCalls(key, instead)
