@@ -18,7 +18,7 @@ from quantize_matrix import ORDERS, WHERE, Net, targets, tokens
 import colofunc as cf
 from colofunc.ops.fp8 import PRODUCTS
 
-SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 MODES = {name: mode.place for name, mode in QUANTIZED_MODES.items() if mode.net is Net}
 MICROBATCHES = ("accumulate", "pipeline", "pipeline+zero1", "pipeline+tensor")
 OF_ALL_ROWS = ("tensorwise", "rowwise")
@@ -79,10 +79,10 @@ def run(cell: Cell) -> float:
     step_fn, state = step_of()
     step = staged(cell, step_fn)
     if cell.mode == "bf16":
-        worst = cf.testing.check(step, state, tokens(), steps=2).worst
+        worst = cf.testing.check(step, state, tokens(), steps=3).worst
     else:
         with cf.testing.float64():
-            worst = cf.testing.check(step, state, tokens(), steps=2).worst
+            worst = cf.testing.check(step, state, tokens(), steps=3).worst
         assert worst <= 1e-10, worst
     counts = [list(targets(step.lower(state, tokens()).program)).count(name) for name in PRODUCTS]
     wanted = [2, 2, 0 if cell.scaling == "rowwise_with_gw_hp" else 2]

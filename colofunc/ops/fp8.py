@@ -81,7 +81,7 @@ def _scale_fake(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    numbers = x.to(scale.dtype) / scale
+    numbers = x.to(torch.promote_types(x.dtype, scale.dtype)) / scale
     infinite = numbers.isinf()
     numbers = numbers.clamp_(-LARGEST[dtype], LARGEST[dtype])
     # What is not finite has to be seen behind a product: by a loss scale, and by who looks for the operator that made it.
