@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from colofunc_plugins import tensor, zero
 from fp8_matrix import SCALINGS, step_of
 from quantize_matrix import WHERE, Net, tokens
+from rule_oracle import check_op
 from torch import nn
 
 import colofunc as cf
@@ -72,7 +73,15 @@ def test_scales_map_the_largest_to_the_largest() -> None:
     plain, powers = fp8_scale(amax, 448.0, False), fp8_scale(amax, 448.0, True)
     assert plain.tolist()[:2] == [1.0, float(torch.tensor(1.0) / 448)] and powers.tolist()[:3] == [1.0, 2.0**-8, 2.0**-7]
     assert plain.tolist()[3:] == powers.tolist()[3:] == [1.0, 1.0, float("inf")]
-    assert torch.equal(fp8_scale(2.0 ** torch.arange(-9.0, 9.0), 1.0, True), 2.0 ** torch.arange(-9.0, 9.0))
+    assert fp8_scale(torch.tensor(float("nan")), 448.0, True).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_are_rounded_up_to_powers_of_2(dtype: torch.dtype) -> None:
+    powers = torch.tensor([math.ldexp(1.0, k) for k in range(-126, 127)], dtype=dtype)
+    above, below = (torch.nextafter(powers, torch.full_like(powers, end)) for end in (math.inf, 0.0))
+    assert torch.equal(fp8_scale(powers, 1.0, True), powers) and torch.equal(fp8_scale(powers[5], 1.0, True), powers[5])
+    assert torch.equal(fp8_scale(above, 1.0, True), powers * 2) and torch.equal(fp8_scale(below, 1.0, True)[1:], powers[1:])
 
 
 @pytest.mark.parametrize("dims", [None, (-1,), (0, 1), (0,)])
@@ -96,6 +105,43 @@ def test_operators_are_registered_right() -> None:
         (scaled_linear_dw, (g, bits, torch.ones(1, 1, 8), columns, E5M2, torch.float32)),
     ):  # fmt: skip
         torch.library.opcheck(operator.op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+B, I, O = 6, 30, 10
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Calls of all operators, with scales of tensors, rows and columns."""
+    x, w, g, b = draw(2, B, I), draw(O, I, seed=1), draw(2, B, O, seed=2), draw(O, seed=3)
+    one = torch.tensor(0.5, dtype=torch.float64)
+    xb, wb, gb = fp8_cast(x, one, E4M3), fp8_cast(w, one, E4M3), fp8_cast(g, one, E5M2)
+    rows, of_o, of_i = draw(2, B, 1, seed=4).abs() + 1, draw(O, 1, seed=5).abs() + 1, draw(1, 1, I, seed=6).abs() + 1
+    f64 = torch.float64
+    return {
+        "abs_max of all": ("abs_max", x, None),
+        "abs_max of rows": ("abs_max", x, (-1,)),
+        "abs_max of columns": ("abs_max", x, (0, 1)),
+        "fp8_scale": ("fp8_scale", rows, 448.0, True),
+        "fp8_cast": ("fp8_cast", x, one, E4M3),
+        "fp8_cast by rows": ("fp8_cast", x, rows, E4M3),
+        "fp8_cast by columns": ("fp8_cast", x, of_i, E5M2),
+        "scaled_linear": ("scaled_linear", xb, wb, one, one, b, f64),
+        "scaled_linear by rows": ("scaled_linear", xb, wb, rows, of_o, None, f64),
+        "scaled_linear_dx": ("scaled_linear_dx", gb, wb, one, one, E5M2, f64),
+        "scaled_linear_dx by rows": ("scaled_linear_dx", gb, wb, rows, of_i[0], E5M2, f64),
+        "scaled_linear_dx by rows and one": ("scaled_linear_dx", gb, wb, rows, one, E5M2, f64),
+        "scaled_linear_dw": ("scaled_linear_dw", gb, xb, one, one, E5M2, f64),
+        "scaled_linear_dw by rows": ("scaled_linear_dw", gb, xb, of_o.view(1, 1, O), of_i, E5M2, f64),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_rules_hold_by_brute_force(name: str) -> None:
+    """However dims are cut, joined parts are the whole; every dim can be cut."""
+    operator, *args = calls()[name]
+    tried = {word for word in check_op(f"colofunc.{operator}", *args) if " " not in word}
+    every = {"fp8_scale": "b0 b1", "abs_max": "d0 d1 d2", "fp8_cast": "d0 d1 d2"}
+    assert tried == set(every.get(operator, "b0 b1 i o").split())
 
 
 # ---- products ----
@@ -496,13 +542,13 @@ def test_a_card_multiplies_what_its_product_takes(target: str, options: dict[str
     assert chosen is not None and chosen.fn.__name__.endswith("_cuda") == taken
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_what_a_card_runs_gives_the_same_numbers(rows: bool) -> None:
+@pytest.mark.parametrize("scaling", JUST_IN_TIME)
+def test_what_a_card_runs_gives_the_same_numbers(scaling: str) -> None:
     """Its code on the CPU, where torch has the product as well, if with another order of sums."""
-    recipe = RECIPES["rowwise" if rows else "tensorwise"]
+    recipe, rows = RECIPES[scaling], scaling != "tensorwise"
     dtype = torch.bfloat16 if rows else torch.float32
     x, w, g, b = (draw(*shape, seed=k, dtype=torch.float32) for k, shape in enumerate(((4, 16, 32), (48, 32), (4, 16, 48), (48,))))
-    along, across = ((-1,), (0,)) if rows else (None, None)
+    along, across = (-1,) if rows else None, (0,) if scaling == "rowwise" else None
     over_batch = (0, 1) if rows else None
     (xb, xs), (wb, ws) = recipe.cast(x, along), recipe.cast(w, along)
     (gb, gs), (wc, wcs) = recipe.cast(g, along, recipe.g_dtype), recipe.cast(w, across)

@@ -69,11 +69,16 @@ def _abs_max_fake(x: Tensor, dims: Sequence[int] | None) -> Tensor:
 def _scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
     scale = amax.to(_wide(amax.dtype)) / largest
     if power_of_2:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa 2^exponent, mantissa in [1/2, 1)
-        rounded = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-        scale = torch.where(scale.isfinite(), rounded, scale)
+        scale = _rounded_up(scale)
     # Numbers of a tensor of zeros, or of one too small to divide, are 0 whatever they are divided by.
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def _rounded_up(scale: Tensor) -> Tensor:
+    """To a power of 2, by their bits: an exponential need not be exact."""
+    as_integer, mantissa = (torch.int64, (1 << 52) - 1) if scale.dtype is torch.float64 else (torch.int32, (1 << 23) - 1)
+    rounded = ((scale.contiguous().view(as_integer) + mantissa) & ~mantissa).view(scale.dtype)
+    return torch.where(scale.isfinite(), rounded, scale)
 
 
 def _scale_fake(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
@@ -186,21 +191,18 @@ def _shape(call: KernelCall) -> tuple[int, int, int]:
     return (batch, first[-1], second[1]) if call.target == PRODUCTS[1] else (first[-1], batch, second[-1])
 
 
-def _scales(call: KernelCall) -> tuple[int, int]:
-    """How many dims the two scales have."""
-    first, second = {0: ("x_scale", "w_scale"), 1: ("g_scale", "w_scale"), 2: ("g_scale", "x_scale")}[PRODUCTS.index(call.target)]
-    return len(call[first].shape), len(call[second].shape)
+def _is_by_rows(call: KernelCall) -> bool:
+    """Whether a scale is of rows or columns."""
+    names = ("x_scale" if call.target == PRODUCTS[0] else "g_scale", "x_scale" if call.target == PRODUCTS[2] else "w_scale")
+    return any(call[name].shape for name in names)
 
 
 def _taken(call: KernelCall) -> bool:
     """Whether torch._scaled_mm takes a product."""
-    first, second = _scales(call)
     dtype = call["dtype"]
     if call.capability < CAPABILITY or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    if (first == 0) != (second == 0):
-        return False  # both have one scale, or each has one of a row or column
-    if first and (dtype is not torch.bfloat16 or call.capability < ROWWISE_CAPABILITY):
+    if _is_by_rows(call) and (dtype is not torch.bfloat16 or call.capability < ROWWISE_CAPABILITY):
         return False
     rows, summed, columns = _shape(call)
     return min(rows, summed, columns) > 0 and summed % MULTIPLE == 0 and columns % MULTIPLE == 0
@@ -242,8 +244,9 @@ def _multiplied(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """a (m, k) in rows times b (k, n) in columns, scales () or (m, 1) and (1, n)."""
-    if a_scale.dim():
-        a_scale, b_scale = a_scale.reshape(-1, 1).contiguous(), b_scale.reshape(1, -1).contiguous()
+    if a_scale.dim() or b_scale.dim():  # both are of rows and columns then
+        a_scale = a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
+        b_scale = b_scale.reshape(1, -1).expand(1, b.shape[1]).contiguous()
     scales = a_scale.to(torch.float32), b_scale.to(torch.float32)
     if bias is None or dtype is not torch.float32:
         return compat.scaled_mm(a, b, *scales, dtype, bias)
