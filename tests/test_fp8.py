@@ -573,6 +573,7 @@ def test_a_batch_that_a_weights_gradient_sums_over_is_a_multiple_too() -> None:
     [
         ({"scaling": "row"}, r"there is no scaling 'row'.*(rowwise|tensorwise)"),
         ({"scaling": 3}, r"there is no scaling 3"),
+        ({"scaling": ["rowwise"]}, r"there is no scaling \[.rowwise.\]"),
         ({"scaling": "delayed", "history": 0}, r"history=0\): the number of steps .* Try: history=16"),
         ({"where": ()}, r"where=\(\)\): give a glob over names of weights, or several\. Try: where='\*\.weight'"),
     ],

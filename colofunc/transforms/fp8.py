@@ -63,7 +63,7 @@ def fp8(
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.fp8(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
-    if scaling not in RECIPES:
+    if not isinstance(scaling, str) or scaling not in RECIPES:
         raise InputError(f"cf.fp8: there is no scaling {scaling!r}{near(str(scaling), RECIPES, 'ways to scale')}")
     if not isinstance(history, int) or isinstance(history, bool) or history < 1:
         raise InputError(f"cf.fp8(history={history!r}): the number of steps whose largest numbers are kept. Try: history={HISTORY}")
