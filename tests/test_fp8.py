@@ -233,6 +233,14 @@ def test_training_goes_as_it_does_in_float32(scaling: str) -> None:
     assert max(abs(a - b) / b for a, b in zip(narrow, plain, strict=True)) < 0.02
 
 
+def test_microbatches_may_have_scales_of_their_own() -> None:
+    step_fn, state = step_of()
+    whole = losses(cf.fp8(step_fn, where=WHERE), state, 3)
+    step = cf.fp8(cf.accumulate(step_fn, microbatches=2, mixing="per-microbatch"), where=WHERE)
+    parts = losses(step, step_of()[1], 3)
+    assert parts != whole and max(abs(a - b) / b for a, b in zip(parts, whole, strict=True)) < 0.005
+
+
 def ways() -> dict[str, Callable[[Any, Any], tuple[torch.Tensor, ...]]]:
     """How gradients of `loss(params, x)` are taken."""
 
