@@ -66,6 +66,8 @@ def test_what_is_not_finite_is_nan_behind_a_cast() -> None:
     x = torch.tensor([1.0, float("inf"), -float("inf"), float("nan")])
     for format in (E4M3, E5M2):
         assert fp8_cast(x, torch.tensor(1.0), format).view(format).float().isnan().tolist() == [False, True, True, True]
+        # What is finite stays so, however small a scale of earlier steps was.
+        assert fp8_cast(torch.tensor(1e30), torch.tensor(1e-30), format).view(format).float() == LARGEST[format]
 
 
 def test_scales_map_the_largest_to_the_largest() -> None:

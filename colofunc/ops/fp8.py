@@ -18,7 +18,7 @@ float64 where it is that), what is above the largest number of the format become
 ties to even; what is not finite is NaN. Products are summed in float32 (float64 for results in float64) and multiplied by x's scale, then
 by the other one's; a bias is added; that is rounded to the result's dtype. The bits are kept as uint8, which every backend can send.
 
-`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes. It was compiled and tried on pretended cards, and has not run on one.
+`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes. Their code has run on torch's product for the CPU, and not on a card.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning" (2209.05433).
 """
@@ -87,10 +87,9 @@ def _scale_fake(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = x.to(torch.promote_types(x.dtype, scale.dtype)) / scale
-    infinite = numbers.isinf()
     numbers = numbers.clamp_(-LARGEST[dtype], LARGEST[dtype])
     # What is not finite has to be seen behind a product: by a loss scale, and by who looks for the operator that made it.
-    numbers.masked_fill_(infinite, torch.nan)
+    numbers.masked_fill_(x.isinf(), torch.nan)
     return numbers.to(dtype).view(torch.uint8)
 
 
