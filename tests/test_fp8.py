@@ -14,6 +14,7 @@ from fp8_matrix import SCALINGS, step_of
 from quantize_matrix import WHERE, Net, tokens
 from rule_oracle import check_op
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import colofunc as cf
 from colofunc.ops.fp8 import (
@@ -556,6 +557,8 @@ def test_a_card_multiplies_what_its_product_takes(target: str, options: dict[str
 def test_what_a_card_runs_gives_the_same_numbers(scaling: str) -> None:
     """Its code on the CPU, where torch has the product as well, if with another order of sums."""
     recipe, rows = RECIPES[scaling], scaling != "tensorwise"
+    if rows and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11 has no product on the CPU whose scales are of rows")
     dtype = torch.bfloat16 if rows else torch.float32
     x, w, g, b = (draw(*shape, seed=k, dtype=torch.float32) for k, shape in enumerate(((4, 16, 32), (48, 32), (4, 16, 48), (48,))))
     along, across = (-1,) if rows else None, (0,) if scaling == "rowwise" else None
