@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from colofunc.transforms.accumulate import accumulate
     from colofunc.transforms.checkpoint import checkpoint
     from colofunc.transforms.expert_capacity import expert_capacity
+    from colofunc.transforms.fp8 import fp8
     from colofunc.transforms.local_stats import local_stats
     from colofunc.transforms.offload import offload
     from colofunc.transforms.pipeline import pipeline
@@ -123,6 +124,7 @@ __all__ = [
     "every",
     "expert_capacity",
     "ext",
+    "fp8",
     "from_local",
     "functional",
     "gptq",
@@ -172,6 +174,7 @@ _WHEN_USED = {
     "configure": "config",
     "every": "planner.recompute.policies",
     "expert_capacity": "transforms.expert_capacity",
+    "fp8": "transforms.fp8",
     "gptq": "functional.calibration",
     "input_maxima": "functional.calibration",
     "input_moments": "functional.calibration",

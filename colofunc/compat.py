@@ -423,6 +423,13 @@ def wrapper_maker(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: to
 grouped_mm: Any = getattr(torch, "_grouped_mm", torch.nn.functional.grouped_mm)
 
 
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """a @ b times both scales, of matrices in float8: a (m, k) in rows, b (k, n) in columns; scales () or (m, 1) and (1, n)."""
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype)
+
+
 # What `torch.nn.attention.flex_attention` tells its operators beside what it is given. Its kernels know these words without defaults.
 _FLEX_OPTIONS = {
     "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,

@@ -98,6 +98,11 @@ def moments_in_8_bits() -> list[torch.Tensor]:
     return [r(64, 64), r(64, 64), *packed(r(64, 64), blocks, True), *packed(r(64, 64).abs(), blocks, False)]
 
 
+def bits(*shape: int) -> torch.Tensor:
+    """Numbers in float8, as they are kept."""
+    return r(*shape).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
 SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
 OWN: dict[str, tuple[Any, ...]] = {
@@ -136,6 +141,12 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.adamw8": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.adamw8_": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.rounded_rows": (10 * r(3, 5), 6.0),
+    "colofunc.abs_max": (r(3, 5), (0,)),
+    "colofunc.fp8_scale": (r(3, 1), 448.0, True),
+    "colofunc.fp8_cast": (r(3, 5), ONE, torch.float8_e4m3fn),
+    "colofunc.scaled_linear": (bits(2, 3), bits(4, 3), ONE, ONE, r(4), torch.float32),
+    "colofunc.scaled_linear_dx": (bits(2, 4), bits(4, 3), ONE, ONE, torch.float8_e5m2, torch.float32),
+    "colofunc.scaled_linear_dw": (bits(2, 4), bits(2, 3), ONE, ONE, torch.float8_e5m2, torch.float32),
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.lion": (*moments()[:3], RATE, 0.9, 0.99, 0.01),

@@ -138,8 +138,8 @@ SECTIONS = {
         "value_and_grad", "clip_by_global_norm",
     ),
     "Transforms": (
-        "shard", "offload", "checkpoint", "precision", "Policy", "quantize", "accumulate", "local_stats", "expert_capacity", "every",
-        "save_only", "Staged", "configure",
+        "shard", "offload", "checkpoint", "precision", "Policy", "fp8", "quantize", "accumulate", "local_stats", "expert_capacity",
+        "every", "save_only", "Staged", "configure",
     ),
     "Plans": ("Plan",),
     "Data, saving, randomness": (

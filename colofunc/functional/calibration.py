@@ -31,7 +31,7 @@ from colofunc.ops.gptq import DAMPING, calibrated
 from colofunc.ops.linear import linear_dw
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized_frozen import reading
-from colofunc.ops.quantized_inputs import LinearInputs
+from colofunc.ops.quantized_inputs import linear_inputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.tree import walk
@@ -123,7 +123,7 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
     def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         seen = Seen(statistic, globs)
         seen.note_all(args[0] if args else {})
-        with reading(seen.frozen, lambda wide, weight: None), LinearInputs(seen.name, seen.see):
+        with reading(seen.frozen, lambda wide, weight: None), linear_inputs(seen.name, seen.see):
             step_fn(*args, **kwargs)
         return seen.result()
 

@@ -46,7 +46,7 @@ from colofunc.mesh.sizes import parse_bytes
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantized_frozen import reading
-from colofunc.ops.quantized_inputs import LinearInputs
+from colofunc.ops.quantized_inputs import linear_inputs
 from colofunc.ops.quantizers import BUILT_IN, Quantizer, rows_at_once
 from colofunc.planner.plan import matches
 from colofunc.planner.plan_table import time_text
@@ -152,7 +152,7 @@ def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
         seen = _Gradients(globs)
         seen.note_all(args[0] if args else {})
         with torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
-            with LinearInputs(seen.name, seen.see, seen.watch, seen.watch_rows):
+            with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

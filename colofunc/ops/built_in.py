@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from colofunc.ops import attention, experts_guards, random
+from colofunc.ops import attention, experts_guards, fp8, random
 from colofunc.ops.kernels import Kernel
 
-CUDA_KERNELS: tuple[Kernel, ...] = (*attention.CUDA_KERNELS, *random.CUDA_KERNELS, *experts_guards.CUDA_KERNELS)
+CUDA_KERNELS: tuple[Kernel, ...] = (
+    *attention.CUDA_KERNELS,
+    *random.CUDA_KERNELS,
+    *experts_guards.CUDA_KERNELS,
+    *fp8.CUDA_KERNELS,
+)

@@ -81,7 +81,7 @@ class Canonical(TorchFunctionMode):
         self.copies: dict[torch.device, Tensor] = {}  # of the seed
         self.sites = sites
         self.stream = stream()
-        self.experts = Catcher(_autocast)
+        self.experts = Catcher(autocast)
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,7 +190,7 @@ def _open(func: Any) -> Any:
 # ---- linear and attention ----
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as autocast would hand them to a matmul. Fake tensors sit on CPU, whatever device autocast names."""
     kinds = [t.device.type for t in tensors if t is not None] + ["cuda", "cpu"]
     # Weights without data lie on "meta", of which autocast knows nothing.
@@ -208,7 +208,7 @@ def _linear(mode: Canonical, input: Tensor, weight: Tensor, bias: Tensor | None 
         return NotImplemented  # torch's own operators have forward-mode derivatives
     if weight.dim() != 2 or input.dim() == 0 or input.is_sparse or weight.is_sparse or weight.is_quantized:
         return NotImplemented
-    return linear.apply(*_autocast(input, weight, bias))
+    return linear.apply(*autocast(input, weight, bias))
 
 
 def _attention(
@@ -217,7 +217,7 @@ def _attention(
 ) -> Any:  # fmt: skip
     if min(query.dim(), key.dim(), value.dim()) < 2 or query.shape[-1] == 0:
         return NotImplemented
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)  # type: ignore[assignment]
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # type: ignore[assignment]
     scale = 1.0 / sqrt(query.shape[-1]) if scale is None else scale
     lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     q, k, v = (_four(t, lead) for t in (query, key, value))
@@ -288,7 +288,7 @@ def _lstm(
         return NotImplemented  # a packed sequence, for one
     if len(hx) != 2 or len(params) != each * num_layers * ways:
         return NotImplemented  # hidden units are projected
-    x, h0, c0, *weights = _autocast(input, *hx, *params)
+    x, h0, c0, *weights = autocast(input, *hx, *params)
     assert x is not None and h0 is not None and c0 is not None
     x = x.transpose(0, 1) if batch_first else x
     last: list[tuple[Tensor, Tensor]] = []

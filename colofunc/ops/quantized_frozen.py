@@ -28,12 +28,29 @@ _ACTIVE: ContextVar[tuple[Packed, Widened] | None] = ContextVar("colofunc_quanti
 
 @contextmanager
 def reading(packed: Packed, widened: Widened) -> Iterator[None]:
-    """Inside, `as_packed` is `packed`, and `widened` is told which tensor a forward is given for a quantized weight."""
-    token = _ACTIVE.set((packed, widened))
+    """Inside, `as_packed` is `packed`, and `widened` is told which tensor a forward is given for a quantized weight.
+
+    Inside another such block `packed` is given the tensors that the outer one has not packed.
+    """
+    outer = _ACTIVE.get()
+    token = _ACTIVE.set((packed, widened) if outer is None else _both(outer, (packed, widened)))
     try:
         yield
     finally:
         _ACTIVE.reset(token)
+
+
+def _both(first: tuple[Packed, Widened], second: tuple[Packed, Widened]) -> tuple[Packed, Widened]:
+    def packed(frozen: Mapping[str, Tensor]) -> Weights:
+        found = first[0](frozen)
+        plain = {name: weight for name, weight in found.items() if isinstance(weight, Tensor)}
+        return {**found, **second[0](plain)}
+
+    def widened(wide: Tensor, weight: Quantized) -> None:
+        first[1](wide, weight)
+        second[1](wide, weight)
+
+    return packed, widened
 
 
 def as_packed(frozen: Mapping[str, Tensor]) -> Weights:

@@ -70,23 +70,21 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
 
 
-class LinearInputs(TorchFunctionMode):
-    """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight.
+class LinearCalls(TorchFunctionMode):
+    """Inside, linear layers of some weights are `instead(input, weight, bias, key)`.
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
-    such a tensor is cast to counts as the tensor. `result(output, key)`: what is taken for the layer's output; None: the output.
-    `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the rows.
+    such a tensor is cast to counts as the tensor. `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the rows.
     """
 
     def __init__(
         self,
         key: Callable[[Tensor], Any],
-        changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]],
-        result: Callable[[Tensor, Any], Tensor] | None = None,
+        instead: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor],
         lookup: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.key, self.changed, self.result, self.lookup = key, changed, result, lookup
+        self.key, self.instead, self.lookup = key, instead, lookup
         self.casts: dict[int, tuple[Tensor, Any]] = {}  # id -> what a weight was cast to, and its key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,9 +95,7 @@ class LinearInputs(TorchFunctionMode):
         if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
             with self:
                 return body(*args, **kwargs)
-        if func is F.linear:
-            return self._layer(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
             known = self._known(args[0])
             if known is not None:
@@ -110,14 +106,29 @@ class LinearInputs(TorchFunctionMode):
         cast = self.casts.get(id(weight))
         return self.key(weight) if cast is None else cast[1]
 
-    def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         known = self._known(weight)
-        if known is None:
-            return F.linear(input, weight, bias)
-        output = F.linear(*self.changed(input, weight, known), bias)
-        return output if self.result is None else self.result(output, known)
+        return F.linear(input, weight, bias) if known is None else self.instead(input, weight, bias, known)
 
     def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         known = self._known(weight)
         rows = F.embedding(input, weight, *args, **kwargs)
         return rows if known is None else lookup(input, rows, known)
+
+
+def linear_inputs(
+    key: Callable[[Tensor], Any],
+    changed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]],
+    result: Callable[[Tensor, Any], Tensor] | None = None,
+    lookup: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
+) -> LinearCalls:
+    """Inside, linear layers of some weights read `changed(input, weight, key)`, which gives an input and a weight.
+
+    `result(output, key)`: what is taken for the layer's output; None: the output. `lookup`: see `LinearCalls`.
+    """
+
+    def instead(input: Tensor, weight: Tensor, bias: Tensor | None, known: Any) -> Tensor:
+        output = F.linear(*changed(input, weight, known), bias)
+        return output if result is None else result(output, known)
+
+    return LinearCalls(key, instead, lookup)

@@ -20,9 +20,10 @@ import torch
 from colofunc.compiler.staged import Staged
 from colofunc.errors import CheckError
 from colofunc.ops.dtypes import Policy
+from colofunc.program.tracing.kept import state_of
 from colofunc.program.tracing.tree import walk_keys
 from colofunc.testing.trees import compare
-from colofunc.transforms.precision import join_scale, next_scale, split_scale, state_of
+from colofunc.transforms.precision import join_scale, next_scale, split_scale
 
 Run = Callable[[Any], Any]  # a step of a plain state
 Pair = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state that this began with

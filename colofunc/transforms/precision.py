@@ -21,7 +21,7 @@ at that number once in 100 calls, and 100 skipped steps in a row end in a Precis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.passes.wide_sums import gradients, wide_sums
-from colofunc.program.tracing.tree import container, flatten, rebuild, unflatten
+from colofunc.program.tracing.kept import join_kept, split_kept, state_of
+from colofunc.program.tracing.tree import flatten, unflatten
 
 KEY = "loss_scale"
 FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it
@@ -123,33 +124,19 @@ def _narrower(t: Tensor, wide: torch.dtype) -> bool:
 
 def split_scale(state: Any) -> tuple[Any, Any]:
     """(the loss scale in a state, None where there is none yet; the state without it). Raises InputError where it has no place."""
-    if isinstance(state, Mapping):
-        return state.get(KEY), {k: v for k, v in state.items() if k != KEY}
-    parts = container(state)
-    kind, keys, items, context = parts if parts is not None else ("", (), (), None)
-    if kind == "sequence":
-        last = items[-1] if items else None
-        grown = isinstance(last, dict) and set(last) == {"scale", "good", "skipped"}
-        return (last, type(state)(items[:-1])) if grown else (None, state)
-    if kind in ("namedtuple", "record") and KEY in keys:
-        bare = rebuild(kind, type(state), keys, [None if k == KEY else v for k, v in zip(keys, items, strict=True)], context)
-        return items[list(keys).index(KEY)], bare
+    try:
+        return split_kept(state, KEY, ("scale", "good", "skipped"))
+    except LookupError:
+        kind = type(state).__name__
     raise InputError(
-        f"the loss scale is kept in the state, which is of type {type(state).__name__} here; make argument 0 of the step a dict or tuple, "
+        f"the loss scale is kept in the state, which is of type {kind} here; make argument 0 of the step a dict or tuple, "
         f"such as {{'params': ..., 'opt': ...}}, give a record the field `{KEY}: Any = None`, or compute in bf16, which needs no scale"
     )
 
 
 def join_scale(bare: Any, record: Any) -> Any:
     """The state with this loss scale, from what `split_scale` gives."""
-    if isinstance(bare, Mapping):
-        return {**bare, KEY: record}
-    parts = container(bare)
-    assert parts is not None, "asked by split_scale"
-    kind, keys, items, context = parts
-    if kind == "sequence":
-        return type(bare)([*items, record])
-    return rebuild(kind, type(bare), keys, [record if k == KEY else v for k, v in zip(keys, items, strict=True)], context)
+    return join_kept(bare, KEY, record)
 
 
 # ---- the step ----
@@ -172,14 +159,6 @@ def _wrapped(policy: Policy, build: Build) -> Build:
         return _scaled(policy, record, state, out, mixed)
 
     return build.evolve(fn=stepped)
-
-
-def state_of(out: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The new state in what a step returns, and how to put another in its place."""
-    if isinstance(out, tuple) and out:
-        make = out._make if hasattr(out, "_make") else type(out)
-        return out[0], lambda new: make((new, *out[1:]))
-    return out, lambda new: new
 
 
 def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:

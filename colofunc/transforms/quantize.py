@@ -37,7 +37,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantized_inputs import LinearInputs, divided, rounded_rows
+from colofunc.ops.quantized_inputs import divided, linear_inputs, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import SchemeChoice, SchemeErrors
@@ -371,7 +371,7 @@ class _Given:
         """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
         if self.weights.leaves_inputs and all(leaf.input_scale is None for _, leaf in self.originals.values()):
             return nullcontext()
-        return LinearInputs(self._leaf, self._layer)
+        return linear_inputs(self._leaf, self._layer)
 
     def _leaf(self, weight: Tensor) -> Quantized | None:
         known = self.originals.get(id(weight))

@@ -19,6 +19,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.ops.fp8 import MAXIMUM
 from colofunc.planner.wishes.products import Product, weighted
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Node, Program
@@ -104,7 +105,7 @@ class _Walk:
                 continue
             if index in self.every:
                 self.product(index, node)
-            elif any(r in self.lies for r in node.refs):
+            elif node.target != MAXIMUM and any(r in self.lies for r in node.refs):  # a maximum for a cast says nothing of the flow
                 self.passes(node)
 
     def leaves(self, column: int) -> bool:

@@ -32,7 +32,7 @@ import torch
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import quantized
+from colofunc.ops import fp8, quantized
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.factor_strategies import ways
 from colofunc.planner.wishes.propagation import Rules
@@ -57,11 +57,12 @@ FORMS = {
 
 _BACKWARD = {  # of others: aten.mm
     "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
+    fp8.PRODUCTS[0]: fp8.PRODUCTS[1:],
     **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
 }
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
-_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.")
+_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)
 
 FAIR_SHARE = 0.5
 """A plan that splits products splits at least so much of the work with weights."""
@@ -295,7 +296,7 @@ def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int
             # Of three dims the first is what is chosen from.
             if len(shape) != 3 or shape[1:] != before[1:]:
                 return None, False
-        elif len(node.refs) != 1 or before != shape:
+        elif len(fp8.carried(node.target, node.refs)) != 1 or before != shape:
             return None, False
         id = node.refs[0]
     is_weight = program.values[id].role in ("param", "frozen") and len(program.values[id].shape) in (2, 3)
@@ -316,7 +317,8 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
 def _is_weight(program: Program, made: Mapping[int, Node], id: int) -> bool:
     """Whether a value is a weight, or what was chosen from one by index (an expert's matrices)."""
     while id in made and not made[id].target.startswith("aten.embedding"):
-        numbers = [ref for ref in made[id].refs if program.values[ref].dtype.is_floating_point]
+        read = fp8.carried(made[id].target, made[id].refs)
+        numbers = [ref for ref in read if program.values[ref].dtype.is_floating_point]
         if len(numbers) != 1:
             return False
         id = numbers[0]
@@ -362,7 +364,7 @@ def _said(program: Program, node: Node) -> str:
 def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
     """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `made`: program.makers."""
     swapped = False
-    while id in made and len(made[id].refs) == 1:
+    while id in made and len(fp8.carried(made[id].target, made[id].refs)) == 1:
         node = made[id]
         source = program.values[node.refs[0]].shape
         if node.target in _TRANSPOSES and len(source) == 2:

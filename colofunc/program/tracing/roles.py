@@ -24,12 +24,14 @@ import attrs
 import torch
 
 from colofunc import compat
+from colofunc.ops.fp8 import carried
 from colofunc.program.ir import Node, Value
 from colofunc.program.tracing.meta import active
 from colofunc.program.tracing.tree import Tree
 
 WEIGHTS = {
     "colofunc.linear": (1, 2),
+    "colofunc.scaled_linear": (1, 4),
     "aten.embedding.default": (0,),
     "aten.convolution.default": (1, 2),
     "aten.native_layer_norm.default": (1, 2),
@@ -182,7 +184,7 @@ class Observed:
         names = {value: name for name, value in self.ids.items()}
 
         def leaf_behind(value: int) -> str:
-            while value in made and len(made[value].refs) == 1:
+            while value in made and len(carried(made[value].target, made[value].refs)) == 1:
                 value = made[value].refs[0]
             return names.get(value, "")
 
