@@ -75,9 +75,10 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int
         devices = devices[: len(pieces)]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])  # the first stage receives nothing
     work, received, nbytes = zip(*pieces, strict=True)
-    found = _fastest_bottleneck(
-        np.cumsum([0.0, *work]), np.array(received, dtype=float), np.cumsum([0.0, *nbytes]), devices
-    )  # fmt: skip
+    kept = np.cumsum([0.0, *nbytes])
+    over = [kept[None, :] - kept[:-1, None] > device.capacity_bytes for device in devices]
+    speeds = [device.speed for device in devices]
+    found = _fastest_bottleneck(np.cumsum([0.0, *work]), np.array(received, dtype=float), over, speeds)
     best = min(slowest(pieces, devices, (0, *way)) for way in combinations(range(1, len(pieces)), len(devices) - 1))
     assert (slowest(pieces, devices, tuple(found)) if found else float("inf")) == best
 

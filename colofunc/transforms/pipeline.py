@@ -13,21 +13,22 @@ Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
 
 import attrs
 
-from colofunc.compiler.microbatches import check_number, equal_parts, loops_over
+from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, where_rows_are
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Rewrite, Transform
+from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Held, cuts_at
+from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
@@ -42,6 +43,9 @@ from colofunc.program.placing import StagesOf
 from colofunc.program.stage_costs import one_trip, stage_costs
 
 Globs = Mapping[str, int]
+AUTO = "auto"
+LEVELS = 3
+"""Under a budget so many cuts are looked at beside the balanced one: from the one whose fullest stage holds least on."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
 """Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the fastest keeps (1)."""
 
@@ -49,7 +53,7 @@ SHARES = (0.75, 0.5, 0.25, 0.0)
 def pipeline(
     step_fn: Callable[..., Any] | None = None,
     axis: str = "pp",
-    microbatches: int = 8,
+    microbatches: int | str = 8,
     schedule: str = "1f1b",
     stages: Globs | None = None,
     batch: int | str | None = None,
@@ -57,41 +61,110 @@ def pipeline(
 ) -> Any:
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
 
+    microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest plan that fits.
     schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names of parameters -> stage (the first
-    that matches counts); None: the forward pass is cut where its stages take equally long. batch: the argument whose leaves are split on
-    dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
-    `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
+    that matches counts); None: the forward pass is cut where its stages take equally long, or, where that fits a budget with help only
+    (values made again, copies), where the plan is fastest of a few cuts from equally long to equally full. batch: the argument whose
+    leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that
+    mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
     that do not divide the batch, and an operator that mixes samples.
     """
-    check_number(microbatches, "pipeline")
+    if microbatches != AUTO:
+        check_number(microbatches, "pipeline")
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
         raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
-    asked = _Asked(axis, microbatches, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
-    transform = Transform(
-        "pipeline",
-        attrs.asdict(asked, recurse=False),
-        constrain=asked.constrained,
-        candidates=asked.loops,
-        microbatches=microbatches,
-        clashes={"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"},
-    )
-    return stage(step_fn, transform)
+    number = None if isinstance(microbatches, str) else microbatches
+    asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
+    return stage(step_fn, asked.transform())
 
 
 @attrs.frozen
 class _Asked:
-    """What the pipeline was asked for."""
+    """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`); None: where stages
+    take equally long."""
 
     axis: str
-    microbatches: int
+    microbatches: int | None
     schedule: str
     stages: tuple[tuple[str, int], ...] | None
     batch: int | str | None
     mixing: str
+    ends: tuple[int, ...] | None = None
+
+    def transform(self, variants: bool = True) -> Transform:
+        """variants: whether what is open is to be chosen."""
+        clashes = {"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"}
+        if self.microbatches is None:
+            clashes["local_stats"] = "its numbers depend on how many microbatches there are; write cf.pipeline(step, microbatches=8)"
+        return Transform(
+            "pipeline",
+            attrs.asdict(self, recurse=False),
+            constrain=self.constrained,
+            candidates=self.loops,
+            microbatches=self.microbatches or 1,
+            clashes=clashes,
+            variants=self.variants if variants else None,
+        )
+
+    def variants(self, build: Build) -> Sequence[Variant]:
+        """Numbers of microbatches, and, under a budget, cuts; () where neither is open."""
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        count = schedule.stages(ranks)
+        cuts_open = self.stages is None and count > 1 and build.budget_bytes is not None
+        if self.microbatches is not None and not cuts_open:
+            return ()
+        rows, on_rows = where_rows_are(self.batch, build)
+        numbers = [self.microbatches] if self.microbatches is not None else schedule.admitted(rows, ranks)
+        if not numbers:
+            raise PlanError(
+                f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the schedule "
+                f"{self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of {schedule.least_microbatches(ranks)}"
+            )
+        problem = None if self.stages is not None or count == 1 else self._problem(build, schedule, ranks)
+        bound = self._bound(build, schedule, ranks, on_rows)
+        found: list[Variant] = []
+        for number in numbers:
+            asked = attrs.evolve(self, microbatches=number)
+            words = f"{number} microbatches" if number > 1 else "1 microbatch"
+            if problem is None:
+                found.append(Variant(asked.transform(False), words, bound.of_any_cut(number)))
+                continue
+            balanced = problem.balanced()
+            by_time = f"{words}, cut by time"
+            found.append(Variant(asked.transform(False), by_time, bound.at(balanced, number)))
+            leaner = problem.leaner(_held(schedule, build.mesh.size, ranks, number), LEVELS) if cuts_open else []
+            for level, cuts in enumerate(leaner):
+                there = attrs.evolve(asked, ends=cuts.ends).transform(False)
+                how = f"between memory and time, {level} of {len(leaner)}" if level else "by memory"
+                found.append(Variant(there, f"{words}, cut {how}", bound.at(cuts, number), behind=by_time))
+        return found if self.microbatches is None or len(found) > 1 else ()
+
+    def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
+        """Where the forward pass may be cut."""
+        seconds = partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
+        count = schedule.stages(ranks)
+        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
+        return CutProblem(build.program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+
+    def _bound(self, build: Build, schedule: Schedule, ranks: int, on_rows: Collection[int]) -> Bound:
+        """on_rows: positions of the nodes that read rows of the batch."""
+        mesh, kernels = build.mesh, build.registry.kernels
+        rank_of = [schedule.rank_of(stage, ranks) for stage in range(schedule.stages(ranks))]
+        return Bound.of(
+            build.program,
+            on_rows,
+            partial(node_s, values=build.program.values, mesh=mesh, rule_of=build.registry.rule),
+            mesh.topology.device.launch_s,
+            lambda target: (target, "cuda") in kernels,
+            rank_of,
+            [_device(mesh, self.axis, rank, 1).speed for rank in rank_of],
+            mesh.size // ranks,
+            schedule.splits_backward,
+        )
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
@@ -100,13 +173,13 @@ class _Asked:
         stages = StagesOf(self.axis, of_stage, self._assigned(build, schedule, ranks))
         at = {position: stages.at(position) for position in stages.inputs}
         at = {position: here for position, here in at.items() if len(here[1]) < ranks}
-        if self.microbatches > 1:
-            build = equal_parts(self.microbatches, self.batch, self.mixing, build)
+        if self.number > 1:
+            build = equal_parts(self.number, self.batch, self.mixing, build)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
-        if self.microbatches == 1:
+        if self.number == 1:
             return build
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         stages = {}
@@ -114,8 +187,8 @@ class _Asked:
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        scheduled = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule)
-        written = loops_over(self.microbatches, self.batch, self.mixing, build)
+        scheduled = _Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule)
+        written = loops_over(self.number, self.batch, self.mixing, build)
         loops = [partial(_by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
@@ -126,6 +199,12 @@ class _Asked:
                     leaner.append(attrs.evolve(scheduled, schedule=other))
             loops += [partial(_by_timetable, written[0], each) for each in leaner]
         return build.evolve(alternatives=(*build.alternatives, loops))
+
+    @property
+    def number(self) -> int:
+        """Microbatches, which are known once a variant is taken."""
+        assert self.microbatches is not None, "a variant says how many"
+        return self.microbatches
 
     def _ranks(self, mesh: Mesh) -> int:
         if self.axis not in mesh.axis_names:
@@ -146,9 +225,7 @@ class _Asked:
         if count == 1:
             return {}
         program = build.program
-        seconds = partial(node_s, values=program.values, mesh=build.mesh, rule_of=build.registry.rule)
-        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
-        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+        cuts = self._problem(build, schedule, ranks).balanced() if self.ends is None else cuts_at(program, self.ends)
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -166,6 +243,12 @@ class _Asked:
             if indices:
                 found[position] = (indices[0],)
         return found
+
+
+def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
+    """What stages keep by the schedule's table. size: of the mesh."""
+    in_flight = schedule.table(ranks, microbatches).in_flight if microbatches > 1 else (1,) * schedule.stages(ranks)
+    return Held(in_flight, ranks / (microbatches * size))
 
 
 def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
