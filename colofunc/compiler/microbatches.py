@@ -52,12 +52,18 @@ def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, 
     return False
 
 
-def where_rows_are(batch: int | str | None, build: Build) -> tuple[int, frozenset[int]]:
-    """How many rows the batch has, and the positions of the nodes of the global program that read rows: each microbatch runs them."""
+def rows_of(batch: int | str | None, build: Build) -> int:
+    """How many rows the batch has."""
     leaves = _leaves(_argument(build.traced, batch), build.traced)
-    rows = next(iter(leaves.values()))[0]
+    return next(iter(leaves.values()))[0]
+
+
+def on_rows(batch: int | str | None, build: Build) -> frozenset[int]:
+    """Positions of the nodes of the global program that read rows of the batch: each microbatch runs them."""
+    leaves = _leaves(_argument(build.traced, batch), build.traced)
+    rows = rows_of(batch, build)
     if rows == 1:
-        return rows, frozenset()
+        return frozenset()
     parts = next(number for number in range(2, rows + 1) if rows % number == 0)
     rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
     _, places_of, _ = _places(leaves, parts, rules, build.program)
@@ -66,7 +72,7 @@ def where_rows_are(batch: int | str | None, build: Build) -> tuple[int, frozense
     for item, places in places_of.items():
         if item >= inputs and any(places[: len(build.program.nodes[item - inputs].refs)]):
             found.add(item - inputs)
-    return rows, frozenset(found)
+    return frozenset(found)
 
 
 def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:

@@ -37,19 +37,23 @@ from colofunc.program.tracing.trace import Traced
 Rewrite = Callable[[Program, Mesh], Program]
 
 
+def _none() -> Sequence[Variant]:
+    return ()
+
+
 @attrs.frozen(eq=False)
 class Variant:
     """One way to write a transform that leaves something open: a record with everything said.
 
-    words: what it says, such as "8 microbatches, cut by time"; no two of a step are alike. at_least_s: seconds that a step takes at least
-    in this way. behind: words of another variant; this one is tried only where that one fits a budget with help alone (values made again,
+    words: what it says, such as "8 microbatches, cut by time"; no two of a step are alike. at_least_s: gives seconds that a step takes at
+    least in this way. leaner: gives further ways, which are tried only where this one fits a budget with help alone (values made again,
     copies), or not at all.
     """
 
     transform: Transform
     words: str
-    at_least_s: float = 0.0
-    behind: str | None = None
+    at_least_s: Callable[[], float]
+    leaner: Callable[[], Sequence[Variant]] = _none
 
 
 class Search(Protocol):

@@ -12,7 +12,7 @@ are not planned at all. What became of each is in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -32,13 +32,19 @@ Recall = Callable[[Planning, bool], Outcome]
 """(what to plan, whether an error has to say the least budget) -> its plan."""
 
 
+Way = tuple[int, ...]
+"""The number of a variant, and of one of those that are leaner."""
+
+
 @attrs.frozen(eq=False)
 class Ways:
-    """The ways to write the open transform of a step; none where its chain leaves nothing open."""
+    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is to be taken."""
 
     staged: Staged
     open: Transform | None
     variants: tuple[Variant, ...]
+    only: Way | None = None
+    leaner: dict[int, Sequence[Variant]] = attrs.field(factory=dict, init=False)
 
     @staticmethod
     def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
@@ -46,22 +52,48 @@ class Ways:
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
-                said = [each for each in variants if plan is not None and each.words == plan.way]
-                return Ways(staged, transform, tuple(attrs.evolve(each, behind=None) for each in said) or variants)
-        return Ways(staged, None, ())
+                ways = Ways(staged, transform, variants)
+                return ways if plan is None or not plan.way else attrs.evolve(ways, only=ways.called(plan.way))
+        return Ways(staged, None, (), only=())
 
-    def written(self, index: int) -> Staged:
+    def called(self, words: str) -> Way | None:
+        """The way with these words; None where there is none."""
+        for number, variant in enumerate(self.variants):
+            if variant.words == words:
+                return (number,)
+            if words.startswith(variant.words.partition(",")[0]):
+                for way in self.behind((number,)):
+                    if self.variant(way).words == words:
+                        return way
+        return None
+
+    def behind(self, way: Way) -> list[Way]:
+        """Those that are tried where a way needs help."""
+        if len(way) > 1:
+            return []
+        (number,) = way
+        if number not in self.leaner:
+            self.leaner[number] = self.variants[number].leaner()
+        return [(number, k) for k in range(len(self.leaner[number]))]
+
+    def variant(self, way: Way) -> Variant:
+        if len(way) == 1:
+            return self.variants[way[0]]
+        self.behind(way[:1])
+        return self.leaner[way[0]][way[1]]
+
+    def written(self, way: Way) -> Staged:
         """The chain in one way."""
         if self.open is None:
             return self.staged
-        return in_place_of(self.staged, self.open, self.variants[index].transform)
+        return in_place_of(self.staged, self.open, self.variant(way).transform)
 
 
 @attrs.frozen(eq=False)
 class Planned:
     """The way that was taken, what it was planned by, and its plan."""
 
-    index: int
+    way: Way
     planning: Planning
     outcome: Outcome
 
@@ -71,16 +103,16 @@ def planned(ways: Ways, planned_by: As, recall: Recall, watch: Watch | None) -> 
 
     Raises PlanError where no way fits: that of the leanest.
     """
-    if len(ways.variants) < 2:
-        planning = planned_by(ways.written(0))
+    if ways.only is not None:
+        planning = planned_by(ways.written(ways.only))
         outcome = from_main(watch, partial(recall, planning, True))
-        if outcome is not None and ways.variants:
-            outcome = _saying(outcome, ways.variants[0].words, ())
+        if outcome is not None and ways.only:
+            outcome = _saying(outcome, ways.variant(ways.only).words, ())
         return planning, outcome
     taken = from_main(watch, _Search(ways, planned_by, recall).run)
-    index = told(watch, None if taken is None else taken.index)
+    way = told(watch, None if taken is None else taken.way)
     if taken is None:
-        return planned_by(ways.written(index)), None
+        return planned_by(ways.written(way)), None
     return taken.planning, taken.outcome
 
 
@@ -94,67 +126,71 @@ class _Search:
     def __init__(self, ways: Ways, planned_by: As, recall: Recall) -> None:
         self.ways, self.planned_by, self.recall = ways, planned_by, recall
         self.best: Planned | None = None
-        self.others: dict[int, OtherWay] = {}
-        self.refused: dict[int, PlanError | CapacityError] = {}
+        self.others: dict[Way, OtherWay] = {}
+        self.refused: dict[Way, PlanError | CapacityError] = {}
+        self.bounds: dict[Way, float] = {}
 
     def run(self) -> Planned:
-        variants = self.ways.variants
-        left = [index for index, each in enumerate(variants) if each.behind is None]
+        left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         while left:
-            index = min(left, key=lambda k: (variants[k].at_least_s, k))
-            left.remove(index)
-            if self.best is not None and variants[index].at_least_s >= self._best_s():
-                self._lose(index, variants[index].at_least_s, 0, "")
-                continue
-            if self._try(index):
-                left += [k for k, each in enumerate(variants) if each.behind == variants[index].words]
-        if self.best is None:
-            self.best = self._leanest()
-        others = tuple(self.others[index] for index in sorted(self.others))
-        return attrs.evolve(self.best, outcome=_saying(self.best.outcome, variants[self.best.index].words, others))
+            # A single way needs no bound, and has one only for the time that it takes to compute.
+            way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._bound_s(each), each))
+            left.remove(way)
+            if self.best is not None and self._bound_s(way) >= self._best_s():
+                self._lose(way, self._bound_s(way), 0, "")
+            elif self._try(way):
+                left += self.ways.behind(way)
+        best = self._leanest() if self.best is None else self.best
+        others = tuple(self.others[way] for way in sorted(self.others))
+        return attrs.evolve(best, outcome=_saying(best.outcome, self.ways.variant(best.way).words, others))
 
-    def _try(self, index: int) -> bool:
+    def _bound_s(self, way: Way) -> float:
+        if way not in self.bounds:
+            self.bounds[way] = self.ways.variant(way).at_least_s()
+        return self.bounds[way]
+
+    def _try(self, way: Way) -> bool:
         """Plan one way; whether it fits with help only, or not at all."""
         try:
-            planning = self.planned_by(self.ways.written(index))
+            planning = self.planned_by(self.ways.written(way))
             outcome = self.recall(planning, False)
         except (PlanError, CapacityError) as error:
-            self.refused[index] = error
+            self.refused[way] = error
             peak_bytes = error.peak_bytes if isinstance(error, DoesNotFit) else 0
-            self._lose(index, None, peak_bytes, str(error).splitlines()[0])
+            self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
-        plan = outcome[0].plan
-        if self.best is None or plan.cost_s < self._best_s():
-            if self.best is not None:
-                self._lose_planned(self.best)
-            self.best = Planned(index, planning, outcome)
-        else:
-            self._lose_planned(Planned(index, planning, outcome))
-        return bool(plan.memory)
+        found = Planned(way, planning, outcome)
+        if self.best is None or _seconds(found) < self._best_s():
+            self.best, found = found, self.best
+        if found is not None:
+            plan = found.outcome[0].plan
+            self._lose(found.way, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
+        return bool(outcome[0].plan.memory)
 
     def _best_s(self) -> float:
         assert self.best is not None, "one was found"
-        return self.best.outcome[0].plan.cost_s
+        return _seconds(self.best)
 
-    def _lose_planned(self, planned: Planned) -> None:
-        plan = planned.outcome[0].plan
-        self._lose(planned.index, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
-
-    def _lose(self, index: int, cost_s: float | None, peak_bytes: int, why: str) -> None:
-        self.others[index] = OtherWay(self.ways.variants[index].words, cost_s, peak_bytes, why)
+    def _lose(self, way: Way, cost_s: float | None, peak_bytes: int, why: str) -> None:
+        self.others[way] = OtherWay(self.ways.variant(way).words, cost_s, peak_bytes, why)
 
     def _leanest(self) -> Planned:
         """The way whose leanest plan holds least, planned with all that may make it fit. Raises what that raises, or what the first did."""
-        lean = {index: error.peak_bytes for index, error in self.refused.items() if isinstance(error, DoesNotFit)}
+        lean = {way: error.peak_bytes for way, error in self.refused.items() if isinstance(error, DoesNotFit)}
         if not lean:
             raise self.refused[min(self.refused)]
-        index = min(lean, key=lambda k: (lean[k], k))
-        planning = self.planned_by(self.ways.written(index))
+        way = min(lean, key=lambda each: (lean[each], each))
+        planning = self.planned_by(self.ways.written(way))
         try:
             outcome = self.recall(planning, True)
         except PlanError as error:
-            words = [self.ways.variants[k].words for k in sorted(self.others)]
-            error.add_note(f"tried: {', '.join(words)}; the leanest is {self.ways.variants[index].words}")
+            if len(self.others) > 1:
+                words = [self.ways.variant(each).words for each in sorted(self.others)]
+                error.add_note(f"tried: {'; '.join(words)}. The leanest is {self.ways.variant(way).words}")
             raise
-        self.others.pop(index)
-        return Planned(index, planning, outcome)
+        self.others.pop(way)
+        return Planned(way, planning, outcome)
+
+
+def _seconds(planned: Planned) -> float:
+    return planned.outcome[0].plan.cost_s

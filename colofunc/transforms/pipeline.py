@@ -13,21 +13,21 @@ Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
 import attrs
 
-from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, where_rows_are
+from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Held, cuts_at
+from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at
 from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.simulate import simulate
@@ -111,37 +111,29 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, and, under a budget, cuts; () where neither is open."""
+        """Numbers of microbatches, and behind each, under a budget, cuts; () where neither is open."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         count = schedule.stages(ranks)
         cuts_open = self.stages is None and count > 1 and build.budget_bytes is not None
         if self.microbatches is not None and not cuts_open:
             return ()
-        rows, on_rows = where_rows_are(self.batch, build)
-        numbers = [self.microbatches] if self.microbatches is not None else schedule.admitted(rows, ranks)
+        problem = None if self.stages is not None or count == 1 else self._problem(build, schedule, ranks)
+        way = _Way(self, build, schedule, ranks, problem, cuts_open)
+        return [way.variant(number) for number in self._numbers(build, schedule, ranks)]
+
+    def _numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
+        """Of microbatches."""
+        if self.microbatches is not None:
+            return [self.microbatches]
+        rows = rows_of(self.batch, build)
+        numbers = schedule.admitted(rows, ranks)
         if not numbers:
             raise PlanError(
                 f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the schedule "
-                f"{self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of {schedule.least_microbatches(ranks)}"
+                f"{self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of "
+                f"{ranks if schedule.whole_groups else schedule.least_microbatches(ranks)}"
             )
-        problem = None if self.stages is not None or count == 1 else self._problem(build, schedule, ranks)
-        bound = self._bound(build, schedule, ranks, on_rows)
-        found: list[Variant] = []
-        for number in numbers:
-            asked = attrs.evolve(self, microbatches=number)
-            words = f"{number} microbatches" if number > 1 else "1 microbatch"
-            if problem is None:
-                found.append(Variant(asked.transform(False), words, bound.of_any_cut(number)))
-                continue
-            balanced = problem.balanced()
-            by_time = f"{words}, cut by time"
-            found.append(Variant(asked.transform(False), by_time, bound.at(balanced, number)))
-            leaner = problem.leaner(_held(schedule, build.mesh.size, ranks, number), LEVELS) if cuts_open else []
-            for level, cuts in enumerate(leaner):
-                there = attrs.evolve(asked, ends=cuts.ends).transform(False)
-                how = f"between memory and time, {level} of {len(leaner)}" if level else "by memory"
-                found.append(Variant(there, f"{words}, cut {how}", bound.at(cuts, number), behind=by_time))
-        return found if self.microbatches is None or len(found) > 1 else ()
+        return numbers
 
     def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
         """Where the forward pass may be cut."""
@@ -149,22 +141,6 @@ class _Asked:
         count = schedule.stages(ranks)
         devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
         return CutProblem(build.program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
-
-    def _bound(self, build: Build, schedule: Schedule, ranks: int, on_rows: Collection[int]) -> Bound:
-        """on_rows: positions of the nodes that read rows of the batch."""
-        mesh, kernels = build.mesh, build.registry.kernels
-        rank_of = [schedule.rank_of(stage, ranks) for stage in range(schedule.stages(ranks))]
-        return Bound.of(
-            build.program,
-            on_rows,
-            partial(node_s, values=build.program.values, mesh=mesh, rule_of=build.registry.rule),
-            mesh.topology.device.launch_s,
-            lambda target: (target, "cuda") in kernels,
-            rank_of,
-            [_device(mesh, self.axis, rank, 1).speed for rank in rank_of],
-            mesh.size // ranks,
-            schedule.splits_backward,
-        )
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
@@ -243,6 +219,59 @@ class _Asked:
             if indices:
                 found[position] = (indices[0],)
         return found
+
+
+@attrs.frozen(eq=False)
+class _Way:
+    """What is open, written in every way. problem: of the cuts; None: they are given."""
+
+    asked: _Asked
+    build: Build
+    schedule: Schedule
+    ranks: int
+    problem: CutProblem | None
+    cuts_open: bool
+
+    def variant(self, number: int) -> Variant:
+        """So many microbatches, cut where stages take equally long."""
+        words = f"{number} microbatches" if number > 1 else "1 microbatch"
+        transform = attrs.evolve(self.asked, microbatches=number).transform(False)
+        if self.problem is None:
+            return Variant(transform, words, lambda: self.bound.of_any_cut(number))
+        balanced = self.problem.balanced()
+        leaner = partial(self._leaner, self.problem, number, words)
+        by_time = Variant(transform, f"{words}, cut by time", lambda: self.bound.at(balanced, number))
+        return attrs.evolve(by_time, leaner=leaner) if self.cuts_open else by_time
+
+    def _leaner(self, problem: CutProblem, number: int, words: str) -> list[Variant]:
+        """Cut so that the fullest stage holds less."""
+        cuts = problem.leaner(_held(self.schedule, self.build.mesh.size, self.ranks, number), LEVELS)
+        found = []
+        for level, there in enumerate(cuts):
+            how = f"between memory and time, {level} of {len(cuts) - 1}" if level else "by memory"
+            transform = attrs.evolve(self.asked, microbatches=number, ends=there.ends).transform(False)
+            found.append(Variant(transform, f"{words}, cut {how}", partial(self._at_least_s, there, number)))
+        return found
+
+    def _at_least_s(self, cuts: Cuts, number: int) -> float:
+        return self.bound.at(cuts, number)
+
+    @cached_property
+    def bound(self) -> Bound:
+        """On a step's time; it is computed where several ways are compared."""
+        build, mesh, kernels = self.build, self.build.mesh, self.build.registry.kernels
+        rank_of = [self.schedule.rank_of(stage, self.ranks) for stage in range(self.schedule.stages(self.ranks))]
+        return Bound.of(
+            build.program,
+            on_rows(self.asked.batch, build),
+            partial(node_s, values=build.program.values, mesh=mesh, rule_of=build.registry.rule),
+            mesh.topology.device.launch_s,
+            lambda target: (target, "cuda") in kernels,
+            rank_of,
+            [_device(mesh, self.asked.axis, rank, 1).speed for rank in rank_of],
+            mesh.size // self.ranks,
+            self.schedule.splits_backward,
+        )
 
 
 def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
