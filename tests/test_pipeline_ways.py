@@ -77,10 +77,18 @@ def test_no_way_is_faster_within_a_budget() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.75])
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])
 def test_no_way_is_faster_in_many_settings(schedule: str, share: float, model: str) -> None:
-    step, state, batch = example(6) if model == "mlp" else gpt2(4)
+    step, state, batch = example(6, 32) if model == "mlp" else gpt2(4)
     free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", schedule=schedule)
-    budget = int(share * free.lower(state, batch).plan.peak_bytes)
-    compared(cf.checkpoint(free, budget=budget), budget, (state, batch))
+    low = free.lower(state, batch)
+    budget = int(share * low.plan.peak_bytes)
+    chain = cf.checkpoint(free, budget=budget)
+    try:
+        _, ways = compared(chain, budget, (state, batch))
+    except cf.PlanError:
+        ways = every_way(chain, low, budget, (state, batch))
+        assert all(seconds == float("inf") for _, seconds in ways.values())
+    fits = sum(seconds < float("inf") for _, seconds in ways.values())
+    print(f"{model} {schedule} {share}: {len(ways)} ways, {fits} fit")
 
 
 def test_cuts_are_chosen_with_the_budget() -> None:
